@@ -1,0 +1,1 @@
+"""What a newcomer runs: datasets and scripts written for this project."""

@@ -1,0 +1,116 @@
+"""A tiny model in Hugging Face format, made from nothing: its own BPE tokenizer, its own chat template, random weights.
+
+python -m examples.tiny_model FOLDER [--corpus FILE] [--family qwen3|qwen2|llama]
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+Family = Literal["qwen3", "qwen2", "llama"]
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_model(
+    folder: Path,
+    corpus: Iterable[str],
+    *,
+    family: Family = "qwen3",
+    vocab_size: int = 512,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    tied: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Write config, fp32 weights, tokenizer and chat template into a folder. Equal arguments give equal bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = _train_tokenizer(corpus, vocab_size)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    config = _config(
+        family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=wrapped.eos_token_id,
+        pad_token_id=wrapped.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def _train_tokenizer(corpus: Iterable[str], vocab_size: int):  # noqa: ANN202 - tokenizers.Tokenizer, imported late
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def _config(family: Family, **sizes):  # noqa: ANN202, ANN003
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    match family:
+        case "qwen3":
+            return Qwen3Config(**sizes)
+        case "qwen2":
+            sizes.pop("head_dim")
+            return Qwen2Config(**sizes)
+        case "llama":
+            rope = {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+            return LlamaConfig(**sizes, rope_parameters=rope)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--corpus", type=Path, help="text to train the tokenizer on")
+    parser.add_argument("--family", choices=["qwen3", "qwen2", "llama"], default="qwen3")
+    arguments = parser.parse_args()
+    lines = arguments.corpus.read_text().splitlines() if arguments.corpus else ["a tiny model says hello"]
+    print(make_tiny_model(arguments.folder, lines, family=arguments.family))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The Engine: model and optimizer on a parallel mesh, behind one interface.
+
+What to optimise is decided above it (losses, normalisation, schedules, when to step); how, inside it (parallelism,
+sharding, precision, offload). Every method is collective: all ranks call it, in the same order, with equal arguments, except that
+`forward` and `forward_backward` take this data-parallel rank's own bins.
+
+Shape suffixes: T tokens of a bin, N targets of a bin.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shared.jobs import Adam, Dtype, Full, Lora
+from shared.layout import Layout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One bin on the engine's device: the two tables of shared/packed.py. Indices int64, scores float32."""
+
+    token_id_T: Tensor
+    position_T: Tensor
+    parent_T: Tensor
+    hidden_index_N: Tensor
+    label_N: Tensor
+    weight_N: Tensor
+    advantage_N: Tensor
+    old_logprob_N: Tensor
+    ref_logprob_N: Tensor
+    sequence_N: Tensor
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a forward is asked for. Nothing requested, nothing computed."""
+
+    logprob: bool = True
+    entropy: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the model says of a batch's targets: float32, in nats."""
+
+    logprob_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over a bin's targets, never means: `loss` to differentiate, `weight` to normalise by, the rest to report."""
+
+    loss: Tensor
+    weight: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    def detached(self) -> dict[str, Tensor]:
+        return {"loss": self.loss.detach(), "weight": self.weight.detach(), **self.metrics}
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """A loss over a bin: what it needs of the forward, and the sums it makes of it."""
+
+    outputs: Outputs
+    sums: Callable[[Scores, Batch], LossSums]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The global gradient norm over all ranks, normalised, before clipping; `clipped`: it was above the bound."""
+
+    grad_norm: float
+    clipped: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: storages on the device, and declared host buffers that outlive a job."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change while an engine lives."""
+
+    layout: Layout
+    dtype: Dtype
+    device: torch.device
+    rank: int
+    dp_rank: int
+    dp_size: int
+    device_name: str
+
+
+class Engine(Protocol):
+    """See the module's docstring. An engine holds one base model and any number of named adapter slots beside it."""
+
+    facts: Facts
+
+    # What is trained: one of these before the first step of a job.
+    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, equal under every layout; B zero."""
+        ...
+
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+        """A PEFT adapter from a folder, made active.
+
+        Raises InvalidInput when it is missing, damaged, or not of `lora`'s shape.
+        """
+        ...
+
+    def set_adapter(self, name: str | None) -> None:
+        """Use this slot in the following calls, or none."""
+        ...
+
+    def train_full(self, full: Full) -> None:
+        """Make every weight of the base trainable."""
+        ...
+
+    # A step.
+    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        """Score a bin's targets. Keeps the graph unless under `torch.no_grad`."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        """Add a bin's gradients (of sums) to what is accumulated. Returns detached sums of this rank's bin."""
+        ...
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Add up sums over data-parallel ranks; every rank gets the same numbers."""
+        ...
+
+    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
+        """Greedy continuations of token ids, the stop id left out; the same on every rank."""
+        ...
+
+    # State.
+    def save(self, folder: Path) -> None:
+        """Write `weights/` (PEFT adapter or Hugging Face model) and `optimizer/`; rank 0 writes. Not sealed."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors of the base, one at a time, on every rank."""
+        ...
+
+    def drop_training_state(self) -> None:
+        """Drop adapters, gradients and optimizer state. After `train_full` the base weights go too."""
+        ...
+
+    def offload(self) -> None:
+        """Move the base weights to preallocated host buffers; every parameter's storage has size 0 afterwards."""
+        ...
+
+    def reload(self) -> None:
+        """Undo `offload`, to the bit."""
+        ...
+
+    def memory(self) -> Memory: ...

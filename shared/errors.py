@@ -1,0 +1,35 @@
+"""Errors that cross a boundary. Everything else is a bug or a passing fault, and propagates."""
+
+
+class LongshoreError(Exception):
+    """The parent of every error that Longshore raises on purpose."""
+
+
+class InvalidInput(LongshoreError):
+    """Something a user sent cannot be used. Never retried.
+
+    Args:
+        message: what is wrong and which rule it breaks, in a sentence a user can act on.
+        place: where it is: a field, a file, `file:line`, or a URI.
+    """
+
+    def __init__(self, message: str, place: str | None = None) -> None:
+        self.message = message
+        self.place = place
+        super().__init__(f"{place}: {message}" if place else message)
+
+
+class NotFound(LongshoreError):
+    """An object, a run or a checkpoint that was asked for is not there."""
+
+
+class StoreUnavailable(LongshoreError):
+    """The object store cannot be reached or refuses the credentials. Retried a bounded number of times."""
+
+
+class CorruptArtifact(InvalidInput):
+    """Bytes in the store or on disk differ from what their manifest says."""
+
+
+class WorkerLost(LongshoreError):
+    """The worker process ended, or went silent, without a terminal event."""

@@ -1,0 +1,40 @@
+"""What a host and its worker tell each other beside jobs: who the worker is, and whose lease it serves."""
+
+from shared.jobs import Artifact, Dtype, Fence
+from shared.layout import Layout
+from shared.models import Frozen
+
+
+class WorkerKey(Frozen):
+    """What is fixed while a worker process lives. A released worker may serve another run with an equal key."""
+
+    model: Artifact
+    layout: Layout
+    dtype: Dtype
+    engine: str = "megatron"
+    threads_per_rank: int = 1
+
+
+class WorkerRecord(Frozen):
+    """`worker.json`, written by the host at launch: whoever comes after a killed host finds and ends its worker.
+
+    A process is named by pid and start time (seconds since 1970): pids are used again. Every rank carries the
+    environment variable `LONGSHORE_WORKER_ID=<worker_id>`.
+    """
+
+    worker_id: str
+    pid: int
+    started_at: float
+    host_pid: int
+    host_started_at: float
+    key: WorkerKey
+
+
+class LeaseMark(Frozen):
+    """`lease.json`: the lease that the worker serves now. A job of this run with an older fence is refused."""
+
+    run_id: str
+    fence: Fence
+
+
+WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"

@@ -1,0 +1,142 @@
+"""Every key of the store and every local path. Nobody else joins them."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from shared.jobs import Fence
+from shared.models import Frozen
+
+MANIFEST = "manifest.json"
+
+
+def content_key(*inputs: Frozen | str) -> str:
+    """A key of 32 hex digits, derived from an activity's inputs, so that a retry finds its own work."""
+    parts = [i if isinstance(i, str) else i.model_dump(mode="json") for i in inputs]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class RunKeys:
+    """Keys of one run in the store."""
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"runs/{run_id}"
+        self.record = f"{self.prefix}/run.json"
+        self.result = f"{self.prefix}/result.json"
+        self.checkpoints = f"{self.prefix}/checkpoints"
+        self.leases = f"{self.prefix}/leases"
+        self.logs = f"{self.prefix}/logs"
+        self.wandb = f"{self.prefix}/wandb"
+
+    def dataset(self, split: str) -> str:
+        return f"{self.prefix}/dataset/{split}"
+
+    def lease(self, epoch: int) -> str:
+        return f"{self.leases}/{Fence(epoch=epoch).label}.json"
+
+    def checkpoint(self, fence: Fence, step: int) -> str:
+        return f"{self.checkpoints}/{fence.label}/step-{step:08d}"
+
+    def log(self, job_id: str, fence: Fence) -> str:
+        """The whole log of one attempt, written after its terminal event."""
+        return f"{self.logs}/{job_id}/{fence.label}/log.jsonl"
+
+    def log_part(self, job_id: str, fence: Fence, first_seq: int) -> str:
+        """A piece of the log, carried while the job runs; `first_seq` is its first event's."""
+        return f"{self.logs}/{job_id}/{fence.label}/parts/{first_seq:010d}.jsonl"
+
+    def job(self, job_id: str, fence: Fence) -> str:
+        return f"{self.logs}/{job_id}/{fence.label}/job.json"
+
+
+def run_records() -> str:
+    return "runs/"
+
+
+def upload(sha256: str, name: str) -> str:
+    return f"uploads/{sha256}/{name}"
+
+
+def model_import(key: str) -> str:
+    return f"models/imported/{key}"
+
+
+def tokenized(key: str) -> str:
+    return f"tokenized/{key}"
+
+
+def packed(key: str) -> str:
+    return f"packed/{key}"
+
+
+def published(kind: str, name: str) -> str:
+    """`kind` is `adapters` or `models`."""
+    return f"{kind}/published/{name}"
+
+
+def published_version(kind: str, name: str, version: int) -> str:
+    return f"{published(kind, name)}/v{version:06d}"
+
+
+def version_claim(kind: str, name: str, version: int) -> str:
+    """The object whose creation decides which run owns a version."""
+    return f"{published(kind, name)}/claims/v{version:06d}.json"
+
+
+class HostPaths:
+    """Local folders of one host: workers, the cache of staged artifacts, and scratch."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.workers = root / "workers"
+        self.cache = root / "cache"
+        self.scratch = root / "scratch"
+
+    def worker(self, worker_id: str) -> "WorkerPaths":
+        return WorkerPaths(self.workers / worker_id)
+
+
+class WorkerPaths:
+    """The folder that a host and its worker share."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.record = root / "worker.json"
+        self.lease = root / "lease.json"
+        self.jobs = root / "jobs"
+        self.claimed = root / "claimed"
+        self.archive = root / "archive"
+        self.stop = root / "stop"
+        self.ready = root / "ready"
+        self.output = root / "output.log"
+
+    def job(self, job_id: str, fence: Fence) -> Path:
+        return self.jobs / f"{job_id}-{fence.label}.json"
+
+    def cancel(self, job_id: str, fence: Fence) -> Path:
+        """A file whose presence asks the worker to end this job at the next step boundary."""
+        return self.root / "cancel" / f"{job_id}-{fence.label}"
+
+    def outputs(self, run_id: str, job_id: str, fence: Fence) -> Path:
+        """Holds `log.jsonl` and `checkpoints/` of one attempt."""
+        return self.root / "outputs" / run_id / job_id / fence.label
+
+    def scratch(self, job_id: str, fence: Fence) -> Path:
+        return self.root / "scratch" / f"{job_id}-{fence.label}"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary name, fsync, rename, fsync the folder: readers see all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

