@@ -1,10 +1,11 @@
 """A tiny model in Hugging Face format, made from nothing: its own BPE tokenizer, its own chat template, random weights.
 
-python -m examples.tiny_model FOLDER [--corpus FILE] [--family qwen3|qwen2|llama]
+python -m examples.tiny_model FOLDER [--corpus FILE ...] [--family qwen3|qwen2|llama]
 """
 
 import argparse
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -102,14 +103,28 @@ def _config(family: Family, **sizes):  # noqa: ANN202, ANN003
             return LlamaConfig(**sizes, rope_parameters=rope)
 
 
+def read_texts(files: Iterable[Path]) -> Iterator[str]:
+    """Texts to train a tokenizer on: what the messages of chat JSONL say, or the lines of any other file."""
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if file.suffix == ".jsonl":
+                yield from (message["content"] for message in json.loads(line)["messages"])
+            else:
+                yield line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--corpus", type=Path, help="text to train the tokenizer on")
+    parser.add_argument("--corpus", type=Path, nargs="*", default=[], help="text or chat JSONL, for the tokenizer")
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--family", choices=["qwen3", "qwen2", "llama"], default="qwen3")
     arguments = parser.parse_args()
-    lines = arguments.corpus.read_text().splitlines() if arguments.corpus else ["a tiny model says hello"]
-    print(make_tiny_model(arguments.folder, lines, family=arguments.family))
+    sizes = {name: getattr(arguments, name) for name in ("vocab_size", "hidden_size", "num_layers")}
+    corpus = list(read_texts(arguments.corpus)) or ["a tiny model says hello"]
+    print(make_tiny_model(arguments.folder, corpus, family=arguments.family, **sizes))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The Engine: model and optimizer on a parallel mesh, behind one interface.
 
 What to optimise is decided above it (losses, normalisation, schedules, when to step); how, inside it (parallelism,
-sharding, precision, offload). Every method is collective: all ranks call it, in the same order, with equal arguments, except that
-`forward` and `forward_backward` take this data-parallel rank's own bins.
+sharding, precision, offload). Every method is collective: all ranks call it, in the same order, with equal arguments,
+except that `forward` and `forward_backward` take this data-parallel rank's own bins.
 
 Shape suffixes: T tokens of a bin, N targets of a bin.
 """

@@ -4,35 +4,54 @@ import hashlib
 import os
 import shutil
 import uuid
-from pathlib import Path, PurePosixPath
-from typing import Literal
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Literal
 
-from shared.errors import CorruptArtifact, InvalidInput, NotFound
-from shared.jobs import Artifact
+from pydantic import AfterValidator, Field, ValidationError
+
+from shared.errors import CorruptArtifact, NotFound
+from shared.jobs import Artifact, Sha256
 from shared.models import Frozen
-from shared.paths import MANIFEST, write_atomically
+from shared.paths import MANIFEST, content_key, fsync_folder, write_atomically
 from shared.settings import S3Settings
-from shared.store import LocalStore, ObjectStore, open_uri, uri_of
+from shared.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
 
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 8 << 20
+
+
+def _below(path: str) -> str:
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError("a manifest may not name files outside its artifact")
+    return path
 
 
 class FileEntry(Frozen):
     """A file of an artifact: its path below the artifact, size in bytes, SHA-256."""
 
-    path: str
-    size: int
-    sha256: str
+    path: Annotated[str, AfterValidator(_below)]
+    size: int = Field(ge=0)
+    sha256: Sha256
 
 
 class Manifest(Frozen):
-    """`manifest.json`: sorted by path and free of dates, so that equal contents have equal manifests."""
+    """`manifest.json`: sorted by path and free of dates, so that equal contents have equal manifests.
+
+    `root` makes the artifact a reference: its files lie below another URI, and are not ours. A model of many gigabytes
+    is used where its owner keeps it, and a change by its owner is noticed by hash.
+    """
 
     schema_version: Literal[1] = 1
     files: tuple[FileEntry, ...]
+    root: str | None = None
 
     def encoded(self) -> bytes:
-        return self.model_dump_json(indent=1).encode() + b"\n"
+        return self.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
 
 
 def sha256_file(path: Path) -> str:
@@ -40,29 +59,61 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_object(store: ObjectStore, key: str, size: int) -> str:
+    """Hash an object where it lies, a piece at a time."""
+    digest = hashlib.sha256()
+    for start in range(0, size, _CHUNK_BYTES):
+        digest.update(store.read_range(key, start, min(_CHUNK_BYTES, size - start)))
+    return digest.hexdigest()
+
+
 def manifest_of(folder: Path) -> Manifest:
-    """Hash every file below a folder, the manifest itself and dot-files left out."""
-    paths = sorted(
-        p.relative_to(folder).as_posix()
-        for p in folder.rglob("*")
-        if p.is_file() and p.name != MANIFEST and not p.name.startswith(".")
-    )
+    """Hash every file below a folder; its own manifest and names that start with a dot are left out."""
+    paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
     entries = (FileEntry(path=p, size=(folder / p).stat().st_size, sha256=sha256_file(folder / p)) for p in paths)
     return Manifest(files=tuple(entries))
 
 
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and path != folder / MANIFEST:
+            yield path
+
+
 def seal(folder: Path) -> str:
-    """Commit a local folder: write its manifest last. Returns the manifest's SHA-256."""
+    """Commit a local folder: make its files durable, then write its manifest. Returns the manifest's SHA-256."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for parent in {path.parent for path in _files(folder)}:
+        fsync_folder(parent)
     data = manifest_of(folder).encoded()
     write_atomically(folder / MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def upload(store: ObjectStore, key: str, folder: Path) -> Artifact:
-    """Copy a sealed folder into the store, its manifest last. Repeating it is harmless."""
+    """Copy a sealed folder into the store, its manifest last. Repeating it is harmless.
+
+    Raises:
+        CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
+    """
     data = (folder / MANIFEST).read_bytes()
+    artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(data).hexdigest())
+    if find(store, key) == artifact:
+        return artifact
     for entry in Manifest.model_validate_json(data).files:
+        _check_size(folder, entry)
         store.put_file(f"{key}/{entry.path}", folder / entry.path)
+    store.put_bytes(f"{key}/{MANIFEST}", data)
+    return artifact
+
+
+def refer(store: ObjectStore, key: str, manifest: Manifest) -> Artifact:
+    """Commit a reference: a manifest in the store whose files lie below its `root`."""
+    assert manifest.root is not None
+    data = manifest.encoded()
     store.put_bytes(f"{key}/{MANIFEST}", data)
     return Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(data).hexdigest())
 
@@ -84,48 +135,90 @@ def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
     except NotFound as error:
         raise CorruptArtifact("the artifact is missing or was never completed", place) from error
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CorruptArtifact("the manifest's SHA-256 is not the one that the job names", place)
-    return Manifest.model_validate_json(data)
+        raise CorruptArtifact("the manifest's SHA-256 is not the one that was asked for", place)
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptArtifact(f"not a manifest: {error.errors()[0]['msg']}", place) from error
 
 
-def stage(artifact: Artifact, cache: Path, s3: S3Settings) -> Path:
+def files_of(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]:
+    """Where an artifact's files lie, references followed, and its manifest: `entry.path` is each file's key there."""
+    store, key = open_uri(artifact.uri, s3)
+    manifest = read_manifest(store, key, artifact.sha256)
+    return open_store(manifest.root or artifact.uri, s3), manifest
+
+
+def stage(artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...] = ()) -> Path:
     """An artifact as a local folder, every file's hash checked.
 
-    Files of a local store are used where they lie; others are copied into `cache`, under the artifact's hash. Files that
-    were checked once on this machine are not read again while their size and modification time stay the same.
+    Files that are on this machine are used where they lie; others are copied into `cache`, under the artifact's hash.
+    Files that were checked once on this machine are not read again while their size and times stay the same.
+
+    Args:
+        only: patterns such as `tokenizer*`: the files that are wanted, where not all are.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
     """
-    store, key = open_uri(artifact.uri, s3)
-    manifest = read_manifest(store, key, artifact.sha256)
-    for entry in manifest.files:
-        if PurePosixPath(entry.path).is_absolute() or ".." in PurePosixPath(entry.path).parts:
-            raise InvalidInput("a manifest may not name files outside its artifact", entry.path)
+    store, whole = files_of(artifact, s3)
+    manifest = Manifest(files=tuple(e for e in whole.files if not only or any(fnmatch(e.path, p) for p in only)))
     if isinstance(store, LocalStore):
-        local = store.local_path(key)
-        _check(local, manifest, cache / "checked" / artifact.sha256)
-        return local
-    target = cache / "artifacts" / artifact.sha256
-    if not (target / MANIFEST).exists():
-        _fetch(store, key, manifest, target)
-    _check(target, manifest, cache / "checked" / artifact.sha256)
+        _check(store.root, manifest, cache)
+        return store.root
+    target = cache / "artifacts" / (content_key(artifact.sha256, *only) if only else artifact.sha256)
+    try:
+        _check(target, manifest, cache)
+    except CorruptArtifact:  # not here yet, or spoilt since
+        _fetch(store, manifest, target, cache)
+        _check(target, manifest, cache)
     return target
 
 
-def _fetch(store: ObjectStore, key: str, manifest: Manifest, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    for entry in manifest.files:
-        store.get_file(f"{key}/{entry.path}", temporary / entry.path)
-    write_atomically(temporary / MANIFEST, manifest.encoded())
+def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path) -> None:
+    """Copy and check, then give the folder its name: what carries the name was whole once."""
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
-        temporary.rename(target)
-    except OSError:  # another process staged it first
-        shutil.rmtree(temporary)
+        for entry in manifest.files:
+            _fetch_file(store, entry, temporary / entry.path)
+        with disk_errors(temporary):
+            write_atomically(temporary / MANIFEST, manifest.encoded())
+        _take_place(temporary, target, manifest, cache)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check(folder: Path, manifest: Manifest, mark: Path) -> None:
+def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path) -> None:
+    place = uri_of(store, entry.path)
+    try:
+        store.get_file(entry.path, path)
+    except NotFound as error:
+        raise CorruptArtifact("the file is missing", place) from error
+    if (size := path.stat().st_size) != entry.size:
+        raise CorruptArtifact(f"the file has {size} bytes, the manifest says {entry.size}", place)
+    if sha256_file(path) != entry.sha256:
+        raise CorruptArtifact("the file's SHA-256 is not the manifest's", place)
+
+
+def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> None:
+    """Give a whole folder its name. A whole one that stands there is left alone: somebody may be reading it."""
+    try:
+        new.rename(target)
+        return
+    except OSError:
+        if not target.exists():
+            raise
+    try:
+        _check(target, manifest, cache)
+    except CorruptArtifact:
+        target.rename(new / "spoilt")
+        new.rename(target)
+        shutil.rmtree(target / "spoilt", ignore_errors=True)
+
+
+def _check(folder: Path, manifest: Manifest, cache: Path) -> None:
     stamp = "\n".join(_stamp(folder, entry) for entry in manifest.files).encode()
+    mark = cache / "checked" / content_key(str(folder), manifest)
     if mark.exists() and mark.read_bytes() == stamp:
         return
     for entry in manifest.files:
@@ -134,12 +227,17 @@ def _check(folder: Path, manifest: Manifest, mark: Path) -> None:
     write_atomically(mark, stamp)
 
 
-def _stamp(folder: Path, entry: FileEntry) -> str:
+def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:
     path = folder / entry.path
     try:
-        status = os.stat(path)
-    except FileNotFoundError as error:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptArtifact("the file is missing", str(path)) from error
     if status.st_size != entry.size:
         raise CorruptArtifact(f"the file has {status.st_size} bytes, the manifest says {entry.size}", str(path))
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    return status
+
+
+def _stamp(folder: Path, entry: FileEntry) -> str:
+    status = _check_size(folder, entry)
+    return f"{entry.sha256} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

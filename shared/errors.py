@@ -24,7 +24,11 @@ class NotFound(LongshoreError):
 
 
 class StoreUnavailable(LongshoreError):
-    """The object store cannot be reached or refuses the credentials. Retried a bounded number of times."""
+    """The store, or a server that a user's URI names, cannot be reached or refuses us. Retried a few times."""
+
+
+class DiskFull(StoreUnavailable):
+    """No space is left for a file of ours. What was begun is removed."""
 
 
 class CorruptArtifact(InvalidInput):

@@ -1,4 +1,4 @@
-"""Events: one JSON object a line in a job's `log_path`. `seq` is gapless from 1; the terminal event is the last line."""
+"""Events: one JSON object a line in a job's `log_path`; `seq` is gapless from 1; the terminal event comes last."""
 
 from typing import Annotated, Literal
 

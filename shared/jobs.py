@@ -39,6 +39,15 @@ class Fence(Frozen):
         """A path segment that sorts as the fences do: `e000003-a01`."""
         return f"e{self.epoch:06d}-a{self.attempt:02d}"
 
+    @classmethod
+    def from_label(cls, label: str) -> "Fence":
+        """The fence of a path segment. Raises ValueError for any other segment."""
+        epoch, attempt = label.split("-")
+        fence = cls(epoch=int(epoch.removeprefix("e")), attempt=int(attempt.removeprefix("a")))
+        if fence.label != label:
+            raise ValueError(f"not a fence: {label}")
+        return fence
+
     def is_older_than(self, other: "Fence") -> bool:
         return (self.epoch, self.attempt) < (other.epoch, other.attempt)
 

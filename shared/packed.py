@@ -11,6 +11,7 @@ columns; a *plan* lists, for every step, its bins, and for every bin, its units.
 Files are raw little-endian columns beside a header, memory-mapped on reading. Suffixes: T tokens of a bin, N targets of a bin.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -100,28 +101,31 @@ class UnitsWriter:
         self._folder = folder
         self._columns = columns
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in columns}
-        self._token_offsets = [0]
-        self._target_offsets = [0]
+        self._token_offsets = _OffsetsWriter(folder / "token_offsets.bin")
+        self._target_offsets = _OffsetsWriter(folder / "target_offsets.bin")
 
     def append(self, **columns: NDArray) -> None:
         """Add one unit: an array for each of this writer's columns, indices local to the unit."""
-        num_tokens, num_targets = len(columns["token_id"]), len(columns["label"])
+        self.extend([len(columns["token_id"])], [len(columns["label"])], **columns)
+
+    def extend(self, num_tokens: Ints | list[int], num_targets: Ints | list[int], **columns: NDArray) -> None:
+        """Add units that stand one behind the other in each column; the counts say where each ends."""
+        tokens, targets = int(np.sum(num_tokens)), int(np.sum(num_targets))
+        assert len(num_tokens) == len(num_targets) and set(columns) == set(self._columns), sorted(columns)
         for name in self._columns:
-            expected = num_tokens if name in TOKEN_COLUMNS else num_targets
+            expected = tokens if name in TOKEN_COLUMNS else targets
             assert len(columns[name]) == expected, (name, len(columns[name]), expected)
-            columns[name].astype(_dtype(name), copy=False).tofile(self._files[name])
-        self._token_offsets.append(self._token_offsets[-1] + num_tokens)
-        self._target_offsets.append(self._target_offsets[-1] + num_targets)
+            _as_stored(columns[name], _dtype(name)).tofile(self._files[name])
+        self._token_offsets.extend(num_tokens)
+        self._target_offsets.extend(num_targets)
 
     def close(self) -> UnitsHeader:
         for file in self._files.values():
             file.close()
-        _write_column(self._folder / "token_offsets.bin", self._token_offsets, _OFFSETS)
-        _write_column(self._folder / "target_offsets.bin", self._target_offsets, _OFFSETS)
         header = UnitsHeader(
-            num_units=len(self._token_offsets) - 1,
-            num_tokens=self._token_offsets[-1],
-            num_targets=self._target_offsets[-1],
+            num_units=self._token_offsets.num_entries,
+            num_tokens=self._token_offsets.close(),
+            num_targets=self._target_offsets.close(),
             columns=self._columns,
         )
         write_atomically(self._folder / "units.json", header.model_dump_json(indent=1).encode())
@@ -136,25 +140,26 @@ class PlanWriter:
         self._folder = folder
         self._bin_tokens = bin_tokens
         self._units = (folder / "bin_units.bin").open("wb")
-        self._bin_offsets = [0]
-        self._step_offsets = [0]
+        self._bin_offsets = _OffsetsWriter(folder / "bin_offsets.bin")
+        self._step_offsets = _OffsetsWriter(folder / "step_offsets.bin")
 
-    def append_step(self, bins: list[Ints]) -> None:
+    def append_step(self, bins: Sequence[Ints | list[int]]) -> None:
         """Add one step: for each of its bins the numbers of its units."""
         for units in bins:
-            np.asarray(units).astype(_OFFSETS, copy=False).tofile(self._units)
-            self._bin_offsets.append(self._bin_offsets[-1] + len(units))
-        self._step_offsets.append(self._step_offsets[-1] + len(bins))
+            np.asarray(units, dtype=_OFFSETS).tofile(self._units)
+        self._bin_offsets.extend([len(units) for units in bins])
+        self._step_offsets.extend([len(bins)])
 
     def close(self, unit_tokens: Ints) -> PlanHeader:
         """`unit_tokens[u]`: tokens of unit u, for the header's totals."""
         self._units.close()
-        _write_column(self._folder / "bin_offsets.bin", self._bin_offsets, _OFFSETS)
-        _write_column(self._folder / "step_offsets.bin", self._step_offsets, _OFFSETS)
+        num_steps, num_bins = self._step_offsets.num_entries, self._bin_offsets.num_entries
+        self._bin_offsets.close()
+        self._step_offsets.close()
         planned = _read_column(self._folder / "bin_units.bin", _OFFSETS)
-        num_tokens, num_bins = int(unit_tokens[planned].sum()), len(self._bin_offsets) - 1
+        num_tokens = int(unit_tokens[planned].sum())
         header = PlanHeader(
-            num_steps=len(self._step_offsets) - 1,
+            num_steps=num_steps,
             num_bins=num_bins,
             bin_tokens=self._bin_tokens,
             num_tokens=num_tokens,
@@ -257,8 +262,33 @@ def _sequence_starts(sequence_N: NDArray, targets: Ints) -> Ints:
     return np.repeat(np.cumsum(counts) - counts, targets)
 
 
-def _write_column(path: Path, values: NDArray | list[int], dtype: np.dtype) -> None:
-    np.asarray(values, dtype=dtype).tofile(path)
+class _OffsetsWriter:
+    """Streams where each of a row of things ends: 0, then a running sum of sizes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._end = 0
+        self.num_entries = 0
+        np.zeros(1, dtype=_OFFSETS).tofile(self._file)
+
+    def extend(self, sizes: Ints | list[int]) -> None:
+        ends = self._end + np.cumsum(np.asarray(sizes, dtype=_OFFSETS))
+        ends.astype(_OFFSETS).tofile(self._file)
+        self._end = int(ends[-1]) if len(ends) else self._end
+        self.num_entries += len(ends)
+
+    def close(self) -> int:
+        """Returns the end of the last."""
+        self._file.close()
+        return self._end
+
+
+def _as_stored(values: NDArray, dtype: np.dtype) -> NDArray:
+    """Values in a column's type. An integer that it cannot hold is a bug, never another integer."""
+    if values.size and dtype.kind in "iu" and values.dtype != dtype:
+        limits = np.iinfo(dtype)
+        assert limits.min <= values.min() and values.max() <= limits.max, (dtype, values.min(), values.max())
+    return values.astype(dtype, copy=False)
 
 
 def _read_column(path: Path, dtype: np.dtype) -> NDArray:

@@ -3,7 +3,11 @@
 import hashlib
 import json
 import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from shared.jobs import Fence
 from shared.models import Frozen
@@ -49,9 +53,23 @@ class RunKeys:
     def job(self, job_id: str, fence: Fence) -> str:
         return f"{self.logs}/{job_id}/{fence.label}/job.json"
 
+    def output(self, job_id: str, fence: Fence) -> str:
+        """The end of the worker's stdout and stderr, kept when an attempt does not succeed."""
+        return f"{self.logs}/{job_id}/{fence.label}/output.log"
+
 
 def run_records() -> str:
     return "runs/"
+
+
+def run_index(run_id: str = "") -> str:
+    """An empty object a run, so that listing runs does not list their files. Ids sort by time of submission."""
+    return f"index/runs/{run_id}"
+
+
+def idempotency(key: str) -> str:
+    """The object that remembers which run an Idempotency-Key made. Keys are hashed: they may hold anything."""
+    return f"index/idempotency/{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 def upload(sha256: str, name: str) -> str:
@@ -126,17 +144,32 @@ class WorkerPaths:
         return self.root / "scratch" / f"{job_id}-{fence.label}"
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` when the block ends well, fsynced; after an error nothing of it is left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write to a temporary name, fsync, rename, fsync the folder: readers see all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -92,6 +92,7 @@ class RunStart(Frozen):
     run: SFTRun
     timing: RunTiming = RunTiming()
     threads_per_rank: int = Field(default=1, ge=1)
+    shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
     resumed: bool = False
 
 
@@ -145,3 +146,4 @@ class RunRecord(Frozen):
     run_id: RunId
     run: SFTRun
     created_at: float
+    threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")

@@ -1,25 +1,31 @@
 """The object store: one Protocol, plain files for `file://`, boto3 for `s3://`."""
 
+import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from stat import S_ISREG
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
-from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.paths import write_atomically
+from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
+from shared.paths import fsync_folder, replacing, write_atomically
 from shared.settings import S3Settings
 
 if TYPE_CHECKING:
+    from botocore.exceptions import _ResponseMetadataTypeDef
     from mypy_boto3_s3 import S3Client
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object of a store: its key and its size in bytes."""
+    """An object of a store: its key, its size in bytes, and an opaque tag that differs when its content does."""
 
     key: str
     size: int
@@ -100,48 +106,40 @@ def open_store(uri: str, s3: S3Settings) -> ObjectStore:
 
 
 class LocalStore:
-    """Objects as files below a folder."""
+    """Objects as files below a folder. Names like `.*.tmp` are its own, for files that are not whole yet."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.uri = "file://" + quote(str(root)).rstrip("/")
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        write_atomically(self._path(key), data)
+        with disk_errors(self._path(key)) as path:
+            write_atomically(path, data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        write_atomically(temporary, data)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink()
-        return True
+        with disk_errors(self._path(key)) as path:
+            temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+            try:
+                write_atomically(temporary, data)
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+            fsync_folder(path.parent)
+            return True
 
     def put_file(self, key: str, path: Path) -> None:
-        target = self._path(key)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with path.open("rb") as source, temporary.open("wb") as copy:
-                shutil.copyfileobj(source, copy, 1 << 20)
-                copy.flush()
-                os.fsync(copy.fileno())
-            temporary.rename(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with path.open("rb") as source, disk_errors(self._path(key)) as target, replacing(target) as copy:
+            _copy(source, copy)
 
     def get_bytes(self, key: str) -> bytes:
         with self._open(key) as file:
             return file.read()
 
     def get_file(self, key: str, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with self._open(key) as source, path.open("wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
+        with self._open(key) as source, disk_errors(path), replacing(path) as copy:
+            _copy(source, copy)
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         with self._open(key) as file:
@@ -149,38 +147,95 @@ class LocalStore:
             return file.read(length)
 
     def head(self, key: str) -> ObjectInfo | None:
-        path = self._path(key)
-        return ObjectInfo(key, path.stat().st_size) if path.is_file() else None
+        try:
+            status = self._path(key).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _object_info(key, status) if S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        folder = self._path(prefix) if prefix.endswith("/") or not prefix else self._path(prefix).parent
-        keys = (
-            (os.path.relpath(os.path.join(parent, name), self.root), os.path.join(parent, name))
-            for parent, _, names in os.walk(folder)
-            for name in names
-            if not name.endswith(".tmp")
-        )
-        for key, path in sorted(keys):
-            if key.startswith(prefix):
-                yield ObjectInfo(key, os.stat(path).st_size)
+        folder = prefix.rpartition("/")[0]
+        return self._walk(self._path(folder) if folder else self.root, f"{folder}/" if folder else "", prefix)
+
+    def _walk(self, folder: Path, folder_key: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Depth first; a folder sorts as its name and a slash, so that whole keys come in the order of S3."""
+        try:
+            with os.scandir(folder) as scan:
+                entries = {entry.name + "/" * entry.is_dir(follow_symlinks=False): entry for entry in scan}
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name, entry in sorted(entries.items()):
+            key = folder_key + name
+            if name.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
+                yield from self._walk(folder / name, key, prefix)
+            elif key.startswith(prefix) and not _is_temporary(name):
+                with suppress(FileNotFoundError):  # deleted since
+                    if S_ISREG((status := entry.stat()).st_mode):
+                        yield _object_info(key, status)
 
     def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            self._path(key).unlink()
 
-    def local_path(self, key: str) -> Path | None:
+    def local_path(self, key: str) -> Path:
         return self._path(key)
 
-    def _open(self, key: str):  # noqa: ANN202 - a binary file; typeshed's name for it is private
+    def _open(self, key: str) -> BinaryIO:
         try:
             return self._path(key).open("rb")
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise NotFound(f"no object {key} in {self.uri}") from error
 
     def _path(self, key: str) -> Path:
-        path = Path(os.path.normpath(self.root / key))
-        if key.startswith("/") or not path.is_relative_to(self.root):
-            raise InvalidInput("a key may not leave its store", key)
-        return path
+        return self.root / _checked(key)
+
+
+def _checked(key: str) -> str:
+    """Refuse a key that would lead out of its store, or whose file would be hidden or named otherwise."""
+    if any(part in ("", ".", "..") for part in key.rstrip("/").split("/")) or "\0" in key:
+        raise InvalidInput("a key may not leave its store, nor have empty parts", key)
+    if _is_temporary(key.rpartition("/")[2]):
+        raise InvalidInput("names like .*.tmp are the store's own", key)
+    return key
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}")
+
+
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    """In the kernel where the file systems can (a reflink costs nothing), else through memory."""
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), 64 << 20):
+            pass
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_KERNEL_COPY:
+            raise
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[Path]:
+    """Says in words that the disk of `path` is full or forbidden.
+
+    Raises:
+        DiskFull, StoreUnavailable
+    """
+    try:
+        yield path
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFull(f"no space is left on the disk that holds {path.parent} ({error.strerror})") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StoreUnavailable(f"{path} may not be written: {error.strerror}") from error
+        raise
 
 
 class S3Store:
@@ -190,52 +245,70 @@ class S3Store:
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
         self.uri = f"s3://{bucket}/{quote(prefix)}".rstrip("/")
-        self._client = _s3_client(settings)
+        self._client = _s3_client(settings.endpoint_url, settings.region)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        with _translated(self.uri, key):
-            self._client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)
+        with self._errors(key):
+            self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
+        with self._errors(key):
+            for pause_s in (0.1, 0.4, 1.0, 0.0):
+                refusal = self._refusal_to_create(key, data)
+                if refusal is None:
+                    return True
+                if refusal["HTTPStatusCode"] == 412:
+                    # boto3 sends again when an answer is lost: then the object in our way may be our own.
+                    return bool(refusal.get("RetryAttempts")) and self.get_bytes(key) == data
+                time.sleep(pause_s)  # 409: another writer is at it, and who wins is not yet known
+        raise StoreUnavailable(f"{self.uri}/{key}: others keep writing this object")
+
+    def _refusal_to_create(self, key: str, data: bytes) -> "_ResponseMetadataTypeDef | None":
         from botocore.exceptions import ClientError
 
-        with _translated(self.uri, key):
-            try:
-                self._client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data, IfNoneMatch="*")
-            except ClientError as error:
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
-                    return False
-                raise
-        return True
+        try:
+            self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data, IfNoneMatch="*")
+        except ClientError as error:
+            if (answer := error.response["ResponseMetadata"])["HTTPStatusCode"] in (409, 412):
+                return answer
+            raise
+        return None
 
     def put_file(self, key: str, path: Path) -> None:
-        with _translated(self.uri, key):
-            self._client.upload_file(str(path), self.bucket, self.prefix + key)
+        with self._errors(key):
+            self._client.upload_file(str(path), self.bucket, self._key(key))
 
     def get_bytes(self, key: str) -> bytes:
-        with _translated(self.uri, key):
-            return self._client.get_object(Bucket=self.bucket, Key=self.prefix + key)["Body"].read()
+        with self._errors(key):
+            return self._client.get_object(Bucket=self.bucket, Key=self._key(key))["Body"].read()
 
     def get_file(self, key: str, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _translated(self.uri, key):
-            self._client.download_file(self.bucket, self.prefix + key, str(path))
+        with disk_errors(path), self._errors(key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._client.download_file(self.bucket, self._key(key), str(path))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        with _translated(self.uri, key):
+        from botocore.exceptions import ClientError
+
+        with self._errors(key):
             span = f"bytes={start}-{start + length - 1}"
-            return self._client.get_object(Bucket=self.bucket, Key=self.prefix + key, Range=span)["Body"].read()
+            try:
+                return self._client.get_object(Bucket=self.bucket, Key=self._key(key), Range=span)["Body"].read()
+            except ClientError as error:
+                if error.response["Error"].get("Code") in ("416", "InvalidRange"):
+                    return b""
+                raise
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
-            with _translated(self.uri, key):
-                answer = self._client.head_object(Bucket=self.bucket, Key=self.prefix + key)
+            with self._errors(key):
+                answer = self._client.head_object(Bucket=self.bucket, Key=self._key(key))
         except NotFound:
             return None
         return ObjectInfo(key, answer["ContentLength"], answer.get("ETag"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with _translated(self.uri, prefix):
+        with self._errors(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self.prefix + prefix
             )
@@ -244,50 +317,60 @@ class S3Store:
                     yield ObjectInfo(item["Key"].removeprefix(self.prefix), item["Size"], item.get("ETag"))
 
     def delete(self, key: str) -> None:
-        with _translated(self.uri, key):
-            self._client.delete_object(Bucket=self.bucket, Key=self.prefix + key)
+        with self._errors(key):
+            self._client.delete_object(Bucket=self.bucket, Key=self._key(key))
 
     def local_path(self, key: str) -> Path | None:
         return None
 
+    def _key(self, key: str) -> str:
+        return self.prefix + _checked(key)
 
-def _s3_client(settings: S3Settings) -> "S3Client":
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Turns boto3's errors into ours. Messages keep boto3's error code, never a credential."""
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        place = f"{self.uri}/{key}"
+        try:
+            yield
+        except ClientError as error:
+            raise _refused(place, error.response.get("Error", {}).get("Code", "unknown")) from error
+        except (BotoCoreError, Boto3Error) as error:
+            raise StoreUnavailable(f"{place}: {error}") from error
+
+
+def _refused(place: str, code: str) -> NotFound | StoreUnavailable:
+    match code:
+        case "404" | "NoSuchKey" | "NotFound":
+            return NotFound(f"no object {place}")
+        case "NoSuchBucket":
+            return StoreUnavailable(f"{place}: there is no such bucket")
+        case "401" | "403" | "AccessDenied" | "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "ExpiredToken":
+            return StoreUnavailable(f"{place}: the store refuses our credentials ({code}); see `longshore doctor`")
+        case _:
+            return StoreUnavailable(f"{place}: the store answered {code}")
+
+
+@lru_cache(maxsize=16)
+def _s3_client(endpoint_url: str | None, region: str | None) -> "S3Client":
+    """One client an endpoint: making one takes a tenth of a second, and all threads may share it."""
     import boto3
     from botocore.config import Config
 
-    return boto3.client(
+    return boto3.session.Session().client(
         "s3",
-        endpoint_url=settings.endpoint_url,
-        region_name=settings.region,
+        endpoint_url=endpoint_url,
+        region_name=region,
         # Stores other than AWS refuse the CRC32 trailers that boto3 sends by default; our manifests hold SHA-256.
         config=Config(
             signature_version="s3v4",
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            retries={"max_attempts": 4, "mode": "standard"},
-            connect_timeout=10,
+            retries={"total_max_attempts": 3, "mode": "standard"},
+            connect_timeout=5,
             read_timeout=60,
+            max_pool_connections=32,
         ),
     )
-
-
-class _translated:
-    """Turns boto3's errors into ours. Messages keep boto3's error code, never a credential."""
-
-    def __init__(self, uri: str, key: str) -> None:
-        self._place = f"{uri}/{key}"
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        from boto3.exceptions import S3UploadFailedError
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        match error:
-            case ClientError() if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound"):
-                raise NotFound(f"no object {self._place}") from error
-            case ClientError():
-                code = error.response.get("Error", {}).get("Code", "unknown")
-                raise StoreUnavailable(f"{self._place}: the store answered {code}") from error
-            case BotoCoreError() | S3UploadFailedError():
-                raise StoreUnavailable(f"{self._place}: {error}") from error

@@ -1,0 +1,38 @@
+# Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-stop test lint lock
+
+installed := .venv/installed
+
+help:
+	@echo "make setup      .venv with everything, at locked versions"
+	@echo "make demo       start a stack in .demo, train a model, train an adapter on it"
+	@echo "make demo-stop  stop that stack"
+	@echo "make test       the whole test suite"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make lock       write requirements/constraints.txt from .venv"
+
+$(installed): pyproject.toml requirements/constraints.txt requirements/temporal.txt requirements/install.sh
+	@requirements/install.sh
+
+setup: $(installed)
+
+demo: setup
+	@.venv/bin/python -m examples.demo
+
+demo-stop: setup
+	@.venv/bin/longshore dev --stop --root .demo
+
+test: setup
+	@.venv/bin/python -m pytest
+
+lint: setup
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+# A local build of torch (+cpu) is the same version: the lock names the public one. CUDA libraries are pinned by torch itself.
+lock: setup
+	@.venv/bin/python -m pip freeze --exclude-editable | grep -v -E '^(nvidia-|cuda-)' | sed 's/+cpu$$//' > requirements/constraints.txt

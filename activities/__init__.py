@@ -1,0 +1,1 @@
+"""Temporal activities: one verb a file. Heavy libraries are imported inside functions, never here."""

@@ -1,0 +1,138 @@
+"""Carrying a job's results from the worker's disk into the store: checkpoints, pieces of the log, then all of it."""
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from activities.checkpoints import prune
+from activities.follow import LogLine
+from activities.worker_process import tail
+from shared.artifacts import upload
+from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
+from shared.events import Saved
+from shared.jobs import Job
+from shared.paths import MANIFEST, RunKeys
+from shared.runs import CheckpointRef
+from shared.store import ObjectStore
+
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0)
+_PART_SHARE = 0.02
+
+
+class Carrier:
+    """Works in a thread of its own, in order, so that a slow store holds up neither the log nor a cancellation.
+
+    Leaving the block waits for what was begun. `durable` is the newest checkpoint that stands in the store.
+    """
+
+    def __init__(self, store: ObjectStore, job: Job, durable: CheckpointRef | None) -> None:
+        self.durable = durable
+        self._store = store
+        self._job = job
+        self._keys = RunKeys(job.plan.run_id)
+        self._keep = job.plan.checkpointing.keep
+        self._begun_at = time.monotonic()
+        self._carried_at = 0.0
+        self._lines: list[LogLine] = []
+        self._parts: list[str] = []
+        self._local: list[Path] = []
+        self._num_saved = 0
+        self._pending: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carry")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._thread.shutdown(wait=True)
+
+    def job(self) -> None:
+        """Carry the job file, so that the job can be run again by hand whatever becomes of it."""
+        key = self._keys.job(self._job.plan.job_id, self._job.fence)
+        self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
+
+    def checkpoint(self, saved: Saved) -> None:
+        self._num_saved += 1
+        number = self._num_saved
+        self._begin(lambda: self._checkpoint(saved, number))
+
+    def line(self, line: LogLine, at_once: bool) -> None:
+        """Take a line of the log, to be carried at once or with the next piece."""
+        self._lines.append(line)
+        if at_once:
+            self._part()
+
+    def tick(self) -> None:
+        """Carry a piece of the log if it is time, every second at first and every 30 s in a long job.
+
+        Raises:
+            StoreUnavailable: something could not be carried, and waiting did not help.
+        """
+        for future in [future for future in self._pending if future.done()]:
+            self._pending.remove(future)
+            future.result()
+        age_s = time.monotonic() - self._begun_at
+        if time.monotonic() - self._carried_at > min(30.0, max(1.0, _PART_SHARE * age_s)):
+            self._part()
+
+    def finish(self, output: Path | None) -> None:
+        """Carry the whole log (the pieces go then) and, where a path is given, the end of the output. Waits."""
+        self._begin(lambda: self._whole_log(output))
+        for future in self._pending:
+            future.result()
+        self._pending.clear()
+
+    def _begin(self, carry: Callable[[], None]) -> None:
+        self._pending.append(self._thread.submit(_patiently, carry))
+
+    def _part(self) -> None:
+        self._carried_at = time.monotonic()
+        if not self._lines:
+            return
+        key = self._keys.log_part(self._job.plan.job_id, self._job.fence, self._lines[0].event.seq)
+        data = b"".join(line.data for line in self._lines)
+        self._lines.clear()
+        self._parts.append(key)
+        self._begin(lambda: self._store.put_bytes(key, data))
+
+    def _checkpoint(self, saved: Saved, number: int) -> None:
+        """Copy one checkpoint, its manifest last; only then do older ones go, here and in the store."""
+        folder = Path(saved.path)
+        if self._num_saved - number >= self._keep and not (folder / MANIFEST).exists():
+            return  # the worker has dropped it for newer ones, which are on their way
+        artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
+        if artifact.sha256 != saved.manifest_sha256:
+            raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
+        self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
+        prune(self._store, self._job.plan.run_id, self._keep)
+        self._local.append(folder)
+        for old in self._local[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        del self._local[: -self._keep]
+
+    def _whole_log(self, output: Path | None) -> None:
+        job_id, fence = self._job.plan.job_id, self._job.fence
+        log = Path(self._job.log_path)
+        if log.exists():
+            data = log.read_bytes()
+            self._store.put_bytes(self._keys.log(job_id, fence), data[: data.rfind(b"\n") + 1])
+            for key in self._parts:
+                self._store.delete(key)
+        if output is not None:
+            self._store.put_bytes(self._keys.output(job_id, fence), tail(output).encode())
+
+
+def _patiently(carry: Callable[[], None]) -> None:
+    """A store that is away for some seconds costs the job nothing but time."""
+    for delay_s in _PATIENCE_S:
+        try:
+            return carry()
+        except DiskFull:
+            raise
+        except StoreUnavailable:
+            time.sleep(delay_s)
+    return carry()

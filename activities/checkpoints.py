@@ -1,0 +1,60 @@
+"""The checkpoints of a run that stand in the store, over all its leases."""
+
+from dataclasses import dataclass
+
+from shared.artifacts import Manifest, find
+from shared.errors import NotFound
+from shared.jobs import Fence
+from shared.paths import MANIFEST, RunKeys
+from shared.runs import CheckpointRef
+from shared.store import ObjectStore
+
+
+@dataclass(frozen=True, order=True)
+class Standing:
+    """A checkpoint whose manifest stands. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
+
+    step: int
+    fence_label: str
+    key: str
+
+
+def standing(store: ObjectStore, run_id: str) -> list[Standing]:
+    """All checkpoints with a manifest, the newest last."""
+    found = (_parse(info.key) for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
+    """The newest checkpoint of which every file is there in its full size."""
+    for checkpoint in reversed(standing(store, run_id)):
+        artifact = find(store, checkpoint.key)
+        if artifact is not None and _is_whole(store, checkpoint.key):
+            fence = Fence.from_label(checkpoint.fence_label)
+            return CheckpointRef(step=checkpoint.step, fence=fence, artifact=artifact)
+    return None
+
+
+def prune(store: ObjectStore, run_id: str, keep: int) -> None:
+    """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole."""
+    for checkpoint in standing(store, run_id)[:-keep]:
+        store.delete(f"{checkpoint.key}/{MANIFEST}")
+        for info in list(store.list(f"{checkpoint.key}/")):
+            store.delete(info.key)
+
+
+def _is_whole(store: ObjectStore, key: str) -> bool:
+    try:
+        manifest = Manifest.model_validate_json(store.get_bytes(f"{key}/{MANIFEST}"))
+    except NotFound:
+        return False
+    sizes = {info.key: info.size for info in store.list(f"{key}/")}
+    return all(sizes.get(f"{key}/{entry.path}") == entry.size for entry in manifest.files)
+
+
+def _parse(key: str) -> Standing | None:
+    match key.split("/")[-3:]:
+        case [label, step, name] if name == MANIFEST and step.startswith("step-"):
+            return Standing(int(step.removeprefix("step-")), label, key.removesuffix(f"/{MANIFEST}"))
+        case _:
+            return None

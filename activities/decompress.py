@@ -1,0 +1,66 @@
+"""gzip and zstd, known by their first bytes, whatever the file is called."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from shared.errors import DiskFull, InvalidInput
+
+_MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_CHUNK_BYTES = 1 << 20
+_RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
+
+
+def compression_of(path: Path) -> Literal["gzip", "zstd"] | None:
+    with path.open("rb") as file:
+        start = file.read(4)
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def unpack(path: Path, target: Path, max_bytes: int, place: str) -> int:
+    """Write a file's content to `target`, decompressed (one layer, any number of members). Returns its size in bytes.
+
+    Raises:
+        InvalidInput: it is damaged, cut short, or larger than `max_bytes`.
+        DiskFull: it would fill the disk.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size = 0
+    with _content(path, place) as content, target.open("wb") as file:
+        while chunk := _read(content, place):
+            size += len(chunk)
+            if size > max_bytes:
+                raise InvalidInput(
+                    f"more than {max_bytes:,} bytes; the limit is download.max_decompressed_bytes", place
+                )
+            _check_space(target, len(chunk))
+            file.write(chunk)
+    return size
+
+
+@contextmanager
+def _content(path: Path, place: str) -> Iterator[BinaryIO]:
+    import pyarrow
+
+    compression = compression_of(path)
+    if compression is None:
+        with path.open("rb") as plain:
+            yield plain
+        return
+    # Arrow decompresses a bounded piece at a time and notices truncation, for both formats and over member borders.
+    with pyarrow.OSFile(str(path)) as raw, pyarrow.CompressedInputStream(raw, compression) as stream:
+        yield stream
+
+
+def _read(content: BinaryIO, place: str) -> bytes:
+    try:
+        return content.read(_CHUNK_BYTES)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"the compressed data is damaged or cut short: {error}", place) from error
+
+
+def _check_space(target: Path, num_bytes: int) -> None:
+    if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
+        raise DiskFull(f"no space is left on the disk that holds {target.parent}")

@@ -1,0 +1,148 @@
+"""Download: a dataset's URI becomes an artifact of the run, decompressed, within the caps, with our own hashes."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from temporalio import activity
+
+from activities.dataset_sources import LocalSource, Source, find_sources
+from activities.decompress import compression_of, unpack
+from activities.heartbeat import beating
+from activities.transfer import fetch
+from shared.artifacts import files_of, find, seal, upload
+from shared.errors import DiskFull, InvalidInput, StoreUnavailable
+from shared.jobs import Artifact
+from shared.models import Frozen
+from shared.paths import HostPaths, RunKeys, content_key
+from shared.runs import DatasetSource, RunId
+from shared.settings import DownloadSettings, Settings
+from shared.store import ObjectStore, disk_errors, open_store
+
+_FORGET_AFTER_S = 7 * 24 * 3600
+
+
+class DownloadRequest(Frozen):
+    """Which data of which run."""
+
+    run_id: RunId
+    split: Literal["train", "eval"]
+    source: DatasetSource
+
+
+class Downloaded(Frozen):
+    """The dataset's files, decompressed, under their own names without .gz and .zst."""
+
+    dataset: Artifact
+    num_files: int
+    num_bytes: int
+
+
+class Download:
+    """Brings a run's dataset into the store."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="download")
+    def download(self, request: DownloadRequest) -> Downloaded:
+        """The dataset as an artifact. A run that has one already keeps it.
+
+        Raises:
+            InvalidInput: the URI leads nowhere, or where it may not; the data is empty, damaged, too large or changing.
+            StoreUnavailable: the source or the store cannot be reached now; what has arrived is kept for the next try.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        key = RunKeys(request.run_id).dataset(request.split)
+        with beating():
+            dataset = find(store, key) or self._bring(request, store, key)
+            _, manifest = files_of(dataset, self._settings.s3)
+        return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
+
+    def _bring(self, request: DownloadRequest, store: ObjectStore, key: str) -> Artifact:
+        downloads = HostPaths(self._settings.root_path).scratch / "downloads"
+        _forget_abandoned(downloads)
+        sources = find_sources(request.source.uri, self._settings)
+        with _scratch(downloads / content_key(request)) as scratch, disk_errors(scratch):
+            folder = scratch / "dataset"
+            shutil.rmtree(folder, ignore_errors=True)
+            _bring_files(sources, scratch, folder, self._settings.download)
+            seal(folder)
+            return upload(store, key, folder)
+
+
+def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, limits: DownloadSettings) -> None:
+    left = _Left(limits.max_bytes, limits.max_decompressed_bytes)
+    for name, source in sources.items():
+        size = _bring_file(source, scratch / "parts" / content_key(name), folder / name, left)
+        if size == 0:
+            raise InvalidInput("the file is empty", source.place)
+
+
+@dataclass
+class _Left:
+    """Bytes that this dataset may still cost."""
+
+    transferred: int
+    decompressed: int
+
+
+def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
+    match source:
+        case LocalSource():
+            with source.unchanged() as path:
+                left.transferred -= _affordable(path, left.transferred, source.place)
+                size = unpack(path, target, left.decompressed, source.place)
+        case _:
+            path = fetch(source, parts, left.transferred)
+            left.transferred -= path.stat().st_size
+            size = _unpack_own(path, target, left.decompressed, source.place)
+    left.decompressed -= size
+    return size
+
+
+def _unpack_own(path: Path, target: Path, max_bytes: int, place: str) -> int:
+    """As `unpack`, of a file that is ours: one that is not compressed needs no copy."""
+    if compression_of(path) or path.stat().st_size > max_bytes:
+        return unpack(path, target, max_bytes, place)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.link(path, target)
+    return path.stat().st_size
+
+
+def _affordable(path: Path, max_bytes: int, place: str) -> int:
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is download.max_bytes", place)
+    return size
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder that outlives only a failure that is worth another try, and belongs to one attempt at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreUnavailable("an earlier attempt at this download is still going on") from error
+        try:
+            yield folder
+        except BaseException as error:
+            if isinstance(error, DiskFull) or not isinstance(error, StoreUnavailable):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget_abandoned(downloads: Path) -> None:
+    """Remove what no attempt came back for."""
+    for folder in downloads.glob("*"):
+        if folder.stat().st_mtime < time.time() - _FORGET_AFTER_S:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,203 @@
+"""Examples into blocks of tokens: conversations rendered ahead in a child, texts encoded in batches, order kept."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from activities.blocks import Block
+from activities.chat_template import Rendered, Span
+from activities.formats import MASKED_LABEL, Chat, Example, PromptCompletion, Text, TokenIds
+from activities.template_process import TemplateProcess
+from activities.tokenizer import Encoded, ModelTokenizer
+from shared.errors import InvalidInput
+from shared.models import Frozen
+
+NUM_PROMPTS = 16
+_PROMPT_TOKENS = 32  # of an example that has no prompt of its own
+_BATCH_ROWS = 512
+_BATCH_CHARACTERS = 2 << 20
+_BATCHES_AHEAD = 2
+
+
+class Prompt(Frozen):
+    """The beginning of an example, for the model to go on from, and how the example goes on."""
+
+    prompt_ids: tuple[int, ...]
+    prompt: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A block, and prompts where they were asked for."""
+
+    block: Block
+    prompts: list[Prompt] = field(default_factory=list)
+
+
+def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer, row_limit_s: float = 10.0) -> Iterator[EncodedBatch]:
+    """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS rows and brings their prompts.
+
+    A prompt and completion are a user's and an assistant's turn; where the model has no chat template, they are one
+    text, of which the completion and the end-of-text token are trained. A text is trained with its end-of-text token.
+
+    Raises:
+        InvalidInput: an example cannot be rendered or encoded.
+    """
+    batches = _batches(examples)
+    first = next(batches, None)
+    if first is None:
+        return
+    batches = chain([first], batches)
+    match first[0]:
+        case TokenIds():
+            yield from (_token_ids(batch, tokenizer, k == 0) for k, batch in enumerate(batches))
+        case Chat() if tokenizer.template is None:
+            raise InvalidInput("the model has no chat template, and the dataset holds conversations", tokenizer.place)
+        case Chat() | PromptCompletion() if tokenizer.template is not None:
+            yield from _conversations(batches, tokenizer, row_limit_s)
+        case _:
+            yield from (_plain(batch, tokenizer, k == 0) for k, batch in enumerate(batches))
+
+
+def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    batch: list[Example] = []
+    limit, characters = NUM_PROMPTS, 0
+    for example in examples:
+        batch.append(example)
+        characters += _size(example)
+        if len(batch) >= limit or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters, limit = [], 0, _BATCH_ROWS
+    if batch:
+        yield batch
+
+
+def _size(example: Example) -> int:
+    match example:
+        case Chat():
+            return sum(len(m["content"]) for m in example.messages if isinstance(m.get("content"), str))
+        case PromptCompletion():
+            return len(example.prompt) + len(example.completion)
+        case Text():
+            return len(example.text)
+        case TokenIds():
+            return 4 * len(example.input_ids)
+
+
+def _conversations(
+    batches: Iterable[list[Example]], tokenizer: ModelTokenizer, row_limit_s: float
+) -> Iterator[EncodedBatch]:
+    """The child renders batches ahead of the one that is encoded here."""
+    assert tokenizer.template is not None
+    with ExitStack() as stack:
+        process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, row_limit_s))
+        renderer = stack.enter_context(ThreadPoolExecutor(1, "render"))
+        stack.callback(process.kill)  # before the renderer, which may wait for it, and that before its pipes close
+        pending: deque[tuple[list[Chat], Future[list[Rendered]]]] = deque()
+        for k, batch in enumerate(batches):
+            chats = [_as_chat(example) for example in batch]
+            pending.append((chats, renderer.submit(process.spans, chats, prompts=k == 0)))
+            if len(pending) > _BATCHES_AHEAD:
+                yield _encode_chats(*pending.popleft(), tokenizer)
+        while pending:
+            yield _encode_chats(*pending.popleft(), tokenizer)
+
+
+def _as_chat(example: Example) -> Chat:
+    match example:
+        case Chat():
+            return example
+        case PromptCompletion(place, prompt, completion):
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return Chat(place, turns, None, [0.0, 1.0])
+        case _:
+            raise AssertionError(example)
+
+
+def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer) -> EncodedBatch:
+    rendered = future.result()
+    codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
+    prompts = [
+        Prompt(
+            prompt_ids=tuple(tokenizer.tokens_of(row.prompt)),
+            prompt=_last_text(chat, "user"),
+            reference=_last_text(chat, "assistant"),
+        )
+        for chat, row in zip(chats, rendered, strict=True)
+        if row.prompt is not None
+    ]
+    return EncodedBatch(_block([chat.place for chat in chats], codes), prompts)
+
+
+def _last_text(chat: Chat, role: str) -> str:
+    """The text of a role's last message."""
+    contents = [message.get("content") for message in chat.messages if message["role"] == role]
+    match contents[-1] if contents else None:
+        case str() as text:
+            return text
+        case list() as parts:
+            return "".join(part["text"] for part in parts)
+        case _:
+            return ""
+
+
+def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
+    """Texts, or prompts with completions, ended by the end-of-text token and begun as the tokenizer begins texts."""
+    texts, starts = list[str](), list[int]()
+    for example in batch:
+        match example:
+            case Text(_, text):
+                texts.append(text + tokenizer.eos)
+                starts.append(0)
+            case PromptCompletion(_, prompt, completion):
+                texts.append(prompt + completion + tokenizer.eos)
+                starts.append(len(prompt))
+            case _:
+                raise AssertionError(example)
+    spans = [[Span(start, len(text), 1.0)] for start, text in zip(starts, texts, strict=True)]
+    block = _block([example.place for example in batch], tokenizer.encode(texts, spans), tokenizer.prefix_ids)
+    return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
+
+
+def _token_ids(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
+    rows = [example for example in batch if isinstance(example, TokenIds)]
+    label_T = np.concatenate([row.labels for row in rows])
+    block = Block(
+        places=[row.place for row in rows],
+        id_T=np.concatenate([row.input_ids for row in rows]),
+        label_T=label_T,
+        weight_T=(label_T != MASKED_LABEL).astype(np.float32),
+        num_tokens_R=np.array([len(row.input_ids) for row in rows], dtype=np.int64),
+    )
+    block.refuse_unknown_ids(tokenizer.vocab_size)
+    return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
+
+
+def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = None) -> Block:
+    """Codes as a block, each row behind the same untrained tokens."""
+    id_T, weight_T, num_tokens_R = codes.id_T.astype(np.int64), codes.weight_T, codes.num_tokens_R
+    if prefix_ids:
+        at = np.repeat(np.cumsum(num_tokens_R) - num_tokens_R, len(prefix_ids))
+        id_T = np.insert(id_T, at, prefix_ids * len(num_tokens_R))
+        weight_T = np.insert(weight_T, at, 0)
+        num_tokens_R = num_tokens_R + len(prefix_ids)
+    return Block(places, id_T, id_T, weight_T, num_tokens_R)
+
+
+def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
+    """For rows without turns: the tokens before the first trained one, or the first few where there are none."""
+    prompts: list[Prompt] = []
+    for start, num_tokens in zip(block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True):
+        ids = block.id_T[start : start + num_tokens].tolist()
+        untrained = int(np.argmax(block.weight_T[start : start + num_tokens] > 0)) if ids else 0
+        cut = untrained if untrained > len(tokenizer.prefix_ids) else min(_PROMPT_TOKENS, num_tokens // 2)
+        if cut:
+            prompt, reference = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:])
+            prompts.append(Prompt(prompt_ids=tuple(ids[:cut]), prompt=prompt, reference=reference))
+    return prompts

@@ -1,0 +1,174 @@
+"""Running a job on a leased worker: write the file, follow the log, carry what was made, answer when it stands."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+from temporalio import activity
+
+from activities.carry import Carrier
+from activities.follow import LogLine, LogReader
+from activities.heartbeat import beating, host_is_leaving
+from activities.progress import Progress
+from activities.signals import Signals
+from activities.worker_pool import WorkerPool
+from activities.worker_process import WorkerProcess
+from shared.errors import WorkerLost
+from shared.events import Cancelled, Failed, Saved, Step, Succeeded, Terminal
+from shared.jobs import Fence, Job, JobPlan
+from shared.leases import LeaseMark
+from shared.models import Frozen
+from shared.paths import write_atomically
+from shared.runs import CheckpointRef, Problem
+from shared.store import ObjectStore
+
+_POLL_S = 0.03
+
+
+class JobRequest(Frozen):
+    """One job for the worker of a lease. `start`: the checkpoint to go on from."""
+
+    plan: JobPlan
+    fence: Fence
+    worker_id: str
+    start: CheckpointRef | None
+    cancel_grace_s: float
+
+
+class JobResult(Frozen):
+    """How a job ended. `checkpoint` is the newest that stands in the store: this job's, or the one it started from."""
+
+    outcome: Literal["succeeded", "failed", "cancelled"]
+    step: int
+    checkpoint: CheckpointRef | None
+    metrics: dict[str, float]
+    problem: Problem | None = None
+
+
+class RunJob:
+    """Does jobs on the workers of this host."""
+
+    def __init__(self, pool: WorkerPool, store: ObjectStore, signals: Signals) -> None:
+        self._pool = pool
+        self._store = store
+        self._signals = signals
+
+    @activity.defn(name="run_job", no_thread_cancel_exception=True)
+    def run_job(self, request: JobRequest) -> JobResult:
+        """Run a job to its terminal event. A cancelled activity answers too, with the checkpoint that the worker left.
+
+        Raises:
+            WorkerLost: the worker ended without a terminal event, or this host leaves.
+            StoreUnavailable: what was made could not be carried into the store.
+        """
+        lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
+        with self._pool.using(request.worker_id, lease) as worker:
+            attempt = _Attempt(worker, request, self._store, self._signals)
+            with beating(lambda: attempt.reader.offset), attempt.carrier:
+                return attempt.run()
+
+
+class _Attempt:
+    """One job on one worker."""
+
+    def __init__(self, worker: WorkerProcess, request: JobRequest, store: ObjectStore, signals: Signals) -> None:
+        self.worker = worker
+        self.request = request
+        self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
+        self.job = _job(worker, request, self.outputs)
+        self.reader = LogReader(Path(self.job.log_path))
+        self.carrier = Carrier(store, self.job, request.start)
+        self.progress = Progress(request.fence, request.plan.num_steps, signals)
+        self.cancel = worker.paths.cancel(request.plan.job_id, request.fence)
+        self.kill_at: float | None = None
+
+    def run(self) -> JobResult:
+        try:
+            self.carrier.job()
+            self._write_job()
+            terminal = self._follow()
+        except BaseException:
+            self.worker.end()
+            self._settle(self.worker.paths.output)
+            raise
+        self._settle(None if isinstance(terminal, Succeeded) else self.worker.paths.output)
+        return self._result(terminal)
+
+    def _write_job(self) -> None:
+        path = self.worker.paths.job(self.request.plan.job_id, self.request.fence)
+        write_atomically(path, self.job.model_dump_json(indent=1).encode())
+
+    def _follow(self) -> Terminal | None:
+        """Read events until the terminal one; None when a cancelled worker overran its grace and was ended."""
+        while True:
+            was_alive = self.worker.is_alive()  # before the log is read: the last words of a dead worker count
+            for line in self.reader.read():
+                self._take(line)
+                if isinstance(line.event, Terminal):
+                    return line.event
+            self.carrier.tick()
+            self.progress.tick(self.carrier.durable)
+            if not was_alive:
+                return self._dead()
+            self._obey()
+            time.sleep(_POLL_S)
+
+    def _take(self, line: LogLine) -> None:
+        event = line.event
+        if isinstance(event, Saved):
+            self.carrier.checkpoint(event)
+        self.carrier.line(line, at_once=not isinstance(event, Step))
+        self.progress.take(event)
+
+    def _obey(self) -> None:
+        """Pass a cancellation on to the worker, and end a worker that does not follow it in time."""
+        if host_is_leaving():
+            raise WorkerLost("the host is shutting down")
+        if not activity.is_cancelled():
+            return
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + self.request.cancel_grace_s
+            write_atomically(self.cancel, b"")
+        elif time.monotonic() > self.kill_at:
+            self.worker.end()
+
+    def _dead(self) -> None:
+        if self.kill_at is None:
+            raise WorkerLost(self.worker.obituary())
+
+    def _settle(self, output: Path | None) -> None:
+        """Everything into the store; what is local goes when it stands there."""
+        self.carrier.finish(output)
+        shutil.rmtree(self.outputs, ignore_errors=True)
+        self.cancel.unlink(missing_ok=True)
+
+    def _result(self, terminal: Terminal | None) -> JobResult:
+        problem = None
+        match terminal:
+            case Succeeded(step=step):
+                outcome: Literal["succeeded", "failed", "cancelled"] = "succeeded"
+            case Failed(step=step, kind=kind, message=message):
+                outcome, problem = "failed", Problem(kind=kind, message=message)
+            case Cancelled(step=step):
+                outcome = "cancelled"
+            case None:
+                outcome, step = "cancelled", self.progress.step
+        return JobResult(
+            outcome=outcome,
+            step=step,
+            checkpoint=self.carrier.durable,
+            metrics=self.progress.metrics,
+            problem=problem,
+        )
+
+
+def _job(worker: WorkerProcess, request: JobRequest, outputs: Path) -> Job:
+    return Job(
+        plan=request.plan,
+        fence=request.fence,
+        log_path=str(outputs / "log.jsonl"),
+        checkpoint_dir=str(outputs / "checkpoints"),
+        scratch_dir=str(worker.paths.scratch(request.plan.job_id, request.fence)),
+        start=request.start.artifact if request.start else None,
+    )

@@ -1,0 +1,129 @@
+"""Tokenize: a downloaded dataset into units of tokens and targets, with a report of what became of its rows."""
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from temporalio import activity
+
+from activities import blocks
+from activities.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
+from activities.formats import open_dataset
+from activities.heartbeat import beating
+from activities.report import Report, Tally
+from activities.tokenizer import ModelTokenizer, load_tokenizer
+from shared.artifacts import find, seal, stage, upload
+from shared.jobs import Artifact
+from shared.models import Frozen
+from shared.packed import UnitsHeader, UnitsWriter
+from shared.paths import HostPaths, content_key, tokenized
+from shared.runs import DatasetSource
+from shared.settings import Settings
+from shared.store import ObjectStore, open_store
+
+_VERSION = "tokenize-1"  # raise it when the same input gives other units
+
+UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
+
+
+class TokenizeRequest(Frozen):
+    """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with."""
+
+    dataset: Artifact
+    source: DatasetSource
+    model: Artifact
+    max_tokens: int = Field(ge=2)
+    too_long: Literal["drop", "truncate"] = "drop"
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+
+    @property
+    def key(self) -> str:
+        """By content: where the bytes came from does not matter."""
+        fields = self.source.model_dump_json(exclude={"uri"})
+        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction"})
+        return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
+
+
+class Tokenized(Frozen):
+    """Units (shared/packed.py) with `report.json` and `prompts.json` beside them."""
+
+    units: Artifact
+    report_uri: str
+    num_units: int
+    num_tokens: int
+    num_targets: int
+
+
+class Tokenize:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="tokenize")
+    def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Raises InvalidInput for a dataset that cannot be read, loses too many rows, or a model without tokenizer."""
+        store = open_store(self._settings.store, self._settings.s3)
+        key = tokenized(request.key)
+        if done := find(store, key):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), _scratch(paths.scratch) as folder:
+            dataset = stage(request.dataset, paths.cache, self._settings.s3)
+            write_units(dataset, load_tokenizer(request.model, self._settings.s3), request, folder)
+            seal(folder)
+            return _result(store, key, upload(store, key, folder))
+
+
+def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
+    """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
+    opened = open_dataset(dataset, request.source)
+    tally, prompts = Tally(opened.kind, request.max_tokens), list[Prompt]()
+    writer = UnitsWriter(folder)
+    with closing(encoded(opened, tokenizer)) as batches:
+        for batch in batches:
+            _write_batch(batch, request, writer, tally)
+            prompts += batch.prompts
+    writer.close()
+    tally.refuse_losses(request.max_lost_fraction, request.source.uri)
+    report = tally.report()
+    fitting = (p for p in prompts if len(p.prompt_ids) < request.max_tokens)
+    chosen = [prompt.model_dump() for prompt in islice(fitting, NUM_PROMPTS)]
+    (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
+    (folder / PROMPTS).write_text(json.dumps(chosen, indent=1) + "\n")
+    return report
+
+
+def _write_batch(batch: EncodedBatch, request: TokenizeRequest, writer: UnitsWriter, tally: Tally) -> None:
+    truncate = request.too_long == "truncate"
+    kept = blocks.keep(batch.block, request.max_tokens, truncate)
+    blocks.count(batch.block, kept, truncate, tally)
+    blocks.write(batch.block, kept, writer)
+
+
+def _result(store: ObjectStore, key: str, units: Artifact) -> Tokenized:
+    header = UnitsHeader.model_validate_json(store.get_bytes(f"{key}/{UNITS}"))
+    return Tokenized(
+        units=units,
+        report_uri=f"{units.uri}/{REPORT}",
+        num_units=header.num_units,
+        num_tokens=header.num_tokens,
+        num_targets=header.num_targets,
+    )
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    """A folder of this attempt's own, gone afterwards."""
+    folder = parent / f"tokenize-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

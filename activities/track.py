@@ -1,0 +1,206 @@
+"""Track: follow a run's events and hand them to W&B. W&B may be slow, away or broken: the run does not notice."""
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from temporalio import activity
+from temporalio.exceptions import CancelledError
+
+from activities.heartbeat import beating, host_is_leaving
+from activities.wandb_writer import WriterStart
+from shared.events import Event
+from shared.models import Frozen
+from shared.paths import RunKeys
+from shared.run_events import EventCursor, read_events
+from shared.runs import SFTRun
+from shared.settings import Settings
+from shared.store import open_store
+
+POLL_S = 1.0
+INIT_TIMEOUT_S = 20.0
+FINISH_TIMEOUT_S = 60.0
+_LARGEST_WRITE = 1 << 16
+_log = logging.getLogger(__name__)
+
+Mode = Literal["offline", "online"]
+
+
+class TrackRequest(Frozen):
+    run_id: str
+    run: SFTRun
+
+
+class Tracked(Frozen):
+    """`folder` holds what W&B wrote on this machine; `warning` says what went wrong with W&B, if anything did."""
+
+    folder: str | None = None
+    num_events: int = 0
+    warning: str | None = None
+
+
+class WriterLost(Exception):
+    """The writer process ended early, or did not end in time."""
+
+
+class Track:
+    """Writes one run to W&B, from its first event to its end."""
+
+    def __init__(
+        self, settings: Settings, *, init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S
+    ) -> None:
+        self._settings = settings
+        self._finish_timeout_s = finish_timeout_s
+        self._init_timeout_s = init_timeout_s
+
+    @activity.defn(name="track")
+    def track(self, request: TrackRequest) -> Tracked:
+        """Follow the run until its result stands. Trouble with W&B ends in a warning, never in an error.
+
+        Every attempt writes from the first event, into a folder of its own that takes its place at the end, so a retry
+        duplicates nothing. When a W&B server cannot be reached, the run is written offline instead. A cancelled
+        activity still writes what is there before it ends.
+        """
+        modes: list[Mode] = ["offline"]
+        match self._settings.wandb_mode:
+            case "disabled":
+                return Tracked()
+            case "online":
+                modes = ["online", "offline"]
+        warning = None
+        with beating(), activity.shield_thread_cancel_exception():
+            for mode in modes:
+                try:
+                    return self._follow(request, mode).model_copy(update={"warning": warning})
+                except WriterLost as error:
+                    warning = f"W&B could not be written {mode}: {error}"
+                    _log.warning("run %s: %s", request.run_id, warning)
+        return Tracked(warning=warning)
+
+    def _follow(self, request: TrackRequest, mode: Mode) -> Tracked:
+        folder = self._settings.root_path / "wandb" / request.run_id
+        temporary = folder.with_name(f".{request.run_id}.{uuid.uuid4().hex}")
+        for left in folder.parent.glob(f".{request.run_id}.*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with Writer(self._start(request, mode, temporary)) as writer:
+            num_events = self._copy_events(request.run_id, writer.send)
+            writer.finish(self._finish_timeout_s)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        return Tracked(folder=str(folder), num_events=num_events)
+
+    def _start(self, request: TrackRequest, mode: Mode, folder: Path) -> WriterStart:
+        return WriterStart(
+            run_id=request.run_id,
+            name=request.run.name or request.run_id,
+            project=self._settings.wandb_project,
+            mode=mode,
+            folder=folder,
+            init_timeout_s=self._init_timeout_s,
+            config=request.run.model_dump(mode="json"),
+        )
+
+    def _copy_events(self, run_id: str, send: Callable[[list[Event]], None]) -> int:
+        store = open_store(self._settings.store, self._settings.s3)
+        cursor = EventCursor()
+        num_events = 0
+        deadline: float | None = None
+        while True:
+            # Asked first, so that the last events are read after it.
+            ended = store.head(RunKeys(run_id).result) is not None
+            events, cursor = read_events(store, run_id, cursor)
+            num_events += len(events)
+            send(events)
+            if ended or (deadline is not None and time.monotonic() > deadline):
+                return num_events
+            if host_is_leaving():
+                raise CancelledError
+            if activity.is_cancelled() and deadline is None:
+                deadline = time.monotonic() + self._finish_timeout_s
+            time.sleep(POLL_S)
+
+
+class Writer:
+    """The writer process, and what it has not taken yet. Nothing here waits for it longer than it is told to."""
+
+    def __init__(self, start: WriterStart) -> None:
+        start.folder.mkdir(parents=True, exist_ok=True)
+        self._log_path = start.folder / "writer.log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "activities.wandb_writer"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        os.set_blocking(self._stdin.fileno(), False)
+        self._pending: deque[bytes] = deque([start.model_dump_json().encode() + b"\n"])
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._process.wait()
+
+    def send(self, events: list[Event]) -> None:
+        """Hand events over; what the process does not take now waits here.
+
+        Raises:
+            WriterLost: the process has ended.
+        """
+        self._pending.extend(event.model_dump_json().encode() + b"\n" for event in events)
+        self._pump(0.0)
+
+    def finish(self, timeout_s: float) -> None:
+        """Hand over the rest and let the process end by itself.
+
+        Raises:
+            WriterLost: it did not, in time or at all.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._pending and time.monotonic() < deadline:
+            self._pump(0.2)
+        self._stdin.close()
+        try:
+            status = self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise WriterLost(f"did not finish within {timeout_s:g} s") from None
+        if status != 0:
+            raise WriterLost(self._last_words())
+
+    def _pump(self, timeout_s: float) -> None:
+        if self._process.poll() is not None:
+            raise WriterLost(self._last_words())
+        while self._pending and select.select([], [self._stdin], [], timeout_s)[1]:
+            try:
+                written = os.write(self._stdin.fileno(), self._pending[0][:_LARGEST_WRITE])
+            except BrokenPipeError:
+                self._process.wait()
+                raise WriterLost(self._last_words()) from None
+            rest = self._pending.popleft()[written:]
+            if rest:
+                self._pending.appendleft(rest)
+
+    def _last_words(self) -> str:
+        lines = self._log_path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"the writer ended with status {self._process.returncode}"

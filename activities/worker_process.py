@@ -1,0 +1,217 @@
+"""One worker process group: start it, watch it, end it to the last process, and end what a killed host left behind."""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
+from shared.paths import HostPaths, WorkerPaths, write_atomically
+
+_TERM_GRACE_S = 3.0
+_STOP_GRACE_S = 5.0
+_TAIL_BYTES = 2000
+_TAIL_LINES = 15
+_log = logging.getLogger(__name__)
+
+
+class WorkerCommand(Protocol):
+    """The command line of a worker for a key, which finds its jobs below `folder`."""
+
+    def __call__(self, folder: Path, key: WorkerKey) -> list[str]: ...
+
+
+def torchrun(folder: Path, key: WorkerKey) -> list[str]:
+    """One rank for each of the layout's, on this machine."""
+    ranks = f"--nproc_per_node={key.layout.world_size}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
+    return [*launcher, "-m", "megatron_worker", "--root", str(folder)]
+
+
+class WorkerProcess:
+    """A worker that this host started. `lease` is whose it is now; nobody's while it waits warm in the pool."""
+
+    def __init__(self, paths: WorkerPaths, key: WorkerKey, process: subprocess.Popen[bytes]) -> None:
+        self.worker_id = paths.root.name
+        self.key = key
+        self.paths = paths
+        self.lease: LeaseMark | None = None
+        self.num_jobs = 0
+        self._process = process
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        return self.paths.ready.exists()
+
+    def serve(self, lease: LeaseMark) -> None:
+        """Make it a lease's worker: jobs of older fences are refused from now on."""
+        write_atomically(self.paths.lease, lease.model_dump_json().encode())
+        self.lease = lease
+
+    def obituary(self) -> str:
+        """How it ended, with the last lines that it printed."""
+        code = self._process.poll()
+        how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        last = tail(self.paths.output)
+        return f"the worker process {how}" + (f"; its last output:\n{last}" if last else "")
+
+    def end(self, polite: bool = False) -> None:
+        """End every process of the group, and reap it. Safe to repeat.
+
+        Args:
+            polite: ask with the `stop` file first, for a worker without a job in hand.
+        """
+        if polite and self.is_alive():
+            write_atomically(self.paths.stop, b"")
+            _wait_for_exit(self._process, _STOP_GRACE_S)
+        end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
+        self._process.wait()
+
+    def remove(self) -> None:
+        """Delete its folder, after its end."""
+        shutil.rmtree(self.paths.root, ignore_errors=True)
+
+
+def launch(paths: HostPaths, key: WorkerKey, command: WorkerCommand, environment: Mapping[str, str]) -> WorkerProcess:
+    """Start a worker in a folder of its own.
+
+    Its folder and record stand before it is started, without its pid: whoever comes after a host that was killed in
+    between finds the process by the mark in its environment.
+    """
+    worker_id = uuid.uuid4().hex
+    worker = paths.worker(worker_id)
+    host = psutil.Process()
+    record = WorkerRecord(
+        worker_id=worker_id,
+        pid=0,
+        started_at=0.0,
+        host_pid=host.pid,
+        host_started_at=host.create_time(),
+        key=key,
+    )
+    write_atomically(worker.record, record.model_dump_json().encode())
+    threads = str(key.threads_per_rank)
+    marks = {WORKER_ID_VARIABLE: worker_id, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    with worker.output.open("wb") as output:
+        process = subprocess.Popen(
+            command(worker.root, key),
+            env={**os.environ, **environment, **marks},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    record = record.model_copy(update={"pid": process.pid, "started_at": _start_time(process.pid)})
+    write_atomically(worker.record, record.model_dump_json().encode())
+    return WorkerProcess(worker, key, process)
+
+
+def end_leftovers(paths: HostPaths) -> None:
+    """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone."""
+    for folder in sorted(paths.workers.glob("*")):
+        record = _read_record(folder / "worker.json")
+        if record is not None and _is_running(record.host_pid, record.host_started_at):
+            continue
+        known = record is not None and _is_running(record.pid, record.started_at)
+        end_processes(folder.name, record.pid if record is not None and known else None)
+        shutil.rmtree(folder, ignore_errors=True)
+        _log.warning("ended worker %s, left behind by a host that is gone", folder.name)
+
+
+def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]:
+    """All living processes of a worker: the tree below `pid`, and every process that carries the worker's mark."""
+    found: dict[int, psutil.Process] = {}
+    if pid is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            found |= {p.pid: p for p in [root, *root.children(recursive=True)]}
+    found |= {p.pid: p for p in psutil.process_iter() if _mark(p) == worker_id}
+    return [p for p in found.values() if p.pid != os.getpid() and _lives(p)]
+
+
+def end_processes(worker_id: str, pid: int | None = None) -> None:
+    """SIGTERM, a grace, then SIGKILL until none is left: ranks have sessions of their own, and may start more."""
+    asked = processes_of(worker_id, pid)
+    for process in asked:
+        _signal(process, kill=False)
+    _wait_until_gone(asked, _TERM_GRACE_S)
+    while left := [p for p in asked if _lives(p)] or processes_of(worker_id, pid):
+        for process in left:
+            _signal(process, kill=True)
+        _wait_until_gone(left, 0.2)
+        asked = left
+
+
+def tail(path: Path) -> str:
+    """The last lines of a text file, or nothing."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def _signal(process: psutil.Process, kill: bool) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill() if kill else process.terminate()
+
+
+def _wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+
+
+def _wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(_lives(p) for p in processes):
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Zombies do not: theirs is the parent's affair."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(WORKER_ID_VARIABLE)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _start_time(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _is_running(pid: int, started_at: float) -> bool:
+    if pid == 0:
+        return False
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started_at) < 1.0 and _lives(process)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _read_record(path: Path) -> WorkerRecord | None:
+    try:
+        return WorkerRecord.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,121 @@
+"""The demonstration: a tiny model is made, trained from nothing on a harbour's facts, and taught to answer by radio.
+
+    make demo
+
+Everything goes through the real system: a Temporal server, the web service, hosts, workers, published artifacts. Both
+runs are ordinary ones, started by the commands that are printed.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.tiny_model import make_tiny_model, read_texts
+
+ROOT = Path(".demo")
+DATA = Path(__file__).parent / "data"
+NUM_SHOWN = 5
+
+MODEL = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_dim": 32}
+COMMON = ["--max-tokens", "128", "--schedule", "linear", "--warmup", "10", "--samples", "8"]
+BASE_RUN = ["--full", "--name", "harbour", "--epochs", "10", "--batch-size", "32", "--learning-rate", "3e-3", *COMMON]
+RADIO_RUN = [
+    *("--lora-rank", "16", "--lora-alpha", "32", "--name", "harbour-radio"),
+    *("--epochs", "6", "--batch-size", "16", "--learning-rate", "1e-2", *COMMON),
+]
+
+console = Console()
+
+
+def main() -> None:
+    started = time.monotonic()
+    model = make_model(ROOT / "model")
+    start_stack()
+    base = train("1. every weight, on the facts of the harbour", model.absolute().as_uri(), "harbour", BASE_RUN)
+    radio = train("2. a LoRA adapter on what run 1 published, to answer by radio", base["adapter"], "radio", RADIO_RUN)
+    show_places(base, radio)
+    console.print(f"\nAll of it took {time.monotonic() - started:.0f} s.")
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny Qwen3 model with random weights and a tokenizer of its own, unless an earlier demonstration left it."""
+    if not (folder / "config.json").exists():
+        console.print("Making a tiny Qwen3 model: random weights, its own tokenizer and chat template.")
+        make_tiny_model(folder, read_texts(sorted(DATA.glob("*.jsonl"))), **MODEL)
+    return folder
+
+
+def start_stack() -> None:
+    console.print("Starting the stack: Temporal, web service, hosts.")
+    longshore("dev", "--detach", "--root", str(ROOT))
+
+
+def train(title: str, model: str, dataset: str, options: list[str]) -> dict[str, Any]:
+    """One run, from submission to its end, with its progress on stderr. Returns what `--json` printed."""
+    console.rule(title)
+    command = ["submit", "sft", "--model", model, *_files(dataset), *options, "--wait", "--json"]
+    console.print("longshore", shlex.join(command), style="dim", highlight=False, soft_wrap=True)
+    run = json.loads(longshore(*command))
+    show_change([json.loads(line)["event"] for line in longshore("events", run["run_id"]).splitlines()])
+    return run
+
+
+def _files(dataset: str) -> list[str]:
+    return ["--dataset", str(DATA / f"{dataset}_train.jsonl"), "--eval-dataset", str(DATA / f"{dataset}_eval.jsonl")]
+
+
+def longshore(*arguments: str) -> str:
+    """Run the command line and return its stdout; its stderr (progress, errors) goes to the terminal."""
+    command = [str(Path(sys.executable).with_name("longshore")), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "LONGSHORE_ROOT": str(ROOT)})
+    if done.returncode != 0:
+        sys.exit(f"longshore {shlex.join(arguments[:2])} ended with status {done.returncode}")
+    return done.stdout
+
+
+def show_change(events: list[dict[str, Any]]) -> None:
+    """Held-out loss and greedy completions, before the first step and after the last."""
+    evaluations = [event for event in events if event["event"] == "evaluated"]
+    before, after = evaluations[0], evaluations[-1]
+    losses = [evaluation["metrics"]["loss"] for evaluation in (before, after)]
+    console.print(f"held-out loss: {losses[0]:.3f} before, {losses[1]:.3f} after {after['step']} steps")
+    table = Table("question", "before", "after", "reference", title="Greedy completions of held-out questions")
+    for old, new in list(zip(before["samples"], after["samples"], strict=True))[:NUM_SHOWN]:
+        cells = (question(old["prompt"]), old["completion"], new["completion"], new["reference"])
+        table.add_row(*(shortened(cell) for cell in cells))
+    console.print(table)
+
+
+def question(prompt: str) -> str:
+    """What the user said, without the chat template around it."""
+    return prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
+
+
+def shortened(text: str, length: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def show_places(base: dict[str, Any], radio: dict[str, Any]) -> None:
+    stack = json.loads(longshore("dev", "--status", "--root", str(ROOT), "--json"))
+    console.rule("Where things are")
+    for what, where in (
+        ("model", base["adapter"]),
+        ("adapter", radio["adapter"]),
+        ("API", f"{stack['api_url']}/docs"),
+        ("Temporal UI", stack["temporal_ui"]),
+    ):
+        console.print(f"{what:12}{where}", highlight=False, soft_wrap=True)
+    console.print("\nTo stop the stack: make demo-stop", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Checkpoints: what the engine saves, where the job stood, the random state; sealed, then made visible by one rename.
+
+The worker never deletes a checkpoint: its host carries them into the store and prunes.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import safetensors.torch
+import torch
+from pydantic import ValidationError
+
+from megatron_worker.control import Control
+from megatron_worker.engine import Engine
+from shared.artifacts import seal
+from shared.errors import CorruptArtifact, InvalidInput
+from shared.jobs import Job, JobPlan, Sha256
+from shared.models import Frozen
+from shared.paths import fsync_folder, write_atomically
+
+
+class CheckpointState(Frozen):
+    """`state.json`: the data cursor, and the hashes of what it is a cursor into."""
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    step: int
+    num_steps: int
+    seed: int
+    units_sha256: Sha256
+    plan_sha256: Sha256
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def save_checkpoint(engine: Engine, control: Control, job: Job, step: int) -> tuple[Path, str]:
+    """Write the checkpoint of `step`; durable on return. All ranks call it.
+
+    It grows in the job's scratch folder, so that `checkpoint_dir` (on the same file system) holds whole ones only.
+
+    Returns:
+        its path, and on rank 0 its manifest's SHA-256 (elsewhere an empty string).
+
+    Raises:
+        JobFailed: such as a full disk; nothing of the checkpoint is left.
+    """
+    final = Path(job.checkpoint_dir) / checkpoint_name(step)
+    temporary = Path(job.scratch_dir) / final.name
+
+    def write() -> str:
+        try:
+            engine.save(temporary)
+            return _commit(temporary, final, _state(job.plan, step)) if control.rank == 0 else ""
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    return final, control.agree(write)
+
+
+def load_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> int:
+    """Weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
+
+    Raises:
+        InvalidInput: it is incomplete, of other data, or of another shape. Nothing is ever replaced by a fresh start.
+    """
+    state = read_state(folder)
+    expected = _state(plan, state.step)
+    for name in ("seed", "num_steps", "units_sha256", "plan_sha256"):
+        if getattr(state, name) != getattr(expected, name):
+            raise InvalidInput(
+                f"the checkpoint's {name} is {getattr(state, name)}, the job's is {getattr(expected, name)}",
+                str(folder / "state.json"),
+            )
+    engine.load(folder)
+    _load_random_state(folder / "rng.safetensors")
+    return state.step
+
+
+def read_state(folder: Path) -> CheckpointState:
+    path = folder / "state.json"
+    try:
+        return CheckpointState.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CorruptArtifact("the checkpoint has no state.json", str(folder)) from error
+    except ValidationError as error:
+        raise CorruptArtifact(f"no state of this schema: {error.errors()[0]['msg']}", str(path)) from error
+
+
+def _state(plan: JobPlan, step: int) -> CheckpointState:
+    return CheckpointState(
+        run_id=plan.run_id,
+        step=step,
+        num_steps=plan.num_steps,
+        seed=plan.seed,
+        units_sha256=plan.data.units.sha256,
+        plan_sha256=plan.data.plan.sha256,
+    )
+
+
+def _commit(temporary: Path, final: Path, state: CheckpointState) -> str:
+    _save_random_state(temporary / "rng.safetensors")
+    write_atomically(temporary / "state.json", state.model_dump_json(indent=1).encode())
+    for path in temporary.rglob("*"):
+        _sync(path)
+    sha256 = seal(temporary)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary.rename(final)
+    fsync_folder(final.parent)
+    return sha256
+
+
+def _save_random_state(path: Path) -> None:
+    """Rank 0's generators speak for all: ranks are seeded alike."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    safetensors.torch.save_file(state, path)
+
+
+def _load_random_state(path: Path) -> None:
+    if not path.exists():
+        raise CorruptArtifact("the checkpoint has no rng.safetensors", str(path.parent))
+    state = safetensors.torch.load_file(path)
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

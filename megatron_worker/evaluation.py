@@ -1,0 +1,123 @@
+"""Held-out loss over all bins of an evaluation's plan, and greedy completions of its first prompts."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_worker.batches import PackedBatches, Sums
+from megatron_worker.engine import Engine, LossFunction
+from shared.errors import CorruptArtifact
+from shared.events import Sample
+from shared.jobs import Evaluation
+from shared.models import Frozen
+
+T = TypeVar("T")
+
+
+class Prompt(Frozen):
+    """A held-out row: what is shown to the model, and what the data answers."""
+
+    prompt_ids: list[int]
+    prompt: str
+    reference: str | None = None
+
+
+class Evaluator:
+    """The held-out side of one job."""
+
+    def __init__(self, evaluation: Evaluation, data: PackedBatches | None, prompts: list[Prompt], model: Path) -> None:
+        self._evaluation = evaluation
+        self._data = data
+        self._prompts = prompts
+        self._model = model
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Before the first step, after the last, and every `every_steps` between."""
+        every = self._evaluation.every_steps
+        wanted = self._data is not None
+        return wanted and (step in (0, num_steps) or (every > 0 and step % every == 0))
+
+    def metrics(self, engine: Engine, loss: LossFunction, cancelled: Callable[[], bool]) -> dict[str, float] | None:
+        """Held-out loss, perplexity and counts; None when cancelled meanwhile."""
+        assert self._data is not None
+        facts, sums = engine.facts, Sums(loss, engine.facts.device)
+        bins = self._data.bins_of_rank(0, facts.dp_rank, facts.dp_size)
+        num_rounds = math.ceil(len(self._data.bins(0)) / facts.dp_size)
+        with torch.no_grad():
+            for turn in range(num_rounds):
+                if cancelled():
+                    return None
+                if turn < len(bins):
+                    batch = self._data.batch(bins[turn], facts.device)
+                    sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
+        return _held_out(engine.reduce(sums.totals))
+
+    def samples(self, engine: Engine) -> tuple[Sample, ...]:
+        """Greedy completions of the first `num_samples` prompts."""
+        prompts = self._prompts[: self._evaluation.num_samples]
+        if not prompts:
+            return ()
+        stop_ids = read_stop_ids(self._model)
+        ids = engine.greedy([p.prompt_ids for p in prompts], self._evaluation.sample_tokens, stop_ids)
+        texts = _decode(self._model, ids)
+        return tuple(
+            Sample(prompt=p.prompt, completion=text, reference=p.reference)
+            for p, text in zip(prompts, texts, strict=True)
+        )
+
+
+def _held_out(sums: dict[str, float]) -> dict[str, float]:
+    counts = {"tokens": sums["tokens"], "target_tokens": sums["target_tokens"]}
+    if not sums["weight"]:
+        return counts
+    loss = sums["loss"] / sums["weight"]
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **counts}
+
+
+_prompts: TypeAdapter[list[Prompt]] = TypeAdapter(list[Prompt])
+
+
+def read_prompts(units: Path) -> list[Prompt]:
+    """`prompts.json` beside the units. Data that was tokenized elsewhere has none."""
+    path = units / "prompts.json"
+    return _parse(_prompts, path) if path.exists() else []
+
+
+class _Stops(Frozen, extra="ignore"):
+    """The part of `generation_config.json` or `config.json` that says where a model stops."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def read_stop_ids(model: Path) -> frozenset[int]:
+    """Every id that ends a turn by the model's own word."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if (model / name).exists():
+            match _parse(TypeAdapter(_Stops), model / name).eos_token_id:
+                case int(one):
+                    ids.add(one)
+                case list(several):
+                    ids.update(several)
+    return frozenset(ids)
+
+
+def _decode(model: Path, ids: list[list[int]]) -> list[str]:
+    from tokenizers import Tokenizer
+
+    path = model / "tokenizer.json"
+    if not path.exists():
+        raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(model))
+    return Tokenizer.from_file(str(path)).decode_batch(ids, skip_special_tokens=True)
+
+
+def _parse(adapter: TypeAdapter[T], path: Path) -> T:
+    try:
+        return adapter.validate_python(json.loads(path.read_bytes()))
+    except (ValidationError, json.JSONDecodeError) as error:
+        raise CorruptArtifact(f"not what it should hold: {str(error).splitlines()[0]}", str(path)) from error

@@ -1,0 +1,53 @@
+"""Model families: one file each, from a Hugging Face config and its tensor names to the engine's and back."""
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megatron_worker.families import llama, qwen2, qwen3
+from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.dense_config import DenseConfig, with_rope_type
+from megatron_worker.families.pieces import Piece
+from shared.errors import InvalidInput
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """From a model folder's `config.json`.
+
+    Raises:
+        InvalidInput: the file is missing or unreadable, the family unknown, or a setting is one that we do not compute.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+        config = DenseConfig.model_validate(with_rope_type(raw))
+    except FileNotFoundError as error:
+        raise InvalidInput("the model folder has no config.json", str(path)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", str(path)) from error
+    except ValueError as error:
+        raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
+    match raw.get("model_type"):
+        case "qwen3":
+            return qwen3.architecture(config)
+        case "qwen2":
+            return qwen2.architecture(config)
+        case "llama":
+            return llama.architecture(config)
+        case other:
+            raise InvalidInput(f"model family {other!r} is not supported: use qwen3, qwen2 or llama", str(path))
+
+
+def pieces_of(architecture: Architecture, tp: int) -> list[Piece]:
+    """Every tensor of the model, for a tensor-parallel degree."""
+    match architecture.family:
+        case "qwen3":
+            return qwen3.pieces(architecture, tp)
+        case "qwen2":
+            return qwen2.pieces(architecture, tp)
+        case "llama":
+            return llama.pieces(architecture, tp)
+        case other:
+            raise AssertionError(other)

@@ -1,0 +1,128 @@
+"""Pieces: where each Hugging Face tensor lies in the engine's parameters, under tensor parallelism, both ways.
+
+The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over the
+tensor-parallel ranks. A piece is one Hugging Face tensor: the slice of it that a rank holds, and the rows of the rank's
+parameter where that slice stands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_worker.families.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
+
+    On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    split: int | None
+    start: int
+    stop: int
+    groups: int = 1
+
+    def bounds(self, rank: int, size: int) -> tuple[int, int]:
+        """The slice of dimension `split` that a rank of `size` holds; the last ranks' may be short or empty."""
+        assert self.split is not None
+        share = -(-self.shape[self.split] // size)
+        return min(rank * share, self.shape[self.split]), min((rank + 1) * share, self.shape[self.split])
+
+    def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """A rank's slice of the whole tensor."""
+        if self.split is None:
+            return whole
+        first, last = self.bounds(rank, size)
+        return whole.narrow(self.split, first, last - first)
+
+    def write(self, parameter: Tensor, local: Tensor) -> None:
+        """Put a rank's slice where it belongs in its parameter."""
+        target = self._rows(parameter, self.start + local.shape[0] // self.groups)
+        target.copy_(local.reshape(target.shape))
+
+    def read(self, parameter: Tensor, num_rows: int) -> Tensor:
+        """The inverse of `write`: a rank's slice with `num_rows` rows, contiguous."""
+        rows = self._rows(parameter, self.start + num_rows // self.groups)
+        return rows.reshape(num_rows, *parameter.shape[1:]).contiguous()
+
+    def _rows(self, parameter: Tensor, stop: int) -> Tensor:
+        return parameter.view(self.groups, -1, *parameter.shape[1:])[:, self.start : stop]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A fused linear of the engine and the Hugging Face linears in it, in the order of their rows."""
+
+    name: str
+    kind: str  # "column": output rows are split over ranks; "row": input columns are
+    pieces: tuple[Piece, ...]
+
+
+def linears_of(pieces: Sequence[Piece]) -> list[Linear]:
+    """The linears that LoRA can stand beside, in model order."""
+    grouped: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.name.endswith("_proj.weight"):
+            grouped.setdefault(piece.parameter.removesuffix(".weight"), []).append(piece)
+    return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
+
+
+def dense_pieces(architecture: Architecture, tp: int) -> list[Piece]:
+    """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share."""
+    a = architecture
+    vocab = (a.vocab_size, a.hidden_size)
+    rows = -(-a.vocab_size // tp)
+    pieces = [Piece("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
+    for layer in range(a.num_layers):
+        pieces += _layer(a, tp, layer)
+    pieces.append(_vector("model.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
+    if not a.tied:
+        pieces.append(Piece("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
+    return pieces
+
+
+def _layer(a: Architecture, tp: int, layer: int) -> list[Piece]:
+    theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
+    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+    pieces = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
+    pieces += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "weight", (a.hidden_size,))
+    if a.qkv_bias:
+        pieces += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "bias", ())
+    if a.qk_norm:
+        pieces.append(_vector(f"{attention}.q_norm.weight", f"{ours}.self_attention.q_layernorm.weight", a.head_dim))
+        pieces.append(_vector(f"{attention}.k_norm.weight", f"{ours}.self_attention.k_layernorm.weight", a.head_dim))
+    output = (a.hidden_size, a.num_heads * a.head_dim)
+    pieces.append(
+        Piece(f"{attention}.o_proj.weight", f"{ours}.self_attention.linear_proj.weight", output, 1, 0, a.hidden_size)
+    )
+    pieces.append(
+        _vector(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size)
+    )
+    up, share = (a.ffn_size, a.hidden_size), a.ffn_size // tp
+    pieces.append(Piece(f"{mlp}.gate_proj.weight", f"{ours}.mlp.linear_fc1.weight", up, 0, 0, share))
+    pieces.append(Piece(f"{mlp}.up_proj.weight", f"{ours}.mlp.linear_fc1.weight", up, 0, share, 2 * share))
+    down = (a.hidden_size, a.ffn_size)
+    pieces.append(Piece(f"{mlp}.down_proj.weight", f"{ours}.mlp.linear_fc2.weight", down, 1, 0, a.hidden_size))
+    return pieces
+
+
+def _qkv(a: Architecture, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[Piece]:
+    """Megatron interleaves by key/value head: its queries, its key, its value."""
+    pieces, start = [], 0
+    for name, per_group in (("q_proj", a.heads_per_group), ("k_proj", 1), ("v_proj", 1)):
+        stop = start + per_group * a.head_dim
+        whole = (a.num_kv_heads * per_group * a.head_dim, *rest)
+        groups = a.num_kv_heads // tp
+        pieces.append(Piece(f"{theirs}.{name}.{suffix}", f"{ours}.{suffix}", whole, 0, start, stop, groups))
+        start = stop
+    return pieces
+
+
+def _vector(name: str, parameter: str, size: int) -> Piece:
+    return Piece(name, parameter, (size,), None, 0, size)

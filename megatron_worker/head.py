@@ -1,0 +1,225 @@
+"""The logprob head: scores of targets without ever holding [targets, vocabulary].
+
+Chunks of targets meet the output embedding one at a time. The softmax runs in float32 (float64 for float64). Since
+
+    d logprob_n / d hidden_n = W[label_n] - sum_v p_nv W_v
+
+does not depend on what comes from above, the forward keeps that one row for each target and the backward only scales
+it: a frozen output embedding costs two matrix products, not three. A trained one gets its gradient by recomputing.
+
+Under tensor parallelism the hidden states are replicated and the vocabulary is sharded; ranks merge maxima, sums of
+exponentials, target logits and the rows above in the forward. **The gradient of the hidden states comes out summed over
+the group; the caller must not sum it again.** The backward has no collective; the gradient of a shard is complete.
+
+Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_worker.engine import Outputs, Scores
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of the output embedding: ids `first` to `first + size`. Ids from `vocab_size` on are padding."""
+
+    first: int
+    size: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def num_real(self) -> int:
+        return max(0, min(self.size, self.vocab_size - self.first))
+
+
+def whole_vocabulary(vocab_size: int) -> VocabShard:
+    return VocabShard(first=0, size=vocab_size, vocab_size=vocab_size)
+
+
+def score_targets(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    label_N: Tensor,
+    outputs: Outputs,
+    shard: VocabShard,
+    chunk_tokens: int = 256,
+) -> Scores:
+    """Log-probability of each label, and the entropy of its distribution, in nats, float32 [N].
+
+    Args:
+        hidden_NH: hidden states after the final norm, the same on every rank of the group.
+        weight_VH: this rank's shard of the output embedding, in the dtype of `hidden_NH`.
+        label_N: ids of the whole vocabulary, int64.
+
+    The log-probability is differentiable by hidden states and weight, once; the entropy is not.
+    """
+    assert weight_VH.shape[0] == shard.size, (weight_VH.shape, shard)
+    if not (outputs.logprob or outputs.entropy):
+        return Scores()
+    keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
+    logprob_N, entropy_N = _Head.apply(hidden_NH, weight_VH, label_N, outputs.entropy, shard, chunk_tokens, keep_rows)
+    return Scores(logprob_N if outputs.logprob else None, entropy_N if outputs.entropy else None)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        label_N: Tensor,
+        entropy: bool,
+        shard: VocabShard,
+        chunk_tokens: int,
+        keep_rows: bool,
+    ) -> tuple[Tensor, Tensor]:
+        local = _scan(hidden_NH, weight_VH, label_N, entropy, shard, chunk_tokens, keep_rows)
+        lse_N, target_N, mean_logit_N, rows_NH = _merge(local, shard.group)
+        entropy_N = lse_N - mean_logit_N
+        ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, rows_NH)
+        ctx.shard, ctx.chunk_tokens = shard, chunk_tokens
+        return target_N - lse_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, label_N, lse_N, rows_NH = ctx.saved_tensors
+        by_hidden, by_weight = ctx.needs_input_grad[:2]
+        grad_NH = (rows_NH * grad_N[:, None]).to(hidden_NH.dtype) if by_hidden else None
+        grad_VH = None
+        if by_weight:
+            grad_VH = _weight_gradient(hidden_NH, weight_VH, label_N, lse_N, grad_N, ctx.shard, ctx.chunk_tokens)
+        return grad_NH, grad_VH, None, None, None, None, None
+
+
+@dataclass
+class _Local:
+    """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0."""
+
+    max_N: Tensor
+    sum_exp_N: Tensor
+    target_N: Tensor
+    weighted_logit_N: Tensor
+    weighted_rows_NH: Tensor | None
+    label_rows_NH: Tensor | None
+
+
+def _scan(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    label_N: Tensor,
+    entropy: bool,
+    shard: VocabShard,
+    chunk_tokens: int,
+    keep_rows: bool,
+) -> _Local:
+    dtype, num_targets = _softmax_dtype(hidden_NH), len(label_N)
+    zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
+    rows_NH = label_rows_NH = None
+    if keep_rows:
+        rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype)
+        label_rows_NH = _label_rows(weight_VH, label_N, shard, dtype)
+    max_N = torch.full_like(zeros_N, -torch.inf)
+    local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH)
+    real_VH = weight_VH[: shard.num_real]
+    column_N, owned_N = _own_labels(label_N, shard)
+    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, chunk_tokens):
+        target_C = logit_CV.gather(1, column_N[chunk, None])[:, 0]
+        local.target_N[chunk] = torch.where(owned_N[chunk], target_C, 0.0)
+        max_C = logit_CV.amax(dim=1)
+        local.max_N[chunk] = max_C
+        kept_CV = logit_CV.clone() if entropy else None
+        exp_CV = logit_CV.sub_(max_C[:, None]).exp_()
+        local.sum_exp_N[chunk] = exp_CV.sum(dim=1)
+        if kept_CV is not None:
+            local.weighted_logit_N[chunk] = kept_CV.mul_(exp_CV).sum(dim=1)
+        if rows_NH is not None:
+            rows_NH[chunk] = exp_CV.to(real_VH.dtype) @ real_VH
+    return local
+
+
+def _merge(local: _Local, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Global logsumexp [N], target logit [N], expected logit [N] (0 unless scanned for), and the rows [N, H]."""
+    max_N = local.max_N.clone()
+    _all_reduce(max_N, dist.ReduceOp.MAX, group)
+    scale_N = (local.max_N - max_N).exp()
+    sums_3N = torch.stack([local.sum_exp_N * scale_N, local.target_N, local.weighted_logit_N * scale_N])
+    _all_reduce(sums_3N, dist.ReduceOp.SUM, group)
+    sum_exp_N, target_N, weighted_logit_N = sums_3N
+    rows_NH = None
+    if local.weighted_rows_NH is not None and local.label_rows_NH is not None:
+        rows_NH = local.label_rows_NH.addcmul_(local.weighted_rows_NH, (scale_N / sum_exp_N)[:, None], value=-1)
+        _all_reduce(rows_NH, dist.ReduceOp.SUM, group)
+    return max_N + sum_exp_N.log(), target_N, weighted_logit_N / sum_exp_N, rows_NH
+
+
+def _weight_gradient(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    label_N: Tensor,
+    lse_N: Tensor,
+    grad_N: Tensor,
+    shard: VocabShard,
+    chunk_tokens: int,
+) -> Tensor:
+    """d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype."""
+    grad_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
+    real_VH, column_N, owned_N = weight_VH[: shard.num_real], *_own_labels(label_N, shard)
+    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, chunk_tokens):
+        grad_C = grad_N[chunk]
+        grad_CV = logit_CV.sub_(lse_N[chunk, None]).exp_().mul_(-grad_C[:, None])
+        grad_CV.scatter_add_(1, column_N[chunk, None], torch.where(owned_N[chunk], grad_C, 0.0)[:, None])
+        hidden_CH = hidden_NH[chunk]
+        if hidden_CH.dtype == grad_VH.dtype:
+            grad_VH[: shard.num_real].addmm_(grad_CV.t(), hidden_CH)
+        else:
+            grad_VH[: shard.num_real] += grad_CV.to(hidden_CH.dtype).t() @ hidden_CH
+    return grad_VH
+
+
+def _chunks_of_logits(hidden_NH: Tensor, real_VH: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of a chunk at a time, in the softmax's dtype. Always the same buffer: use it up before going on."""
+    num_targets, num_rows = len(hidden_NH), len(real_VH)
+    if not (num_targets and num_rows):
+        return
+    size = (min(chunk_tokens, num_targets), num_rows)
+    product_CV = hidden_NH.new_empty(size)
+    dtype = _softmax_dtype(hidden_NH)
+    logit_CV = product_CV if product_CV.dtype == dtype else product_CV.new_empty(size, dtype=dtype)
+    for start in range(0, num_targets, chunk_tokens):
+        chunk = slice(start, min(start + chunk_tokens, num_targets))
+        length = chunk.stop - chunk.start
+        torch.mm(hidden_NH[chunk].detach(), real_VH.detach().t(), out=product_CV[:length])
+        if logit_CV is not product_CV:
+            logit_CV[:length].copy_(product_CV[:length])
+        yield chunk, logit_CV[:length]
+
+
+def _own_labels(label_N: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """The row of each label in this shard (0 where another shard owns it), and whether it is ours."""
+    row_N = label_N - shard.first
+    owned_N = (row_N >= 0) & (row_N < shard.num_real)
+    return torch.where(owned_N, row_N, 0), owned_N
+
+
+def _label_rows(weight_VH: Tensor, label_N: Tensor, shard: VocabShard, dtype: torch.dtype) -> Tensor:
+    row_N, owned_N = _own_labels(label_N, shard)
+    return weight_VH.detach()[row_N].to(dtype).mul_(owned_N[:, None])
+
+
+def _softmax_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    if group is not None and tensor.numel():
+        dist.all_reduce(tensor, op=op, group=group)

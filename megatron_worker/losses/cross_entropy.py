@@ -1,0 +1,13 @@
+"""Weighted negative log-likelihood: the sum of -w log p(label), which the step divides by its sum of w."""
+
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+
+
+def sums(scores: Scores, batch: Batch) -> LossSums:
+    """Sums over a bin. Labels of weight 0 count for nothing, even where their log-probability is -inf."""
+    assert scores.logprob_N is not None
+    loss_N = (-batch.weight_N * scores.logprob_N).masked_fill(batch.weight_N == 0, 0.0)
+    return LossSums(loss=loss_N.sum(), weight=batch.weight_N.sum())
+
+
+LOSS = LossFunction(outputs=Outputs(logprob=True), sums=sums)

@@ -1,0 +1,142 @@
+"""Attention within the sequences of a bin: no mask is made, no token sees another sequence.
+
+A bin's `BinPlan` is made once and used by all layers: where its sequences begin, and the rotary tables of its own positions.
+
+Shape suffixes: T tokens of a bin, G key/value heads of this rank, Q query heads a group, D size of a head, S tokens of a sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shared.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class BinPlan:
+    """What attention needs to know of a bin. Lengths add up to T; tables are in the compute dtype."""
+
+    lengths: tuple[int, ...]
+    start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], where a variable-length kernel wants them
+    cos_T1D: Tensor
+    sin_T1D: Tensor
+
+
+def plan_bin(position_T: Tensor, parent_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> BinPlan:
+    """Raises InvalidInput when a sequence branches."""
+    lengths = chain_lengths(parent_T)
+    angle_TD2 = position_T.float()[:, None] * frequency_D2
+    angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
+    start_S1 = None
+    if _has_varlen_kernel(position_T.device, dtype):
+        start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
+    return BinPlan(lengths, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype))
+
+
+def chain_lengths(parent_T: Tensor) -> tuple[int, ...]:
+    """Lengths of a bin's sequences, of which each token's parent is the token before it, or -1 at a start."""
+    index_T = torch.arange(len(parent_T), device=parent_T.device)
+    starts_T = parent_T == -1
+    if not bool((starts_T | (parent_T == index_T - 1)).all()) or (len(parent_T) and not bool(starts_T[0])):
+        raise InvalidInput("sequences that branch (shared prefixes) are not built yet: a parent is the token before", "parent")
+    bounds = [*starts_T.nonzero()[:, 0].tolist(), len(parent_T)]
+    return tuple(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's projections and head norms around our own rotation and attention.
+
+    `forward` takes a `BinPlan` where megatron passes an attention mask; megatron's own would build rotary tables in every
+    layer and knows no sequences without Transformer Engine.
+    """
+
+    def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        plan = attention_mask
+        mixed_T1X, _bias = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        per_group = self.num_attention_heads_per_partition // groups
+        mixed_TGXD = mixed_T1X.view(len(mixed_T1X), groups, per_group + 2, size)
+        query, key, value_TGD = mixed_TGXD.split([per_group, 1, 1], dim=2)
+        query_THD, key_TGD = query.flatten(1, 2), key.flatten(1, 2)
+        if self.config.qk_layernorm:
+            query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
+        query_THD = rotate(query_THD, plan.cos_T1D, plan.sin_T1D)
+        key_TGD = rotate(key_TGD, plan.cos_T1D, plan.sin_T1D)
+        attended_THD = attend(query_THD, key_TGD, value_TGD.flatten(1, 2), plan)
+        output, bias = self.linear_proj(attended_THD.reshape(len(mixed_T1X), 1, -1))
+        return output, bias
+
+
+class CoreAttention(torch.nn.Module):
+    """Stands where megatron's spec wants a core attention; `PackedSelfAttention` calls `attend` itself."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+
+
+def attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
+    """Causal attention within each sequence of the plan, [T, heads, D]."""
+    if plan.start_S1 is not None:
+        return _varlen(query_THD, key_TGD, value_TGD, plan)
+    parts = zip(*(_split(x, plan.lengths) for x in (query_THD, key_TGD, value_TGD)), strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in parts]
+    if len(outputs) == 1:
+        return outputs[0][0].transpose(0, 1)
+    return torch.cat([output[0].transpose(0, 1) for output in outputs])
+
+
+def _split(heads_TXD: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """One [1, heads, S, D] view a sequence."""
+    return [part.transpose(0, 1)[None] for part in heads_TXD.split(list(lengths))]
+
+
+def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # CUDA only
+
+    longest = max(plan.lengths)
+    starts = plan.start_S1
+    output = varlen_attn(
+        query_THD, key_TGD, value_TGD, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate each head's first half against its second by the angle of its token's position."""
+    rotated: Tensor = _Rotate.apply(heads_TXD, cos_T1D, sin_T1D)
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """One product and two fused multiply-adds; the backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _rotated(heads_TXD, cos_T1D, sin_T1D, sign=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TXD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _rotated(grad_TXD, *ctx.saved_tensors, sign=-1), None, None
+
+
+def _rotated(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:
+    output = heads_TXD * cos_T1D
+    first, second = heads_TXD.chunk(2, dim=-1)
+    output_first, output_second = output.chunk(2, dim=-1)
+    sin_T1E = sin_T1D.chunk(2, dim=-1)[0]
+    output_first.addcmul_(second, sin_T1E, value=-sign)
+    output_second.addcmul_(first, sin_T1E, value=sign)
+    return output

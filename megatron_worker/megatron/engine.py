@@ -1,0 +1,291 @@
+"""MegatronEngine: the Engine Protocol on megatron-core. Reads as the Protocol does; the parts are in the files beside it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_worker import peft_format
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
+from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.pieces import Piece, linears_of
+from megatron_worker.flat import Flat
+from megatron_worker.head import score_targets
+from megatron_worker.lora import Adapter
+from megatron_worker.megatron.greedy import greedy
+from megatron_worker.megatron.mesh import Mesh, join_mesh
+from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.state_files import (
+    read_adapter,
+    read_optimizer,
+    write_adapter,
+    write_full,
+    write_optimizer,
+)
+from megatron_worker.offload import HostBuffers
+from megatron_worker.optimizer import Optimizer
+from megatron_worker.weights import TensorFiles, model_files, read_pieces, whole_tensor
+from shared.errors import InvalidInput
+from shared.jobs import Adam, Dtype, Full, Lora
+from shared.layout import Layout, ModelShape, check_layout
+
+_BASE = "base"
+_IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
+
+
+@dataclass
+class _Training:
+    """What is being trained: an adapter's slot, or (None) the base."""
+
+    slot: str | None
+    optimizer: Optimizer
+    pieces: list[Piece]
+
+
+class MegatronEngine:
+    """See `megatron_worker.engine.Engine`.
+
+    Args:
+        model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
+        layout: `torch.distributed` must be initialised with its world size, unless that is 1.
+
+    Raises:
+        InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
+    """
+
+    def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
+        architecture = read_architecture(model)
+        check_layout(layout, shape_of(architecture))
+        self._mesh = join_mesh(layout, device)
+        self._folder = model
+        self._model = Model(architecture, self._mesh, getattr(torch, dtype))
+        self._pieces = pieces_of(architecture, layout.tp)
+        self._adapters: dict[str, Adapter] = {}
+        self._active: str | None = None
+        self._training: _Training | None = None
+        self._host = HostBuffers()
+        self.facts = _facts(self._mesh, dtype)
+        self._read_base()
+
+    def _read_base(self) -> None:
+        with self._mesh.agreement():
+            files = model_files(self._folder)
+            _refuse_unknown(files, self._pieces, self._folder)
+            read_pieces(files, self._pieces, self._model.flat.views, self._mesh)
+            files.close()
+
+    def _ensure_base(self) -> None:
+        """The base as it was published: full fine-tuning uses it up."""
+        if self._model.flat.resident_bytes:
+            return
+        if self._host.holds(_BASE):
+            self._host.reload_frozen(_BASE, self._model.flat)
+        else:
+            self._model.flat.restore()
+            self._model.flat.buffer.zero_()
+            self._read_base()
+
+    # What is trained.
+
+    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        self._ensure_base()
+        adapter = self._new_adapter(lora)
+        adapter.initialise(seed)
+        self._install(name, adapter, trainable=True)
+
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+        self._ensure_base()
+        with self._mesh.agreement():
+            found = peft_format.read_config(folder)
+            if lora is not None:
+                peft_format.check_same(found, lora, folder)
+            adapter = self._new_adapter(found)
+            # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
+            exact = adapter.flat.like(torch.float32)
+            read_adapter(folder, adapter, exact, self._mesh)
+        adapter.flat.buffer.copy_(exact.buffer)
+        self._install(name, adapter, trainable)
+        if trainable and self._training is not None:
+            self._training.optimizer.master.buffer.copy_(exact.buffer)
+
+    def _new_adapter(self, lora: Lora) -> Adapter:
+        return Adapter(lora, linears_of(self._pieces), self._mesh, self._model.flat.buffer.dtype)
+
+    def _install(self, name: str, adapter: Adapter, trainable: bool) -> None:
+        assert name not in self._adapters, f"slot {name!r} is taken"
+        self._adapters[name] = adapter
+        if trainable:
+            self._start_training(name, adapter.new_optimizer(), adapter.pieces)
+        self.set_adapter(name)
+
+    def _start_training(self, slot: str | None, optimizer: Optimizer, pieces: list[Piece]) -> None:
+        assert self._training is None, "drop_training_state comes before training something else"
+        self._training = _Training(slot, optimizer, pieces)
+
+    def set_adapter(self, name: str | None) -> None:
+        self._active = name
+        self._model.set_beside({} if name is None else self._adapters[name].beside())
+
+    def train_full(self, full: Full) -> None:
+        self._ensure_base()
+        model = self._model
+        optimizer = Optimizer(model.parameters, model.flat, self._mesh, model.num_sharded, model.partial)
+        self._start_training(None, optimizer, self._pieces)
+
+    # A step.
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        hidden_NH = self._model.hidden_states(batch).index_select(0, batch.hidden_index_N)
+        return score_targets(hidden_NH, self._model.output_weight_VH, batch.label_N, outputs, self._model.shard)
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        assert self._training is not None, "nothing is being trained"
+        assert self._training.slot == self._active, "the active adapter is not the one being trained"
+        sums = loss.sums(self.forward(batch, loss.outputs), batch)
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        return sums.detached()
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        names = sorted(sums)
+        values = torch.stack([sums[name].detach().double().to(self._mesh.device) for name in names])
+        self._mesh.sum_over_dp(values)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        assert self._training is not None, "nothing is being trained"
+        return self._training.optimizer.step(adam, learning_rate, denominator)
+
+    def zero_grad(self) -> None:
+        if self._training is not None:
+            self._training.optimizer.zero_grad()
+
+    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
+        return greedy(self._model, self._mesh, prompts, max_tokens, stop_ids)
+
+    # State.
+
+    def save(self, folder: Path) -> None:
+        assert self._training is not None, "nothing is being trained"
+        training, writes = self._training, self._mesh.rank == 0
+        weights, optimizer = (folder / "weights", folder / "optimizer") if writes else (None, None)
+        with self._mesh.agreement():
+            if training.slot is None:
+                write_full(weights, self._folder, training.pieces, self._model.flat, self._mesh)
+            else:
+                write_adapter(weights, self._adapters[training.slot], training.optimizer.master, self._mesh)
+        with self._mesh.agreement():
+            write_optimizer(optimizer, training.optimizer, training.pieces, self._mesh, self._keeps_masters(training))
+
+    def load(self, folder: Path) -> None:
+        assert self._training is not None, "nothing is being trained"
+        training, mesh = self._training, self._mesh
+        with mesh.agreement():
+            if training.slot is None:
+                self._load_full(folder / "weights", training)
+            else:
+                adapter = self._adapters[training.slot]
+                peft_format.check_same(peft_format.read_config(folder / "weights"), adapter.lora, folder / "weights")
+                read_adapter(folder / "weights", adapter, training.optimizer.master, mesh)
+            read_optimizer(
+                folder / "optimizer", training.optimizer, training.pieces, mesh, self._keeps_masters(training)
+            )
+        training.optimizer.refresh_working()
+
+    def _load_full(self, folder: Path, training: _Training) -> None:
+        found = read_architecture(folder)
+        if found != self._model.architecture:
+            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
+        files = model_files(folder)
+        _refuse_unknown(files, training.pieces, folder)
+        read_pieces(files, training.pieces, self._model.flat.views, self._mesh)
+        files.close()
+
+    def _keeps_masters(self, training: _Training) -> bool:
+        """Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
+        return training.slot is None and training.optimizer.master is not self._model.flat
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for piece in self._pieces:
+            yield piece.name, whole_tensor(piece, self._model.flat.views, self._mesh)
+
+    def drop_training_state(self) -> None:
+        if self._training is not None:
+            self._training.optimizer.detach()
+            if self._training.slot is None:
+                self._model.flat.release()
+        self._training = None
+        self.set_adapter(None)
+        self._adapters.clear()
+
+    def offload(self) -> None:
+        for name, flat in self._changing().items():
+            self._host.offload(name, flat)
+        self._host.offload_frozen(_BASE, self._model.flat)
+        if self._mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        if not self._model.flat.resident_bytes and self._host.holds(_BASE) and not self._trains_base():
+            self._host.reload_frozen(_BASE, self._model.flat)
+        for name, flat in self._changing().items():
+            if not flat.resident_bytes:
+                self._host.reload(name, flat)
+        self._ensure_base()
+
+    def _trains_base(self) -> bool:
+        return self._training is not None and self._training.slot is None
+
+    def _changing(self) -> dict[str, Flat]:
+        """Every buffer that training may have changed since it was last on the host."""
+        flats = {f"adapter {name}": adapter.flat for name, adapter in self._adapters.items()}
+        if self._trains_base():
+            flats["trained base"] = self._model.flat
+        if self._training is not None:
+            flats |= {f"optimizer {i}": flat for i, flat in enumerate(self._training.optimizer.flats())}
+        return flats
+
+    def memory(self) -> Memory:
+        device = self._mesh.device
+        flats = {id(f): f for f in (self._model.flat, *self._changing().values())}
+        held = sum(flat.resident_bytes for flat in flats.values())
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+        return Memory(device_bytes=held, host_bytes=self._host.num_bytes)
+
+
+def shape_of(architecture: Architecture) -> ModelShape:
+    a = architecture
+    return ModelShape(
+        family=a.family,
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        num_heads=a.num_heads,
+        num_kv_heads=a.num_kv_heads,
+        ffn_size=a.ffn_size,
+        vocab_size=a.vocab_size,
+    )
+
+
+def _refuse_unknown(files: TensorFiles, pieces: list[Piece], folder: Path) -> None:
+    """A tensor that we would leave out means a model that we would compute wrongly. A tied output may be written twice."""
+    known = {piece.name for piece in pieces} | {"lm_head.weight"}
+    unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
+    if unknown:
+        raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))
+
+
+def _facts(mesh: Mesh, dtype: Dtype) -> Facts:
+    device = mesh.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Facts(
+        layout=mesh.layout,
+        dtype=dtype,
+        device=device,
+        rank=mesh.rank,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        device_name=name,
+    )

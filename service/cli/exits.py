@@ -1,0 +1,31 @@
+"""How the command ends: exit codes, and errors as one or two plain lines."""
+
+DONE = 0
+USAGE = 2
+FAILED = 100
+NOT_FINISHED = 101
+NOT_FOUND = 102
+CANCELLED = 103
+INTERRUPTED = 130
+
+OF_STATE = {"running": NOT_FINISHED, "succeeded": DONE, "failed": FAILED, "cancelled": CANCELLED}
+
+
+class Stop(Exception):
+    """End the command.
+
+    Args:
+        message: what is wrong, with its place and rule.
+        code: the exit code.
+        advice: what to do next.
+    """
+
+    def __init__(self, message: str, code: int = FAILED, advice: str | None = None) -> None:
+        self.message = message
+        self.code = code
+        self.advice = advice
+        super().__init__(message)
+
+
+class Unreachable(Stop):
+    """The service does not answer, or says that it cannot at the moment. Worth another try."""

@@ -1,0 +1,184 @@
+"""Commands about runs that exist."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.connection import Json, connect, wants_json
+from service.cli.exits import USAGE, Stop
+from service.cli.render import ago, coloured, numbers, outcome, print_json, print_table, say, summary
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
+
+
+class StateName(StrEnum):
+    running = "running"
+    succeeded = "succeeded"
+    failed = "failed"
+    cancelled = "cancelled"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to an app."""
+    for command in (ls, get, watch, logs, events, metrics, checkpoints, cancel, resume, download):
+        app.command()(command)
+
+
+def ls(
+    context: typer.Context,
+    state: Annotated[StateName | None, typer.Option(help="These alone.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
+    as_json: Json = False,
+) -> None:
+    """List runs, newest first."""
+    with connect(context) as client:
+        page = client.runs(limit, state.value if state else None)
+    if wants_json(context, as_json):
+        print_json([outcome(view) for view in page.runs])
+        return
+    rows = (
+        (
+            view.run_id,
+            coloured(view.state),
+            view.phase.replace("_", " ") if view.state == "running" else "",
+            f"{view.step}/{view.num_steps or '?'}",
+            numbers(view.metrics),
+            view.name or "",
+            ago(view.created_at),
+        )
+        for view in page.runs
+    )
+    print_table(("run", "state", "phase", "step", "metrics", "name", "submitted"), rows)
+    if page.has_more:
+        say(f"there are more: --limit shows up to 200, {limit} now")
+
+
+def get(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+    """Show a run."""
+    with connect(context) as client:
+        view = client.run(run_id)
+    if wants_json(context, as_json):
+        print_json(outcome(view) | {"run": view.run.model_dump(mode="json")})
+    else:
+        print(summary(view))
+
+
+def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_json: Json = False) -> None:
+    """Follow a run to its end. Ctrl-C leaves; the run goes on."""
+    from service.cli.submit_commands import finish
+
+    with connect(context) as client:
+        finish(client, client.run(run_id), wait=True, timeout_s=timeout, as_json=wants_json(context, as_json))
+
+
+def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
+    """What happened, in lines for people."""
+    with connect(context) as client:
+        try:
+            for line in client.log_lines(run_id, follow):
+                print(line, flush=True)
+        except KeyboardInterrupt:
+            _left(f"longshore logs -f {run_id}")
+
+
+def events(
+    context: typer.Context,
+    run_id: RunId,
+    follow: Follow = False,
+    after: Annotated[str | None, typer.Option(help="The cursor of the last event that is known.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The workers' events, one JSON object a line."""
+    wait_s = 10.0 if follow else 0.0
+    with connect(context) as client:
+        try:
+            while True:
+                ended = client.run(run_id).state != "running"
+                page = client.events(run_id, after, 0 if ended else wait_s)
+                for event in page.events:
+                    print(event.model_dump_json(), flush=True)
+                after = page.next or after
+                if not page.events and (ended or not follow):
+                    return
+        except KeyboardInterrupt:
+            _left(f"longshore events -f {run_id}" + (f" --after {after}" if after else ""))
+
+
+def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+    """Metrics of every step, and evaluations."""
+    with connect(context) as client:
+        found = client.metrics(run_id)
+    if wants_json(context, as_json):
+        print_json(found.model_dump(mode="json"))
+        return
+    names = sorted({name for row in found.steps for name in row.metrics})
+    print_table(
+        ("step", *names),
+        ((str(row.step), *(f"{row.metrics[n]:.5g}" if n in row.metrics else "" for n in names)) for row in found.steps),
+    )
+    for row in found.evaluations:
+        print(f"evaluated after step {row.step}: {numbers(row.metrics)}")
+
+
+def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+    """Checkpoints that stand in the store."""
+    with connect(context) as client:
+        found = client.checkpoints(run_id)
+    if wants_json(context, as_json):
+        print_json([c.model_dump(mode="json") for c in found])
+    else:
+        print_table(("step", "written by", "uri"), ((str(c.step), c.fence.label, c.artifact.uri) for c in found))
+
+
+def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+    """End a run at its next step, with a checkpoint."""
+    with connect(context) as client:
+        view = client.cancel(run_id)
+    if wants_json(context, as_json):
+        print_json(outcome(view))
+    else:
+        say(f"{run_id} ends at its next step; `longshore resume {run_id}` goes on from there")
+
+
+def resume(
+    context: typer.Context,
+    run_id: RunId,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    timeout: Timeout = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a cancelled or failed run from its last checkpoint."""
+    from service.cli.submit_commands import finish
+
+    with connect(context) as client:
+        view = client.resume(run_id)
+        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
+
+
+def download(
+    context: typer.Context,
+    run_id: RunId,
+    into: Annotated[Path | None, typer.Option(help="The folder to make; ./RUN if absent.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch what a run published, every file's hash checked."""
+    from service.cli.unpack import fetch
+
+    target = into or Path(run_id)
+    if target.exists():
+        raise Stop(f"{target} is there already", USAGE, "name another folder with --into")
+    with connect(context) as client:
+        manifest = fetch(client, run_id, target)
+    if wants_json(context, as_json):
+        print_json({"run_id": run_id, "folder": str(target.resolve()), "files": manifest.model_dump()["files"]})
+    else:
+        print(target)
+
+
+def _left(command: str) -> None:
+    say(f"\nthe run goes on; attach again with: {command}")
+    raise typer.Exit(130)

@@ -1,0 +1,192 @@
+"""The Temporal poller: `python -m service.host --role control|gpu`.
+
+A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its shape, and
+a queue of its own for the jobs of the runs it serves.
+"""
+
+import argparse
+import asyncio
+import logging
+import signal
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from temporalio.client import Client
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.worker import Worker
+
+from activities.download import Download
+from activities.find_checkpoint import FindCheckpoint
+from activities.lease import Lease
+from activities.pack import Pack
+from activities.preview import PreviewDataset
+from activities.publish import Publish
+from activities.record_result import RecordResult
+from activities.resolve_adapter import ResolveAdapter
+from activities.resolve_model import ResolveModel
+from activities.run_job import RunJob
+from activities.signals import WorkflowSignals
+from activities.tokenize import Tokenize
+from activities.track import Track
+from activities.worker_pool import WorkerPool
+from activities.worker_process import WorkerCommand, torchrun
+from shared.paths import HostPaths
+from shared.settings import Settings
+from shared.store import open_store
+from workflows.preview import PreviewWorkflow
+from workflows.sft import SFTWorkflow
+from workflows.track import TrackWorkflow
+
+Role = Literal["control", "gpu"]
+
+# Data activities work on all cores: a few at once are enough. Those that follow a run mostly sleep.
+_CONTROL_THREADS = 32
+_CONNECT_PATIENCE_S = 60.0
+_SHUTDOWN_GRACE = timedelta(seconds=10)
+# Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
+_BEAT = timedelta(seconds=1)
+_log = logging.getLogger("longshore.host")
+
+
+async def connect(settings: Settings, patience_s: float = _CONNECT_PATIENCE_S) -> Client:
+    """The Temporal server's client, as soon as the server answers.
+
+    Raises:
+        SystemExit: it does not, within the patience.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await Client.connect(
+                settings.temporal_address,
+                namespace=settings.temporal_namespace,
+                data_converter=pydantic_data_converter,
+            )
+        except RuntimeError as error:
+            if loop.time() > deadline:
+                message = f"no Temporal server at {settings.temporal_address} within {patience_s:g} s: {error}"
+                raise SystemExit(message) from error
+            await asyncio.sleep(0.5)
+
+
+def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor) -> Worker:
+    """Workflows, and every activity that needs no accelerator."""
+    record = RecordResult(settings)
+    return Worker(
+        client,
+        task_queue=settings.control_queue,
+        workflows=[SFTWorkflow, PreviewWorkflow, TrackWorkflow],
+        activities=[
+            ResolveModel(settings).resolve_model,
+            ResolveAdapter(settings).resolve_adapter,
+            Download(settings).download,
+            Tokenize(settings).tokenize,
+            Pack(settings).pack,
+            PreviewDataset(settings).preview,
+            FindCheckpoint(settings).find_checkpoint,
+            Publish(settings).publish,
+            record.record_result,
+            record.reopen,
+            Track(settings).track,
+        ],
+        activity_executor=threads,
+        max_concurrent_activities=_CONTROL_THREADS,
+        max_heartbeat_throttle_interval=_BEAT,
+        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
+    )
+
+
+def gpu_workers(
+    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool
+) -> tuple[Worker, Worker]:
+    """One lease at a time on the shape's queue, and its jobs on a queue of this host's own."""
+    host_queue = f"host-{uuid.uuid4().hex}"
+    store = open_store(settings.store, settings.s3)
+    signals = WorkflowSignals(client, asyncio.get_running_loop())
+    leases = Worker(
+        client,
+        task_queue=settings.lease_queue,
+        activities=[Lease(pool, store, signals, host_queue).lease],
+        activity_executor=threads,
+        max_concurrent_activities=1,
+        max_heartbeat_throttle_interval=_BEAT,
+        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
+    )
+    jobs = Worker(
+        client,
+        task_queue=host_queue,
+        activities=[RunJob(pool, store, signals).run_job],
+        activity_executor=threads,
+        max_concurrent_activities=2,
+        max_heartbeat_throttle_interval=_BEAT,
+        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
+    )
+    return leases, jobs
+
+
+async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = torchrun) -> None:
+    """Poll until `stopped`; then end what is in hand, and every worker process."""
+    client = await connect(settings)
+    async with AsyncExitStack() as stack:
+        match role:
+            case "control":
+                threads = stack.enter_context(ThreadPoolExecutor(_CONTROL_THREADS))
+                await stack.enter_async_context(control_worker(client, settings, threads))
+            case "gpu":
+                threads = stack.enter_context(ThreadPoolExecutor(4))
+                pool = WorkerPool(
+                    HostPaths(settings.root_path), command, _environment(settings), settings.worker_idle_s
+                )
+                stack.callback(pool.close)
+                reaper = asyncio.create_task(_end_idle_workers(pool))
+                stack.callback(reaper.cancel)
+                leases, jobs = gpu_workers(client, settings, threads, pool)
+                await stack.enter_async_context(leases)
+                await stack.enter_async_context(jobs)
+        _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
+        await stopped.wait()
+        _log.info("%s host leaves", role)
+
+
+async def _end_idle_workers(pool: WorkerPool) -> None:
+    while True:
+        await asyncio.to_thread(pool.end_idle)
+        await asyncio.sleep(0.5)
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """What workers are told of the settings. Credentials come to them as they come to us."""
+    told = {"LONGSHORE_ROOT": str(settings.root_path)}
+    if settings.s3.endpoint_url:
+        told["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url
+    if settings.s3.region:
+        told["LONGSHORE_S3__REGION"] = settings.s3.region
+    return told
+
+
+async def _main(role: Role, settings: Settings) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    await serve(role, settings, stopped)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m service.host", description=__doc__)
+    parser.add_argument("--role", choices=("control", "gpu"), required=True)
+    parser.add_argument("--root", type=Path, help="local state of this machine")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = Settings(root=given.root) if given.root else Settings()
+    asyncio.run(_main(given.role, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.security import HTTPBearer
+
+from service.files import PublishedFiles, Uploaded, receive
+from service.problems import ErrorBody, TemporalUnavailable
+from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunReader, RunView, log_line
+from service.runs import Runs
+from shared import paths
+from shared.artifacts import FileEntry
+from shared.errors import StoreUnavailable
+from shared.models import Frozen
+from shared.runs import RunId, SFTRun, State
+from shared.settings import Settings
+from shared.store import ObjectStore
+
+router = APIRouter(
+    prefix="/api/v1",
+    dependencies=[Depends(HTTPBearer(auto_error=False, description="an API key"))],
+    responses={code: {"model": ErrorBody} for code in (401, 404, 409, 422, 503)},
+)
+_POLL_S = 0.5
+
+
+class Backend:
+    """What the endpoints work with."""
+
+    def __init__(self, settings: Settings, store: ObjectStore) -> None:
+        self.settings = settings
+        self.store = store
+        self.runs = Runs(settings, store)
+        self.reader = RunReader(store)
+
+
+def _backend(request: Request) -> Backend:
+    backend: Backend = request.app.state.backend
+    return backend
+
+
+Backed = Annotated[Backend, Depends(_backend)]
+
+
+class Health(Frozen):
+    """Whether the service can reach what stands behind it."""
+
+    status: Literal["ok", "degraded"]
+    temporal: str
+    store: str
+    temporal_ui: str | None = None
+
+
+@router.get("/health", responses={503: {"model": Health}})
+async def health(backend: Backed) -> JSONResponse:
+    """Open to everybody, so it says nothing of runs."""
+    temporal, store = await asyncio.gather(_check_temporal(backend), _check_store(backend))
+    ok = temporal == store == "ok"
+    body = Health(
+        status="ok" if ok else "degraded", temporal=temporal, store=store, temporal_ui=backend.settings.temporal_ui
+    )
+    return JSONResponse(body.model_dump(), status_code=200 if ok else 503)
+
+
+async def _check_temporal(backend: Backend) -> str:
+    try:
+        await backend.runs.check_temporal()
+        return "ok"
+    except TemporalUnavailable:
+        return "away"
+
+
+async def _check_store(backend: Backend) -> str:
+    try:
+        await asyncio.to_thread(backend.store.head, paths.run_index("health"))
+        return "ok"
+    except (StoreUnavailable, OSError):
+        return "away"
+
+
+@router.post("/runs/sft", status_code=201)
+async def submit_sft(
+    run: SFTRun,
+    backend: Backed,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+) -> RunView:
+    """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
+    return await backend.runs.submit(run, idempotency_key)
+
+
+@router.get("/runs")
+async def list_runs(
+    backend: Backed,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
+    state: State | None = None,
+) -> RunPage:
+    """Runs, newest first."""
+    return await backend.runs.page(limit=limit, after=after, state=state)
+
+
+@router.get("/runs/{run_id}")
+async def get_run(run_id: RunId, backend: Backed) -> RunView:
+    """A run as it stands now."""
+    return await backend.runs.view(run_id)
+
+
+@router.post("/runs/{run_id}/cancel", status_code=202)
+async def cancel_run(run_id: RunId, backend: Backed) -> RunView:
+    """End a run at its next step boundary, with a checkpoint. 409 when it has ended."""
+    return await backend.runs.cancel(run_id)
+
+
+@router.post("/runs/{run_id}/resume", status_code=202)
+async def resume_run(run_id: RunId, backend: Backed) -> RunView:
+    """Go on from the last checkpoint of a failed or cancelled run. 409 for any other."""
+    return await backend.runs.resume(run_id)
+
+
+@router.get("/runs/{run_id}/events", response_model=EventPage)
+async def run_events(
+    run_id: RunId,
+    request: Request,
+    backend: Backed,
+    after: Annotated[str | None, Query(max_length=256, description="the `next` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
+    wait_s: Annotated[float, Query(ge=0, le=60, description="wait so long for the first new event")] = 0,
+) -> Any:
+    """What the workers say, in order.
+
+    `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` goes on); `application/x-ndjson` gives
+    lines.
+    """
+    await backend.runs.record(run_id)
+    wanted = request.headers.get("accept", "")
+    if "text/event-stream" in wanted:
+        after = request.headers.get("last-event-id") or after
+        return StreamingResponse(_event_stream(backend, run_id, after), media_type="text/event-stream")
+    page = await _events_within(backend, run_id, after, limit, wait_s)
+    if "application/x-ndjson" in wanted:
+        lines = "".join(item.model_dump_json() + "\n" for item in page.events)
+        return PlainTextResponse(lines, media_type="application/x-ndjson")
+    return page
+
+
+async def _events_within(backend: Backend, run_id: str, after: str | None, limit: int, wait_s: float) -> EventPage:
+    end = asyncio.get_running_loop().time() + wait_s
+    while True:
+        page = await backend.reader.events(run_id, after, limit)
+        if page.events or asyncio.get_running_loop().time() >= end or await _has_ended(backend, run_id):
+            return page
+        await asyncio.sleep(_POLL_S)
+
+
+async def _event_pages(backend: Backend, run_id: str, after: str | None, limit: int = 1000) -> AsyncIterator[EventPage]:
+    """Pages as they come, until the run has ended and everything was read."""
+    while True:
+        ended = await _has_ended(backend, run_id)  # asked first: what is read next is then complete
+        page = await backend.reader.events(run_id, after, limit)
+        yield page
+        after = page.next or after
+        if not page.events:
+            if ended:
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+async def _has_ended(backend: Backend, run_id: str) -> bool:
+    try:
+        return (await backend.runs.view(run_id)).state != "running"
+    except TemporalUnavailable:
+        return False
+
+
+async def _event_stream(backend: Backend, run_id: str, after: str | None) -> AsyncIterator[str]:
+    async for page in _event_pages(backend, run_id, after):
+        for item in page.events:
+            yield f"id: {item.cursor}\nevent: {item.event.event}\ndata: {item.model_dump_json()}\n\n"
+        if not page.events:
+            yield ": waiting\n\n"  # a comment keeps proxies from closing a quiet stream
+    yield f"event: end\ndata: {(await backend.runs.view(run_id)).model_dump_json()}\n\n"
+
+
+@router.get("/runs/{run_id}/metrics")
+async def run_metrics(run_id: RunId, backend: Backed) -> Metrics:
+    """One row a step: where a step was done twice, the newest worker's counts."""
+    await backend.runs.record(run_id)
+    return await backend.reader.metrics(run_id)
+
+
+@router.get("/runs/{run_id}/logs", response_class=PlainTextResponse)
+async def run_logs(run_id: RunId, backend: Backed, follow: bool = False) -> Response:
+    """What happened, in lines for people."""
+    await backend.runs.record(run_id)
+    return StreamingResponse(_log_lines(backend, run_id, follow), media_type="text/plain; charset=utf-8")
+
+
+async def _log_lines(backend: Backend, run_id: str, follow: bool) -> AsyncIterator[str]:
+    async for page in _event_pages(backend, run_id, None):
+        for item in page.events:
+            yield log_line(item) + "\n"
+        if not page.events and not follow:
+            return
+    view = await backend.runs.view(run_id)
+    yield f"the run {view.state}" + (f": {view.problem.message}\n" if view.problem else "\n")
+
+
+@router.get("/runs/{run_id}/checkpoints")
+async def run_checkpoints(run_id: RunId, backend: Backed) -> tuple[Checkpoint, ...]:
+    """Checkpoints that stand in the store, oldest first."""
+    await backend.runs.record(run_id)
+    return await backend.reader.checkpoints(run_id)
+
+
+@router.get("/runs/{run_id}/files")
+async def run_files(run_id: RunId, backend: Backed) -> tuple[FileEntry, ...]:
+    """What the run published: paths, sizes, hashes. 409 before that."""
+    return (await _published(backend, run_id)).entries
+
+
+@router.get("/runs/{run_id}/files/{path:path}", response_class=Response)
+async def run_file(run_id: RunId, path: str, backend: Backed) -> StreamingResponse:
+    """One published file."""
+    files = await _published(backend, run_id)
+    entry = files.entry(path)
+    headers = {"content-length": str(entry.size), "etag": f'"{entry.sha256}"'}
+    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)
+
+
+@router.get("/runs/{run_id}/download", response_class=Response)
+async def download_run(run_id: RunId, backend: Backed) -> StreamingResponse:
+    """Everything that the run published, as a tar."""
+    files = await _published(backend, run_id)
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(run_id)}.tar"}
+    return StreamingResponse(files.tar(run_id), media_type="application/x-tar", headers=headers)
+
+
+async def _published(backend: Backend, run_id: str) -> PublishedFiles:
+    status = await backend.runs.view(run_id)
+    return await asyncio.to_thread(PublishedFiles.of, status, backend.settings.s3)
+
+
+@router.post("/files", status_code=201)
+async def upload_file(
+    request: Request, backend: Backed, name: Annotated[str, Query(description="a plain file name")]
+) -> Uploaded:
+    """Put the request's body into the store; its URI is a dataset's. The same file again gives the same URI."""
+    scratch = backend.settings.root_path / "service" / "uploads"
+    return await receive(backend.store, scratch, name, request.stream())
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    return JSONResponse(json.loads(json.dumps(request.app.openapi())))

@@ -1,0 +1,147 @@
+"""Runs as the API shows them, and what their events and checkpoints say. Imports no Temporal and no web framework."""
+
+import asyncio
+import hashlib
+import re
+import time
+
+from shared import paths
+from shared.events import Evaluated, Event, Failed, Offloaded, Sample, Saved, Started, Step, Succeeded
+from shared.jobs import Artifact, Fence
+from shared.models import Frozen
+from shared.run_events import EventCursor, RunEvent, read_run_events
+from shared.runs import RunStatus, SFTRun
+from shared.store import ObjectStore, uri_of
+
+_CHECKPOINT = re.compile(r"/e(?P<epoch>\d{6})-a(?P<attempt>\d{2,})/step-(?P<step>\d{8})/manifest\.json$")
+
+
+class RunView(RunStatus):
+    """A run as the API shows it: its status, with what was asked for and when."""
+
+    created_at: float
+    run: SFTRun
+
+
+class RunPage(Frozen):
+    """Runs, newest first. `next` is the `after` of the following page."""
+
+    runs: tuple[RunView, ...]
+    has_more: bool
+    next: str | None = None
+
+
+class EventPage(Frozen):
+    """Events after a cursor. `next` is the cursor to ask with again: the last event's, or the one that was given."""
+
+    events: tuple[RunEvent, ...]
+    next: str | None
+
+
+class StepMetrics(Frozen):
+    """What one optimizer step measured."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class EvaluationMetrics(Frozen):
+    """Held-out metrics and greedy completions after a step; step 0 is before training."""
+
+    step: int
+    metrics: dict[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+class Metrics(Frozen):
+    """One row a step, in order: the newest worker's, where a step was done twice."""
+
+    steps: tuple[StepMetrics, ...]
+    evaluations: tuple[EvaluationMetrics, ...]
+
+
+class Checkpoint(Frozen):
+    """A checkpoint that stands in the store."""
+
+    step: int
+    fence: Fence
+    artifact: Artifact
+
+
+class RunReader:
+    """Reads what a run left in the store. Events come from the control plane's own copy of the workers' logs."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def events(self, run_id: str, after: str | None, limit: int) -> EventPage:
+        """Events after a cursor, at most `limit`. Raises InvalidInput for what is no cursor."""
+        start = EventCursor.parse(after)
+        found, cursor = await asyncio.to_thread(read_run_events, self._store, run_id, start, limit)
+        return EventPage(events=tuple(found), next=str(cursor) if found else after)
+
+    async def metrics(self, run_id: str) -> Metrics:
+        """Every step's metrics and every evaluation."""
+        steps: dict[int, StepMetrics] = {}
+        evaluations: dict[int, EvaluationMetrics] = {}
+        after: str | None = None
+        while (page := await self.events(run_id, after, 5000)).events:
+            after = page.next
+            for item in page.events:  # in order of fence: what comes later replaces what came before
+                match item.event:
+                    case Step(step=step, metrics=metrics):
+                        steps[step] = StepMetrics(step=step, metrics=metrics)
+                    case Evaluated(step=step, metrics=metrics, samples=samples):
+                        evaluations[step] = EvaluationMetrics(step=step, metrics=metrics, samples=samples)
+        return Metrics(
+            steps=tuple(steps[step] for step in sorted(steps)),
+            evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
+        )
+
+    async def checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
+        """In order of step; of a step that two workers saved, both."""
+        return await asyncio.to_thread(self._checkpoints, run_id)
+
+    def _checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
+        found = []
+        for item in self._store.list(paths.RunKeys(run_id).checkpoints + "/"):
+            if match := _CHECKPOINT.search(item.key):
+                key = item.key.removesuffix(f"/{paths.MANIFEST}")
+                sha256 = hashlib.sha256(self._store.get_bytes(item.key)).hexdigest()
+                fence = Fence(epoch=int(match["epoch"]), attempt=int(match["attempt"]))
+                artifact = Artifact(uri=uri_of(self._store, key), sha256=sha256)
+                found.append(Checkpoint(step=int(match["step"]), fence=fence, artifact=artifact))
+        return tuple(sorted(found, key=lambda c: (c.step, c.fence.epoch, c.fence.attempt)))
+
+
+def log_line(item: RunEvent) -> str:
+    """An event as a line of a log, with its time."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {describe(item.event)}"
+
+
+def describe(event: Event) -> str:
+    """An event in words, for people who read logs."""
+    match event:
+        case Started():
+            where = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
+            return f"training starts at step {event.first_step} of {event.num_steps}, {where}"
+        case Step():
+            return f"step {event.step}: {_numbers(event.metrics)}"
+        case Saved():
+            return f"checkpoint of step {event.step} saved"
+        case Evaluated():
+            samples = f", {len(event.samples)} samples" if event.samples else ""
+            return f"evaluated after step {event.step}: {_numbers(event.metrics)}{samples}"
+        case Offloaded():
+            mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
+            return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"
+        case Succeeded():
+            return f"training succeeded at step {event.step}"
+        case Failed():
+            return f"training failed after step {event.step}: {event.message}"
+        case _:
+            return f"training cancelled after step {event.step}"
+
+
+def _numbers(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.5g}" for name, value in sorted(metrics.items()))

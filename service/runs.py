@@ -1,0 +1,375 @@
+"""Runs behind the API: the only Temporal calls of the service.
+
+A run is accepted once `run.json` stands in the store. Whatever happens after that (the service dies, Temporal is away,
+its database is lost) the run is found again by its record, and started.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+from pydantic import Field
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.problems import Conflict, TemporalUnavailable
+from service.run_views import RunPage, RunView
+from shared import paths
+from shared.errors import InvalidInput, NotFound
+from shared.models import Frozen
+from shared.runs import Problem, RunRecord, RunStart, RunStatus, RunTiming, SFTRun, State
+from shared.settings import Settings
+from shared.store import ObjectStore
+
+logger = logging.getLogger("longshore.service")
+
+SFT_WORKFLOW = "SFTWorkflow"
+PREVIEW_WORKFLOW = "PreviewWorkflow"
+PATIENCE = timedelta(seconds=5)
+PREVIEW_PATIENCE = timedelta(minutes=5)
+_QUERY_PATIENCE = timedelta(seconds=2)
+_CONCURRENT = 16
+_AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
+
+
+class _Idempotency(Frozen):
+    """Which run a key made, and of which request."""
+
+    run_id: str
+    request_sha256: str = Field(description="of the run's canonical JSON")
+
+
+class Runs:
+    """Submit, show, list, cancel and resume runs."""
+
+    def __init__(self, settings: Settings, store: ObjectStore) -> None:
+        self._settings = settings
+        self._store = store
+        self._client: Client | None = None
+        self._records: dict[str, RunRecord] = {}  # records never change
+        self._waiting: set[str] = set()  # accepted while Temporal was away
+
+    # Submitting.
+
+    async def submit(self, run: SFTRun, idempotency_key: str | None = None) -> RunView:
+        """Accept a run and start it. The same key gives the same run.
+
+        Raises:
+            InvalidInput: the key was used for another request.
+        """
+        run_id = new_run_id()
+        if idempotency_key:
+            run_id = await self._claim(idempotency_key, run_id, run)
+        record = await self._accept(run_id, run)
+        try:
+            await self._start(record)
+        except TemporalUnavailable as error:  # accepted all the same: the sweep starts it when Temporal is back
+            logger.warning("%s waits to be started: %s", run_id, error)
+            self._waiting.add(run_id)
+        return await self.view(run_id)
+
+    async def _claim(self, key: str, run_id: str, run: SFTRun) -> str:
+        mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(run.model_dump_json().encode()).hexdigest())
+        place = paths.idempotency(key)
+        if await asyncio.to_thread(self._store.put_if_absent, place, mine.model_dump_json().encode()):
+            return run_id
+        first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
+        if first.request_sha256 != mine.request_sha256:
+            raise InvalidInput(f"this key was used for another request, which made {first.run_id}", "Idempotency-Key")
+        return first.run_id
+
+    async def _accept(self, run_id: str, run: SFTRun) -> RunRecord:
+        record = RunRecord(
+            run_id=run_id, run=run, created_at=time.time(), threads_per_rank=self._settings.threads_per_rank
+        )
+        data = record.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_bytes, paths.run_index(run_id), b"")
+        if await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run_id).record, data):
+            return record
+        return await self.record(run_id)
+
+    async def _start(self, record: RunRecord, *, resumed: bool = False) -> None:
+        start = RunStart(
+            run_id=record.run_id,
+            run=record.run,
+            timing=RunTiming(
+                heartbeat_timeout_s=self._settings.heartbeat_timeout_s, cancel_grace_s=self._settings.cancel_grace_s
+            ),
+            threads_per_rank=record.threads_per_rank,
+            resumed=resumed,
+        )
+        policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
+        async with self._temporal() as client:
+            try:
+                await client.start_workflow(
+                    SFT_WORKFLOW,
+                    start,
+                    id=record.run_id,
+                    task_queue=self._settings.control_queue,
+                    id_reuse_policy=policy,
+                    rpc_timeout=PATIENCE,
+                )
+            except WorkflowAlreadyStartedError:
+                if resumed:
+                    raise Conflict(f"{record.run_id} is running") from None
+
+    # Showing.
+
+    async def record(self, run_id: str) -> RunRecord:
+        """What was accepted. Raises NotFound for an unknown run."""
+        if run_id not in self._records:
+            try:
+                data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).record)
+            except NotFound:
+                raise NotFound(f"there is no run {run_id}") from None
+            self._records[run_id] = RunRecord.model_validate_json(data)
+        return self._records[run_id]
+
+    async def view(self, run_id: str) -> RunView:
+        """A run as it stands: the workflow's own answer while it runs, its result afterwards."""
+        record = await self.record(run_id)
+        return _view(record, await self._status(record))
+
+    async def _status(self, record: RunRecord) -> RunStatus:
+        try:
+            return await self._temporal_status(record)
+        except TemporalUnavailable:
+            if record.run_id in self._waiting:
+                return _queued(record)
+            result = await self._result(record.run_id)  # an ended run needs no Temporal to be shown
+            if result is None:
+                raise
+            return result
+
+    async def _temporal_status(self, record: RunRecord) -> RunStatus:
+        async with self._temporal() as client:
+            handle = client.get_workflow_handle(record.run_id)
+            try:
+                description = await handle.describe(rpc_timeout=PATIENCE)
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                return await self._result(record.run_id) or _queued(record)
+            if description.status == WorkflowExecutionStatus.RUNNING:
+                return await _query(handle, record)
+            return await self._result(record.run_id) or await _ended(handle, record, description.status)
+
+    async def _result(self, run_id: str) -> RunStatus | None:
+        try:
+            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).result)
+        except NotFound:
+            return None
+        return RunStatus.model_validate_json(data)
+
+    async def page(self, *, limit: int, after: str | None = None, state: State | None = None) -> RunPage:
+        """Runs, newest first.
+
+        Args:
+            after: the run id that the page before ended with.
+            state: show these alone.
+        """
+        ids = [run_id for run_id in await self._ids() if after is None or run_id < after]
+        running = await self._running_ids()
+        found: list[RunView] = []
+        for start in range(0, len(ids), _CONCURRENT):
+            chunk = await asyncio.gather(*(self._listed(i, running) for i in ids[start : start + _CONCURRENT]))
+            found += [view for view in chunk if view is not None and (state is None or view.state == state)]
+            if len(found) > limit:
+                break
+        runs = tuple(found[:limit])
+        has_more = len(found) > limit
+        return RunPage(runs=runs, has_more=has_more, next=runs[-1].run_id if has_more else None)
+
+    async def _ids(self) -> list[str]:
+        prefix = paths.run_index()
+        keys = await asyncio.to_thread(lambda: [item.key for item in self._store.list(prefix)])
+        return sorted((key.removeprefix(prefix) for key in keys), reverse=True)
+
+    async def _running_ids(self) -> frozenset[str] | None:
+        """Runs that Temporal knows as running; None when it cannot be asked."""
+        query = f'WorkflowType = "{SFT_WORKFLOW}" AND ExecutionStatus = "Running"'
+        try:
+            async with self._temporal() as client:
+                return frozenset([e.id async for e in client.list_workflows(query, rpc_timeout=PATIENCE)])
+        except TemporalUnavailable:
+            return None
+
+    async def _listed(self, run_id: str, running: frozenset[str] | None) -> RunView | None:
+        try:
+            record = await self.record(run_id)
+        except NotFound:  # the service died between the index and the record: this run was never accepted
+            return None
+        # Visibility may lag behind a submission: a run without a result is asked for by name.
+        status = None if running and run_id in running else await self._result(run_id)
+        if status is None:
+            status = _queued(record) if running is None else await self._temporal_status(record)
+        return _view(record, status)
+
+    # Ending and going on.
+
+    async def cancel(self, run_id: str) -> RunView:
+        """Ask a run to end at its next step boundary. Raises Conflict when it has ended."""
+        record = await self.record(run_id)
+        await self._make_sure(record)
+        view = await self.view(run_id)
+        if view.state != "running":
+            raise Conflict(f"{run_id} has ended: it {_ended_as(view.state)}")
+        async with self._temporal() as client:
+            await client.get_workflow_handle(run_id).cancel(rpc_timeout=PATIENCE)
+        return await self.view(run_id)
+
+    async def resume(self, run_id: str) -> RunView:
+        """Go on from the last checkpoint. Raises Conflict when the run is running, or succeeded."""
+        record = await self.record(run_id)
+        view = await self.view(run_id)
+        match view.state:
+            case "running":
+                raise Conflict(f"{run_id} is running")
+            case "succeeded":
+                raise Conflict(f"{run_id} succeeded: there is nothing to go on with")
+            case "failed" | "cancelled":
+                await self._start(record, resumed=True)
+        return await self.view(run_id)
+
+    # Nothing accepted is lost.
+
+    async def sweep(self) -> int:
+        """Start every accepted run that neither ended nor is known to Temporal. Returns how many."""
+        num_started = 0
+        for run_id in await self._ids():
+            try:
+                record = await self.record(run_id)
+            except NotFound:
+                continue
+            if await self._result(run_id) is None:
+                num_started += await self._make_sure(record)
+        return num_started
+
+    async def start_waiting(self) -> None:
+        """Start what was accepted while Temporal was away."""
+        for run_id in sorted(self._waiting):
+            await self._make_sure(await self.record(run_id))
+            self._waiting.discard(run_id)
+
+    async def _make_sure(self, record: RunRecord) -> bool:
+        """Start an unended run unless Temporal knows it."""
+        async with self._temporal() as client:
+            try:
+                await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
+                return False
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+        if await self._result(record.run_id) is not None:
+            return False
+        # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
+        leases = paths.RunKeys(record.run_id).leases
+        was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
+        await self._start(record, resumed=was_leased)
+        logger.info("started %s, which was accepted and never started", record.run_id)
+        return True
+
+    # Looking at data before training.
+
+    async def preview(self, request: Frozen) -> dict[str, Any]:
+        """Run PreviewWorkflow and wait for its answer. Raises InvalidInput with what is wrong with the data."""
+        async with self._temporal() as client:
+            try:
+                answer: dict[str, Any] = await client.execute_workflow(
+                    PREVIEW_WORKFLOW,
+                    request,
+                    id=f"preview-{secrets.token_hex(8)}",
+                    task_queue=self._settings.control_queue,
+                    execution_timeout=PREVIEW_PATIENCE,
+                    rpc_timeout=PREVIEW_PATIENCE,
+                )
+            except WorkflowFailureError as error:
+                raise _cause(error) from None
+        return answer
+
+    # Temporal.
+
+    async def check_temporal(self) -> None:
+        """Raises TemporalUnavailable when the server does not answer."""
+        async with self._temporal() as client:
+            await client.service_client.check_health(timeout=_QUERY_PATIENCE)
+
+    @asynccontextmanager
+    async def _temporal(self) -> AsyncIterator[Client]:
+        """The client, connected at first use; a server that is away becomes TemporalUnavailable."""
+        address = self._settings.temporal_address
+        if self._client is None:
+            try:
+                self._client = await Client.connect(
+                    address, namespace=self._settings.temporal_namespace, data_converter=pydantic_data_converter
+                )
+            except RuntimeError as error:
+                raise TemporalUnavailable(f"the Temporal server at {address} does not answer") from error
+        try:
+            yield self._client
+        except RPCError as error:
+            if error.status in _AWAY:
+                raise TemporalUnavailable(f"the Temporal server at {address} does not answer") from error
+            raise
+
+
+def new_run_id() -> str:
+    """`sft-` + milliseconds since 1970 in 11 hex digits, so that ids sort by time + 6 random ones."""
+    return f"sft-{int(time.time() * 1000):011x}{secrets.token_hex(3)}"
+
+
+async def _query(handle: WorkflowHandle[Any, Any], record: RunRecord) -> RunStatus:
+    try:
+        status: RunStatus = await handle.query("status", result_type=RunStatus, rpc_timeout=_QUERY_PATIENCE)
+        return status
+    except RPCError as error:
+        if error.status in _AWAY or error.status == RPCStatusCode.FAILED_PRECONDITION:
+            return _queued(record)  # no host polls yet: the run waits
+        raise
+
+
+async def _ended(handle: WorkflowHandle[Any, Any], record: RunRecord, how: WorkflowExecutionStatus | None) -> RunStatus:
+    """The status of a run that ended and left no result in the store, as when an operator terminated it."""
+    status = await _query(handle, record)
+    if status.state != "running":
+        return status
+    word = how.name.lower().replace("_", " ") if how is not None else "unknown"
+    problem = Problem(kind="ended_outside", message=f"the workflow ended without a result: Temporal says {word}")
+    return status.model_copy(update={"state": "failed", "problem": problem})
+
+
+def _queued(record: RunRecord) -> RunStatus:
+    return RunStatus(run_id=record.run_id, name=record.run.name or record.run_id)
+
+
+def _view(record: RunRecord, status: RunStatus) -> RunView:
+    return RunView(**dict(status), created_at=record.created_at, run=record.run)
+
+
+def _ended_as(state: State) -> str:
+    return "was cancelled" if state == "cancelled" else state
+
+
+def _cause(error: WorkflowFailureError) -> Exception:
+    """What made a workflow fail, as an error of ours."""
+    causes = _chain(error)
+    for cause in causes:
+        if isinstance(cause, ApplicationError) and cause.type in ("InvalidInput", "CorruptArtifact"):
+            return InvalidInput(cause.message)
+    return Conflict(f"the check did not end: {causes[-1]}")
+
+
+def _chain(error: BaseException) -> Sequence[BaseException]:
+    found = [error]
+    while (cause := getattr(found[-1], "cause", None)) is not None:
+        found.append(cause)
+    return found

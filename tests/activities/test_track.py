@@ -1,0 +1,275 @@
+"""Track against the real wandb: offline runs are read back, and servers that are away or hang change nothing."""
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from temporalio.exceptions import CancelledError
+from temporalio.testing import ActivityEnvironment
+
+from activities.track import Track, Tracked, TrackRequest
+from activities.wandb_writer import STEP, rows
+from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
+from shared.jobs import Fence, Lora
+from shared.paths import RunKeys
+from shared.runs import DatasetSource, SFTRun
+from shared.settings import Settings
+from shared.store import ObjectStore, open_store
+
+RUN = SFTRun(
+    model="file:///models/tiny",
+    dataset=DatasetSource(uri="file:///data.jsonl"),
+    trainable=Lora(rank=4),
+    steps=5,
+    batch_size=2,
+    learning_rate=0.002,
+)
+FIRST = Fence(epoch=1)
+SECOND = Fence(epoch=2)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(root=tmp_path)
+
+
+@pytest.fixture
+def store(settings: Settings) -> ObjectStore:
+    return open_store(settings.store, settings.s3)
+
+
+def started(fence: Fence, first_step: int) -> Started:
+    return Started(
+        seq=1,
+        time=1.0,
+        run_id="r",
+        job_id="000000",
+        fence=fence,
+        first_step=first_step,
+        num_steps=5,
+        device="cpu",
+        world_size=1,
+    )
+
+
+def step(number: int) -> Step:
+    metrics = {"loss": 1 / number, "learning_rate": 0.002, "tokens_per_s": 100.0 + number, "memory_bytes": 7e6}
+    return Step(seq=number + 1, time=float(number), step=number, metrics=metrics)
+
+
+def evaluated(number: int) -> Evaluated:
+    samples = (Sample(prompt="ahoy?", completion=f"ahoy {number}", reference="ahoy"),)
+    return Evaluated(seq=1, time=0.0, step=number, metrics={"loss": 3.0 - number / 10}, samples=samples)
+
+
+OFFLOADED = Offloaded(seq=8, time=8.0, device_bytes_before=10, device_bytes_after=0, host_bytes=10, duration_s=0.5)
+SUCCEEDED = Succeeded(seq=9, time=9.0, step=5, device="released")
+WHOLE_RUN = [started(FIRST, 0), evaluated(0), *map(step, range(1, 6)), evaluated(5), OFFLOADED, SUCCEEDED]
+
+
+def put_log(store: ObjectStore, run_id: str, fence: Fence, events: list[Event]) -> None:
+    lines = "".join(event.model_dump_json() + "\n" for event in events)
+    store.put_bytes(RunKeys(run_id).log("000000", fence), lines.encode())
+
+
+def end_run(store: ObjectStore, run_id: str) -> None:
+    store.put_bytes(RunKeys(run_id).result, b"{}")
+
+
+def track(activity: Track, run_id: str) -> Tracked:
+    return ActivityEnvironment().run(activity.track, TrackRequest(run_id=run_id, run=RUN))
+
+
+def read_offline(folder: Path) -> tuple[dict, list[dict]]:
+    """The config and the history of the one offline run below a folder."""
+    from wandb.proto import wandb_internal_pb2
+
+    [file] = folder.rglob("*.wandb")
+    config: dict = {}
+    history = []
+    for data in read_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            assert record.run.run_id == folder.name
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.WhichOneof("record_type") == "history":
+            items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            history.append(items)
+    return config, history
+
+
+def read_records(data: bytes) -> Iterator[bytes]:
+    """Records of a `.wandb` file: LevelDB's log format (blocks of 32 KiB, pieces with checksum, length and type) behind
+    a header of 7 bytes. wandb itself reads it in Go alone.
+    """
+    assert data[:4] == b":W&B"
+    offset, parts = 7, []
+    while offset < len(data):
+        if (1 << 15) - offset % (1 << 15) < 7:  # what is left of a block holds no piece
+            offset += (1 << 15) - offset % (1 << 15)
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        parts.append(data[offset + 7 : offset + 7 + length])
+        offset += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield b"".join(parts)
+            parts = []
+
+
+def named(history: list[dict], name: str) -> dict[int, float]:
+    """One metric by step. A step that was written twice fails."""
+    found = [(int(row[STEP]), row[name]) for row in history if name in row]
+    assert len(dict(found)) == len(found), f"{name} was written twice for a step"
+    return dict(found)
+
+
+def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store: ObjectStore) -> None:
+    put_log(store, "sft-1", FIRST, WHOLE_RUN)
+    end_run(store, "sft-1")
+    tracked = track(Track(settings), "sft-1")
+    folder = settings.root_path / "wandb" / "sft-1"
+    assert tracked == Tracked(folder=str(folder), num_events=len(WHOLE_RUN))
+    config, history = read_offline(folder)
+    for name, value in step(1).metrics.items():
+        group = "system" if name in ("tokens_per_s", "memory_bytes") else "train"
+        assert set(named(history, f"{group}/{name}")) == {1, 2, 3, 4, 5}
+        assert named(history, f"{group}/{name}")[1] == pytest.approx(value)
+    assert named(history, "train/loss") == {n: pytest.approx(1 / n) for n in range(1, 6)}
+    assert named(history, "eval/loss") == {0: 3.0, 5: 2.5}
+    assert named(history, "system/offload_host_bytes") == {5: 10}
+    assert config["learning_rate"] == 0.002 and config["trainable"]["rank"] == 4
+    tables = [path.read_text() for path in folder.rglob("*.table.json")]
+    assert len(tables) == 2 and all("ahoy" in table for table in tables)
+
+
+def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore) -> None:
+    put_log(store, "sft-2", FIRST, WHOLE_RUN[:4])
+
+    def go_on() -> None:
+        time.sleep(1.5)
+        put_log(store, "sft-2", FIRST, WHOLE_RUN)
+        end_run(store, "sft-2")
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    tracked = track(Track(settings), "sft-2")
+    thread.join()
+    assert tracked.num_events == len(WHOLE_RUN)
+    assert set(named(read_offline(settings.root_path / "wandb" / "sft-2")[1], "train/loss")) == {1, 2, 3, 4, 5}
+
+
+def test_retry_writes_everything_once(settings: Settings, store: ObjectStore) -> None:
+    put_log(store, "sft-3", FIRST, WHOLE_RUN)
+    end_run(store, "sft-3")
+    left = settings.root_path / "wandb" / ".sft-3.0123"  # what an attempt whose host was killed leaves
+    left.mkdir(parents=True)
+    track(Track(settings), "sft-3")
+    track(Track(settings), "sft-3")
+    assert set(named(read_offline(settings.root_path / "wandb" / "sft-3")[1], "train/loss")) == {1, 2, 3, 4, 5}
+    assert [path.name for path in (settings.root_path / "wandb").iterdir()] == ["sft-3"]
+
+
+def test_steps_that_a_second_worker_repeats_count_once(settings: Settings, store: ObjectStore) -> None:
+    put_log(store, "sft-4", FIRST, [started(FIRST, 0), evaluated(0), *map(step, range(1, 5))])
+    put_log(store, "sft-4", SECOND, [started(SECOND, 2), *map(step, range(3, 6)), evaluated(5), SUCCEEDED])
+    end_run(store, "sft-4")
+    track(Track(settings), "sft-4")
+    history = read_offline(settings.root_path / "wandb" / "sft-4")[1]
+    assert list(named(history, "train/loss")) == [1, 2, 3, 4, 5]
+
+
+def test_rows_that_stand_in_wandb_are_not_sent_again() -> None:
+    assert [row.values[STEP] for row in rows(WHOLE_RUN, done_step=3, done_evaluation=0)] == [4, 5, 5, 5]
+    assert [row.values[STEP] for row in rows(WHOLE_RUN, done_step=5, done_evaluation=0)] == [5]
+    assert not list(rows(WHOLE_RUN, done_step=5, done_evaluation=5))
+
+
+def test_disabled_writes_nothing(settings: Settings, store: ObjectStore) -> None:
+    end_run(store, "sft-5")
+    assert track(Track(settings.model_copy(update={"wandb_mode": "disabled"})), "sft-5") == Tracked()
+    assert not (settings.root_path / "wandb").exists()
+
+
+@pytest.fixture
+def dead_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else gets."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.fixture
+def hanging_port() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("port", ["dead_port", "hanging_port"])
+def test_unreachable_wandb_is_a_warning_and_an_offline_run(
+    port: str,
+    request: pytest.FixtureRequest,
+    settings: Settings,
+    store: ObjectStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{request.getfixturevalue(port)}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    put_log(store, "sft-6", FIRST, WHOLE_RUN)
+    end_run(store, "sft-6")
+    online = settings.model_copy(update={"wandb_mode": "online"})
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        tracked = track(Track(online, init_timeout_s=2.0, finish_timeout_s=4.0), "sft-6")
+    assert time.monotonic() - begun < 20
+    assert tracked.warning is not None and "online" in tracked.warning
+    assert "sft-6" in caplog.text and "0" * 40 not in caplog.text
+    history = read_offline(settings.root_path / "wandb" / "sft-6")[1]
+    assert set(named(history, "train/loss")) == {1, 2, 3, 4, 5}
+    assert not _writers(), "a writer process was left behind"
+
+
+def _writers() -> list[int]:
+    """Processes below this one that belong to W&B, once they had a moment to end."""
+    deadline = time.monotonic() + 5
+    while found := [
+        p.pid for p in psutil.Process(os.getpid()).children(recursive=True) if "wandb" in " ".join(p.cmdline())
+    ]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_writer_that_cannot_write_is_a_warning(
+    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "not a number")  # wandb refuses its settings and ends
+    put_log(store, "sft-7", FIRST, WHOLE_RUN)
+    end_run(store, "sft-7")
+    tracked = track(Track(settings), "sft-7")
+    assert tracked.folder is None
+    assert tracked.warning is not None and "offline" in tracked.warning
+
+
+def test_cancelled_activity_writes_what_is_there(settings: Settings, store: ObjectStore) -> None:
+    put_log(store, "sft-8", FIRST, WHOLE_RUN)  # no result: the run's end never comes
+    environment = ActivityEnvironment()
+    timer = threading.Timer(1.0, environment.cancel)
+    timer.start()
+    with pytest.raises(CancelledError):
+        environment.run(Track(settings, finish_timeout_s=2.0).track, TrackRequest(run_id="sft-8", run=RUN))
+    timer.join()
+    assert set(named(read_offline(settings.root_path / "wandb" / "sft-8")[1], "train/loss")) == {1, 2, 3, 4, 5}

@@ -1,0 +1,80 @@
+"""A web server for tests: ranges, ETags, redirects, and transfers that break where a test wants them to."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class Page:
+    """What is behind a path. `breaks`: how many bytes each next answer sends before the connection is cut."""
+
+    body: bytes = b""
+    etag: str | None = '"v1"'
+    status: int = 200
+    location: str | None = None
+    breaks: list[int] = field(default_factory=list)
+    ranges: bool = True
+    length: bool = True
+
+
+@dataclass
+class WebServer:
+    """The pages by path, and what was asked: `(path, Range header)`."""
+
+    uri: str
+    pages: dict[str, Page]
+    asked: list[tuple[str, str | None]]
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: "_Server"
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        self.server.asked.append((self.path, wanted))
+        page = self.server.pages.get(self.path.partition("?")[0], Page(b"nothing here", status=404))
+        start = self._start(page, wanted)
+        self.close_connection = True
+        self.send_response(206 if start else page.status)
+        body = page.body[start:]
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(page.body) - 1}/{len(page.body)}")
+        if page.length:
+            self.send_header("Content-Length", str(len(body)))
+        if page.etag:
+            self.send_header("ETag", page.etag)
+        if page.location:
+            self.send_header("Location", page.location)
+        self.end_headers()
+        self.wfile.write(body[: page.breaks.pop(0)] if page.breaks else body)
+
+    def _start(self, page: Page, wanted: str | None) -> int:
+        if not wanted or not page.ranges or self.headers.get("If-Range") != page.etag:
+            return 0
+        return int(wanted.removeprefix("bytes=").rstrip("-"))
+
+    def log_message(self, *_) -> None: ...
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    pages: dict[str, Page]
+    asked: list[tuple[str, str | None]]
+
+
+@contextmanager
+def serve_pages() -> Iterator[WebServer]:
+    server = _Server(("127.0.0.1", 0), _Answer)
+    server.pages, server.asked = {}, []
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield WebServer(f"http://127.0.0.1:{server.server_port}", server.pages, server.asked)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

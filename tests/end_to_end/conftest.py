@@ -1,0 +1,55 @@
+"""One stack a session, patient enough for a loaded machine and quick to notice a death."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.stack import Answer, Stack, started
+
+QUICK = {
+    "LONGSHORE_HEARTBEAT_TIMEOUT_S": "5",
+    "LONGSHORE_WORKER_IDLE_S": "8",
+    "LONGSHORE_CANCEL_GRACE_S": "30",
+    "LONGSHORE_THREADS_PER_RANK": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with started(tmp_path_factory.mktemp("stack"), **QUICK) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def chat_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 one-turn chats about a harbour."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"How many crates are on quay {n}?"},
+                {"role": "assistant", "content": f"{n * 7 % 50} crates."},
+            ]
+        }
+        for n in range(64)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sft_options(tiny_model: Path, chat_dataset: Path) -> list[str]:
+    """The run that the kill tests disturb: 24 steps, a checkpoint every 4."""
+    return [
+        *("submit", "sft", "--json", "--model", str(tiny_model), "--dataset", str(chat_dataset)),
+        *("--lora-rank", "4", "--steps", "24", "--batch-size", "8", "--max-tokens", "256", "--learning-rate", "0.01"),
+        *("--checkpoint-every", "4", "--seed", "7"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(stack: Stack, sft_options: list[str]) -> Answer:
+    """The run as it ends when nothing happens to it."""
+    return stack.cli(*sft_options, "--wait", "--timeout", "150")

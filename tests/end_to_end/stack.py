@@ -1,0 +1,97 @@
+"""A whole Longshore on this machine, as a user starts it, and the processes of it that tests kill."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from shared.artifacts import sha256_file
+from shared.paths import HostPaths
+
+T = TypeVar("T")
+LONGSHORE = str(Path(sys.executable).parent / "longshore")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one CLI call said."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.stdout)
+
+
+class Stack:
+    """`longshore dev` in a folder of its own."""
+
+    def __init__(self, root: Path, settings: dict[str, str]) -> None:
+        self.root = root
+        self._environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
+
+    def cli(self, *arguments: str, timeout_s: float = 180, check: bool = True) -> Answer:
+        done = subprocess.run(
+            [LONGSHORE, *arguments],
+            env=self._environment,
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+        answer = Answer(done.returncode, done.stdout, done.stderr)
+        assert not check or answer.code == 0, answer
+        return answer
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Living processes of this stack whose command line holds all of the words."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                command = " ".join(process.cmdline())
+                ours = process.environ().get("LONGSHORE_ROOT") == str(self.root)
+                if ours and all(w in command for w in words) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    @property
+    def host_paths(self) -> HostPaths:
+        return HostPaths(self.root)
+
+    def adapter_sha256(self, answer: Answer) -> str:
+        folder = Path(answer.json["adapter"].removeprefix("file://"))
+        return sha256_file(folder / "adapter_model.safetensors")
+
+
+@contextmanager
+def started(root: Path, **settings: str) -> Iterator[Stack]:
+    root.mkdir(parents=True, exist_ok=True)
+    stack = Stack(root, settings)
+    stack.cli("dev", "--detach", "--root", str(root), timeout_s=90)
+    try:
+        yield stack
+    finally:
+        stack.cli("dev", "--stop", "--root", str(root), timeout_s=90)
+
+
+def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 60, every_s: float = 0.05) -> T:
+    """Poll until the condition holds; its truthy answer is returned."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if answer := condition():
+            return answer
+        time.sleep(every_s)
+    raise TimeoutError(f"{what}: not within {timeout_s} s")

@@ -1,0 +1,205 @@
+"""Whatever is killed, the run completes by itself, and its adapter has the bits of an undisturbed run."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.stack import Answer, Stack, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+# Where in the run: each finds its moment by looking at the worker's folder, as an outsider can.
+
+
+def _worker_folders(stack: Stack) -> list[Path]:
+    return sorted(stack.host_paths.workers.glob("*"))
+
+
+def _log_lines(stack: Stack, run_id: str) -> list[str]:
+    logs = stack.host_paths.workers.glob(f"*/outputs/{run_id}/*/*/log.jsonl")
+    return [line for log in sorted(logs) for line in _read(log).splitlines()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def before_the_claim(stack: Stack, run_id: str) -> bool:
+    return any(
+        (folder / "lease.json").exists() and run_id in _read(folder / "lease.json") for folder in _worker_folders(stack)
+    )
+
+
+def mid_step(stack: Stack, run_id: str) -> bool:
+    return sum('"event":"step"' in line for line in _log_lines(stack, run_id)) >= 6
+
+
+def after_save(stack: Stack, run_id: str) -> bool:
+    return any('"event":"saved"' in line for line in _log_lines(stack, run_id))
+
+
+def at_the_sentinel(stack: Stack, run_id: str) -> bool:
+    return any('"event":"succeeded"' in line for line in _log_lines(stack, run_id))
+
+
+def between_save_and_manifest(stack: Stack, run_id: str) -> bool:
+    """Stop the ranks the moment a checkpoint is being written, and look whether its manifest is still missing."""
+    if not _unsealed_checkpoints(stack, run_id):
+        return False
+    ranks = _ranks(stack)
+    _signal_all(ranks, signal.SIGSTOP)
+    if _unsealed_checkpoints(stack, run_id):
+        return True
+    _signal_all(ranks, signal.SIGCONT)
+    return False
+
+
+def _unsealed_checkpoints(stack: Stack, run_id: str) -> list[Path]:
+    folders = stack.host_paths.workers.glob(f"*/outputs/{run_id}/*/*/checkpoints/*")
+    return [f for f in folders if any(f.iterdir()) and not (f / "manifest.json").exists()]
+
+
+Point = Callable[[Stack, str], bool]
+
+
+# Who dies.
+
+
+def _ranks(stack: Stack) -> list[psutil.Process]:
+    return [p for p in stack.processes("megatron_worker") if "torchrun" not in " ".join(p.cmdline())]
+
+
+def a_rank(stack: Stack) -> list[psutil.Process]:
+    return _ranks(stack)[:1]
+
+
+def torchrun(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("torchrun", "megatron_worker")[:1]
+
+
+def gpu_host(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.host", "gpu")
+
+
+def control_host(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.host", "control")
+
+
+def web_service(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.app")
+
+
+def temporal_server(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("temporal", "start-dev")
+
+
+Victim = Callable[[Stack], list[psutil.Process]]
+
+
+def _signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _submit(stack: Stack, options: list[str]) -> str:
+    return stack.cli(*options).json["run_id"]
+
+
+def _outcome(stack: Stack, run_id: str) -> Answer:
+    """Follow a run to its end; a web service that is down for a moment is the client's to bear."""
+    return stack.cli("watch", run_id, "--json", "--timeout", "150", timeout_s=200)
+
+
+def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
+    answer = _outcome(stack, run_id)
+    assert answer.json["status"] == "succeeded", answer
+    assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
+    wait_until(lambda: not list(stack.host_paths.workers.glob("*/scratch/*")), "scratch folders are gone", timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [
+        (before_the_claim, a_rank),
+        (before_the_claim, gpu_host),
+        (mid_step, a_rank),
+        (mid_step, torchrun),
+        (mid_step, gpu_host),
+        (mid_step, control_host),
+        (mid_step, web_service),
+        (mid_step, temporal_server),
+        (between_save_and_manifest, a_rank),
+        (between_save_and_manifest, gpu_host),
+        (after_save, torchrun),
+        (after_save, gpu_host),
+        (at_the_sentinel, gpu_host),
+        (at_the_sentinel, temporal_server),
+    ],
+    ids=lambda part: part.__name__,
+)
+def test_a_kill_changes_nothing(
+    stack: Stack, undisturbed: Answer, sft_options: list[str], point: Point, victim: Victim
+) -> None:
+    run_id = _submit(stack, sft_options)
+    wait_until(lambda: point(stack, run_id), f"{point.__name__} of {run_id}", timeout_s=90, every_s=0.001)
+    killed = wait_until(lambda: victim(stack), f"a living {victim.__name__}", timeout_s=30)
+    _signal_all(killed, signal.SIGKILL)
+    if point is between_save_and_manifest:
+        _signal_all(_ranks(stack), signal.SIGCONT)
+    _assert_undisturbed(stack, run_id, undisturbed)
+
+
+def test_kills_at_random_moments_change_nothing(
+    stack: Stack, undisturbed: Answer, sft_options: list[str], record_property: Callable[[str, object], None]
+) -> None:
+    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
+    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
+    record_property("seed", seed)
+    chance = random.Random(seed)
+    run_id = _submit(stack, sft_options)
+    for _ in range(3):
+        time.sleep(chance.uniform(1, 9))
+        victims = chance.choice([a_rank, torchrun, gpu_host, control_host, web_service, temporal_server])
+        killed = victims(stack)
+        print(f"killing {victims.__name__}: {[p.pid for p in killed]}")
+        _signal_all(killed, signal.SIGKILL)
+    _assert_undisturbed(stack, run_id, undisturbed)
+
+
+def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
+    stack: Stack, undisturbed: Answer, sft_options: list[str]
+) -> None:
+    run_id = _submit(stack, sft_options)
+    wait_until(lambda: mid_step(stack, run_id), "mid-step", timeout_s=90, every_s=0.005)
+    asked = time.time()
+    stack.cli("cancel", run_id)
+    cancelled = wait_until(
+        lambda: (
+            [json.loads(line) for line in _log_lines(stack, run_id) if '"event":"cancelled"' in line]
+            or (stack.cli("get", run_id, "--json").json["status"] == "cancelled")
+        ),
+        "the cancelled event",
+        timeout_s=30,
+    )
+    if isinstance(cancelled, list):
+        assert cancelled[0]["time"] - asked < 5 + 2  # 5 s from the end of a step; the CLI's own start is in it
+    ended = stack.cli("watch", run_id, "--json", "--timeout", "60", check=False)
+    assert ended.code == 103
+    checkpoints = stack.cli("checkpoints", run_id, "--json").json
+    assert checkpoints
+    stack.cli("resume", run_id)
+    _assert_undisturbed(stack, run_id, undisturbed)

@@ -1,0 +1,93 @@
+"""The spine: a dataset in, a published adapter out, through every process of the real system."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.stack import Answer, Stack, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_ends_with_a_published_adapter(stack: Stack, undisturbed: Answer) -> None:
+    answer = undisturbed.json
+    assert answer["status"] == "succeeded"
+    assert answer["steps"] == 24
+    assert answer["metrics"]["loss"] > 0
+    published = Path(answer["adapter"].removeprefix("file://"))
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "manifest.json"} <= {
+        path.name for path in published.iterdir()
+    }
+
+
+def test_the_adapter_loads_in_peft(stack: Stack, undisturbed: Answer, tiny_model: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    ids = torch.tensor([[5, 80, 33, 7]])
+    with torch.no_grad():
+        before = base(ids).logits
+        after = PeftModel.from_pretrained(base, undisturbed.json["adapter"].removeprefix("file://"))(ids).logits
+    assert not torch.allclose(before, after)
+
+
+def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(
+    stack: Stack, undisturbed: Answer, sft_options: list[str]
+) -> None:
+    again = stack.cli(*sft_options, "--wait", "--timeout", "150")
+    assert stack.adapter_sha256(again) == stack.adapter_sha256(undisturbed)
+    assert again.json["adapter"] != undisturbed.json["adapter"]
+
+
+def test_no_worker_process_is_left_after_the_idle_time(stack: Stack, undisturbed: Answer) -> None:
+    wait_until(lambda: not stack.processes("megatron_worker"), "the idle worker leaves", timeout_s=60, every_s=0.5)
+    assert list(stack.host_paths.workers.glob("*/scratch/*")) == []
+
+
+def test_two_ranks_give_the_same_model_as_one(stack: Stack, undisturbed: Answer, sft_options: list[str]) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    sharded = stack.cli(*sft_options, "--tp", "2", "--wait", "--timeout", "200", timeout_s=240)
+    one, two = (
+        load_file(Path(answer.json["adapter"].removeprefix("file://")) / "adapter_model.safetensors")
+        for answer in (undisturbed, sharded)
+    )
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_an_archived_job_run_by_hand_gives_the_same_bits(stack: Stack, undisturbed: Answer, tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    from shared.artifacts import sha256_file
+
+    run_id = undisturbed.json["run_id"]
+    job = next((stack.root / "store" / "runs" / run_id / "logs").rglob("job.json"))
+    subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "1"),
+            *("-m", "megatron_worker", "--once", str(job), "--into", str(tmp_path)),
+        ],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        env={**os.environ, "LONGSHORE_ROOT": str(tmp_path / "root")},
+    )
+    adapters = sorted(tmp_path.rglob("adapter_model.safetensors"))
+    assert sha256_file(adapters[-1]) == stack.adapter_sha256(undisturbed)
+
+
+def test_stop_leaves_no_process(tmp_path: Path) -> None:
+    from tests.end_to_end.stack import started
+
+    with started(tmp_path / "other") as other:
+        assert other.processes("service")
+    left = [p for p in other.processes() if p.pid != psutil.Process().pid]
+    assert left == []

@@ -1,0 +1,110 @@
+"""Models with weights that tell layers apart, rows to train on, bins of them, and the plain loop to compare with.
+
+Shape suffixes: T tokens of a bin, N targets of a bin.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from examples.tiny_model import Family, make_tiny_model
+from megatron_worker.engine import Batch
+from megatron_worker.megatron.greedy import sequences_as_batch
+
+VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
+
+
+def distinct_model(folder: Path, family: Family = "qwen3", tied: bool = True, seed: int = 0, **sizes: int) -> Path:
+    """A tiny model whose norms are not ones and whose biases are not zeros."""
+    from transformers import AutoModelForCausalLM
+
+    make_tiny_model(folder, ["hello there"], family=family, tied=tied, vocab_size=VOCAB_SIZE, seed=seed, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise if "bias" in name else 3 * weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example: its ids, and the weight of predicting each of them (the first has none)."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+def random_rows(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[Row]:
+    """The first third of a row is its prompt; the rest counts 1 or a half.
+
+    No special tokens: transformers gives the embedding of its padding token no gradient, we know no padding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+        halves = torch.randint(1, 3, (length,), generator=generator).tolist()
+        weights = [0.0 if i < max(1, length // 3) else halves[i] / 2 for i in range(length)]
+        rows.append(Row(ids, weights))
+    return rows
+
+
+def bin_of(rows: Sequence[Row]) -> Batch:
+    """Rows one after another in one bin, positions restarting, every id but the first of a row a target."""
+    start, index, label, weight, sequence = 0, [], [], [], []
+    for number, row in enumerate(rows):
+        for i in range(1, len(row.ids)):
+            if row.weights[i]:
+                index.append(start + i - 1)
+                label.append(row.ids[i])
+                weight.append(row.weights[i])
+                sequence.append(number)
+        start += len(row.ids)
+    zeros_N = torch.zeros(len(index))
+    return dataclasses.replace(
+        sequences_as_batch([row.ids for row in rows], torch.device("cpu")),
+        hidden_index_N=torch.tensor(index),
+        label_N=torch.tensor(label),
+        weight_N=torch.tensor(weight),
+        advantage_N=zeros_N,
+        old_logprob_N=zeros_N,
+        ref_logprob_N=zeros_N,
+        sequence_N=torch.tensor(sequence),
+    )
+
+
+def total_weight(rows: Sequence[Row]) -> float:
+    return sum(sum(row.weights) for row in rows)
+
+
+def reference_loss(model: torch.nn.Module, rows: Sequence[Row]) -> torch.Tensor:
+    """Weighted mean negative log-likelihood, a row at a time through transformers."""
+    total = torch.zeros(())
+    for row in rows:
+        logprob = model(torch.tensor([row.ids])).logits[0, :-1].float().log_softmax(-1)
+        picked = logprob.gather(1, torch.tensor(row.ids)[1:, None])[:, 0]
+        total = total - (picked * torch.tensor(row.weights)[1:]).sum()
+    return total / total_weight(rows)
+
+
+def reference_steps(
+    model: torch.nn.Module, steps: Sequence[Sequence[Row]], learning_rate: float, weight_decay: float, clip_norm: float
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a plain torch loop."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
+    history = []
+    for rows in steps:
+        loss = reference_loss(model, rows)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((float(loss.detach()), float(norm)))
+    return history

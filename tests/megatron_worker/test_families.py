@@ -1,0 +1,154 @@
+"""Every family computes what transformers computes, and its tensors go in and come out unchanged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_worker.engine import Outputs
+from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.weights import Entry, TensorFiles, shards_of, write_model
+from shared.errors import InvalidInput
+from shared.layout import Layout
+from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
+
+FAMILIES = [(family, tied) for family in ("qwen3", "qwen2", "llama") for tied in (True, False)]
+LENGTHS = (90, 2, 700, 33)
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_logprobs_equal_those_of_transformers(tmp_path, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    folder = distinct_model(tmp_path, family, tied)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    engine = MegatronEngine(folder, Layout(), "float32")
+    rows = random_rows(LENGTHS)
+    with torch.no_grad():
+        logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
+        expected = []
+        for row in rows:
+            all_logprobs = reference(torch.tensor([row.ids])).logits[0, :-1].log_softmax(-1)
+            picked = all_logprobs.gather(1, torch.tensor(row.ids)[1:, None])[:, 0]
+            expected.append(picked[torch.tensor(row.weights)[1:] > 0])
+    assert (logprob_N - torch.cat(expected)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_named_weights_are_the_files_own(tmp_path, family, tied):
+    folder = distinct_model(tmp_path, family, tied)
+    files = load_file(folder / "model.safetensors")
+    weights = {name: weight.clone() for name, weight in MegatronEngine(folder, Layout(), "float32").named_weights()}
+    assert set(weights) == set(files) - ({"lm_head.weight"} if tied else set())
+    assert all(torch.equal(weights[name], files[name]) for name in weights)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pieces_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
+    pieces = pieces_of(read_architecture(distinct_model(tmp_path, family)), tp)
+    shapes = {p.parameter: max(q.stop for q in pieces if q.parameter == p.parameter) for p in pieces}
+    for rank in range(tp):
+        filled = {}
+        for piece in pieces:
+            groups = piece.groups
+            parameter = filled.setdefault(piece.parameter, torch.zeros(shapes[piece.parameter] * groups, 1))
+            share = piece.shape[0] if piece.split != 0 else piece.bounds(rank, tp)[1] - piece.bounds(rank, tp)[0]
+            before = torch.zeros_like(parameter)
+            piece.write(before, torch.ones(share, 1))
+            assert torch.equal(piece.read(before, share), torch.ones(share, 1))
+            parameter += before
+        for name, parameter in filled.items():
+            padding = parameter.shape[0] * tp - 301 if "embed" in name or "output_layer" in name else 0
+            assert parameter.max() == 1, name
+            assert parameter.sum() == parameter.numel() - (padding if rank == tp - 1 else 0), name
+
+
+def test_old_and_new_rope_settings_are_read_alike(tmp_path):
+    folder = distinct_model(tmp_path, "llama")
+    new = read_architecture(folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_architecture(folder) == new
+    assert new.rope.scaling is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "family 'mamba' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"use_sliding_window": True}, "use_sliding_window=true"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"vocab_size": 299}, "has shape"),
+        ({"num_hidden_layers": 3}, "is missing"),
+        ({"num_hidden_layers": 1}, "are not of this family"),
+    ],
+)
+def test_a_model_that_we_would_compute_wrongly_is_refused(tmp_path, change, words):
+    folder = distinct_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(InvalidInput, match=words):
+        MegatronEngine(folder, Layout(), "float32")
+
+
+def test_damaged_folders_are_refused_by_name(tmp_path):
+    folder = distinct_model(tmp_path / "model")
+
+    def broken(name: str) -> Path:
+        return Path(shutil.copytree(folder, tmp_path / name))
+
+    truncated = broken("truncated")
+    data = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(data[:-1000])
+    (broken("no-config") / "config.json").unlink()
+    (broken("bad-config") / "config.json").write_text("{")
+    (broken("no-weights") / "model.safetensors").unlink()
+    for name, words in (
+        ("truncated", "damaged or truncated"),
+        ("no-config", "no config.json"),
+        ("bad-config", "not valid JSON"),
+        ("no-weights", "only safetensors"),
+    ):
+        with pytest.raises(InvalidInput, match=words) as caught:
+            MegatronEngine(tmp_path / name, Layout(), "float32")
+        assert name in str(caught.value)
+
+
+def test_a_model_in_several_files_is_read_and_written(tmp_path):
+    tensors = {f"layer.{i}": torch.full((4, 8), float(i)) for i in range(5)}
+    entries = [Entry(name, torch.float32, (4, 8)) for name in tensors]
+    assert [len(shard) for shard in shards_of(entries, 300)] == [2, 2, 1]
+    write_model(tmp_path, entries, iter(tensors.values()), max_bytes=300)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 128
+    for name, tensor in tensors.items():
+        assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], tensor)
+
+
+def test_files_that_we_write_are_the_library_s_own_format(tmp_path):
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(4)}
+    entries = [Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    write_model(tmp_path, entries, iter(tensors.values()), max_bytes=1 << 20)
+    assert all(torch.equal(t, tensors[n]) for n, t in load_file(tmp_path / "model.safetensors").items())
+    first = (tmp_path / "model.safetensors").read_bytes()
+    write_model(tmp_path, entries, iter(tensors.values()), max_bytes=1 << 20)
+    assert (tmp_path / "model.safetensors").read_bytes() == first
+
+
+def test_a_slice_is_read_without_the_rest(tmp_path):
+    save_file({"w": torch.arange(30.0).view(10, 3)}, tmp_path / "model.safetensors")
+    files = TensorFiles({"w": tmp_path / "model.safetensors"})
+    piece = pieces_of(read_architecture(distinct_model(tmp_path / "m")), 2)[0]
+    piece = type(piece)("w", "p", (10, 3), 0, 0, 4)
+    assert torch.equal(files.local(piece, "w", 1, 3), torch.arange(12.0, 24.0).view(4, 3))
+    assert files.local(piece, "w", 2, 3).shape == (2, 3)

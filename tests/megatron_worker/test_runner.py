@@ -1,0 +1,420 @@
+"""The runner on a small real engine: what it learns, writes and reports, to the same bits after any stop."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_worker.control import Control
+from megatron_worker.engine import Batch, LossFunction
+from megatron_worker.report import Report
+from megatron_worker.staging import Staging
+from megatron_worker.warm_engine import BuildEngine
+from megatron_worker.worker import Worker
+from shared.artifacts import seal, sha256_file
+from shared.errors import InvalidInput
+from shared.events import Cancelled, Evaluated, Failed, Offloaded, Saved, Started, Step, Succeeded
+from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
+from shared.layout import Layout
+from shared.packed import UnitsWriter
+from shared.settings import S3Settings
+from tests.megatron_worker.tiny_engine import TinyEngine, build
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan, write_units
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return make_workshop(tmp_path)
+
+
+def new_worker(root: Path, build: BuildEngine = build) -> Worker:
+    control = Control(dist.HashStore(), rank=0, local_rank=0, world_size=1)
+    return Worker(control, Staging(root / "cache", S3Settings(), control), build)
+
+
+def do(
+    workshop: Workshop, name: str, plan: JobPlan, start: Artifact | None = None, worker: Worker | None = None
+) -> Job:
+    job = workshop.job(name, plan, start)
+    (worker or new_worker(workshop.root)).do_one(job)
+    return job
+
+
+def adapter_sha256(job: Job, step: int) -> str:
+    return sha256_file(Path(job.checkpoint_dir) / f"step-{step:08d}" / "weights" / "adapter_model.safetensors")
+
+
+def checkpoint(job: Job, step: int) -> Artifact:
+    saved = next(e for e in read_log(job.log_path) if isinstance(e, Saved) and e.step == step)
+    return Artifact(uri=f"file://{saved.path}", sha256=saved.manifest_sha256)
+
+
+def losses(job: Job) -> list[float]:
+    return [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Step)]
+
+
+def failure(job: Job) -> Failed:
+    last = read_log(job.log_path)[-1]
+    assert isinstance(last, Failed), last
+    return last
+
+
+def test_a_job_reports_every_step_and_ends_with_one_terminal_event(workshop: Workshop):
+    plan = workshop.plan(
+        checkpointing=Checkpointing(every_steps=2),
+        evaluation=Evaluation(data=workshop.held_out, every_steps=3, num_samples=2, sample_tokens=4),
+    )
+    job = do(workshop, "a", plan)
+    events = read_log(job.log_path)
+    assert [(type(e), getattr(e, "step", None)) for e in events] == [
+        (Started, None),
+        (Evaluated, 0),
+        (Step, 1),
+        (Step, 2),
+        (Saved, 2),
+        (Step, 3),
+        (Evaluated, 3),
+        (Step, 4),
+        (Saved, 4),
+        (Step, 5),
+        (Step, 6),
+        (Saved, 6),
+        (Evaluated, 6),
+        (Offloaded, None),
+        (Succeeded, 6),
+    ]
+    assert events[-1].device == "released"
+    assert events[-2].device_bytes_after == 0 < events[-2].device_bytes_before
+    step = events[2].metrics
+    assert {"loss", "learning_rate", "grad_norm", "clipped", "tokens", "target_tokens", "num_bins"} < set(step)
+    assert {"tokens_per_s", "step_s", "memory_bytes"} < set(step)
+    assert step["num_bins"] == 3
+    assert step["tokens"] == step["target_tokens"] + 6
+    assert not Path(job.scratch_dir).exists()
+
+
+def test_the_loss_falls_on_data_that_is_seen_again(workshop: Workshop):
+    write_plan(workshop.root / "again", workshop.root / "units", [[[0, 1, 2], [3, 4]]] * 30)
+    data = PackedData(units=workshop.data.units, plan=sealed(workshop.root / "again"))
+    evaluation = Evaluation(data=workshop.held_out)
+    job = do(workshop, "a", workshop.plan(data=data, num_steps=30, evaluation=evaluation, trainable=Full()))
+    assert losses(job)[-1] < 0.5 * losses(job)[0]
+
+
+def test_the_loss_is_the_weighted_mean_over_all_bins(workshop: Workshop):
+    """Against float64 and numpy, from the model's own matrices."""
+    job = do(workshop, "a", workshop.plan(num_steps=1))
+    weights = {k: v.double().numpy() for k, v in load_file(workshop.root / "model" / "model.safetensors").items()}
+    total = weight_sum = 0.0
+    random = np.random.default_rng(0)
+    for _ in range(6):
+        length = int(random.integers(4, 13))
+        ids = random.integers(0, 64, length)
+        token_TH = weights["embed"][ids]
+        hidden_TH = token_TH + 0.5 * np.vstack([np.zeros(16), token_TH[:-1]])
+        logit_TV = hidden_TH[:-1] @ weights["out"].T
+        logprob_TV = logit_TV - np.log(np.exp(logit_TV).sum(1, keepdims=True))
+        weight_T = np.where(np.arange(length - 1) % 3 == 0, 0.5, 1.0)
+        total -= (weight_T * logprob_TV[np.arange(length - 1), ids[1:]]).sum()
+        weight_sum += weight_T.sum()
+    assert losses(job)[0] == pytest.approx(total / weight_sum, rel=1e-6)
+
+
+def test_samples_are_decoded_with_the_models_tokenizer(workshop: Workshop):
+    evaluation = Evaluation(data=workshop.held_out, num_samples=2, sample_tokens=3)
+    job = do(workshop, "a", workshop.plan(evaluation=evaluation))
+    before = next(e for e in read_log(job.log_path) if isinstance(e, Evaluated))
+    assert [(s.prompt, s.reference) for s in before.samples] == [("c e", "g"), ("i", None)]
+    expected = TinyEngine(workshop.root / "model")
+    expected.add_adapter("default", Lora(rank=4, alpha=8), 7)
+    ids = expected.greedy([[3, 5]], 3, frozenset({63}))[0]
+    assert before.samples[0].completion == " ".join(f"w{i}" for i in ids)
+    assert before.metrics["target_tokens"] > 0
+    assert before.metrics["perplexity"] == pytest.approx(np.exp(before.metrics["loss"]))
+
+
+def test_bits_are_those_of_an_uninterrupted_job_from_any_checkpoint(workshop: Workshop):
+    plan = workshop.plan(checkpointing=Checkpointing(every_steps=1))
+    whole = do(workshop, "whole", plan)
+    for step in range(1, 7):
+        resumed = do(workshop, f"from-{step}", plan, start=checkpoint(whole, step))
+        assert adapter_sha256(resumed, 6) == adapter_sha256(whole, 6)
+        assert losses(resumed) == losses(whole)[step:]
+        assert read_log(resumed.log_path)[0].first_step == step
+
+
+def test_bits_do_not_depend_on_what_a_warm_worker_did_before(workshop: Workshop):
+    plan = workshop.plan()
+    worker = new_worker(workshop.root)
+    do(workshop, "other", workshop.plan(seed=99, trainable=Lora(rank=2, alpha=3)), worker=worker)
+    do(workshop, "full", workshop.plan(trainable=Full()), worker=worker)
+    do(workshop, "kept", workshop.plan(after="keep"), worker=worker)
+    warm = do(workshop, "warm", plan, worker=worker)
+    cold = do(workshop, "cold", plan)
+    assert adapter_sha256(warm, 6) == adapter_sha256(cold, 6)
+    assert losses(warm) == losses(cold)
+
+
+def test_another_seed_gives_another_adapter(workshop: Workshop):
+    one, other = do(workshop, "one", workshop.plan()), do(workshop, "other", workshop.plan(seed=8))
+    assert adapter_sha256(one, 6) != adapter_sha256(other, 6)
+
+
+def test_a_warm_engine_is_built_once_and_offloaded_between_jobs(workshop: Workshop):
+    built: list[TinyEngine] = []
+
+    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
+        built.append(TinyEngine(model))
+        return built[-1]
+
+    worker = new_worker(workshop.root, build_one)
+    do(workshop, "a", workshop.plan(), worker=worker)
+    assert built[0].memory().device_bytes == 0
+    do(workshop, "b", workshop.plan(after="keep"), worker=worker)
+    assert built[0].memory().device_bytes > 0
+    assert len(built) == 1
+
+
+def test_keep_holds_the_device_and_says_so(workshop: Workshop):
+    events = read_log(do(workshop, "a", workshop.plan(after="keep")).log_path)
+    assert events[-1].device == "held"
+    assert not [e for e in events if isinstance(e, Offloaded)]
+
+
+def stop_after(num_steps: int) -> tuple[BuildEngine, Callable[[], bool]]:
+    """An engine that counts its updates, and a cancel that comes while the update of that number runs."""
+    engines: list[TinyEngine] = []
+
+    class Counting(TinyEngine):
+        updates = 0
+
+        def optim_step(self, *args, **kwargs):
+            self.updates += 1
+            return super().optim_step(*args, **kwargs)
+
+    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
+        engines.append(Counting(model))
+        return engines[-1]
+
+    return build_one, lambda: bool(engines) and engines[-1].updates >= num_steps
+
+
+@pytest.mark.parametrize("steps_before", [0, 2, 3])
+def test_a_cancelled_job_leaves_a_checkpoint_that_goes_on_to_the_same_bits(workshop: Workshop, steps_before: int):
+    plan = workshop.plan(checkpointing=Checkpointing(every_steps=2), evaluation=Evaluation(data=workshop.held_out))
+    whole = do(workshop, "whole", plan)
+    build_one, cancelled = stop_after(steps_before)
+    worker, job = new_worker(workshop.root, build_one), workshop.job("cancelled", plan)
+    worker.run(job, Report(Path(job.log_path)), cancelled=cancelled)
+    events = read_log(job.log_path)
+    assert isinstance(events[-1], Cancelled)
+    assert events[-1].step == steps_before
+    assert [type(e) for e in events[-3:]] == [Saved, Offloaded, Cancelled]
+    assert len([e for e in events if isinstance(e, Saved) and e.step == steps_before]) == 1
+    resumed = do(workshop, "resumed", plan, start=checkpoint(job, steps_before))
+    assert adapter_sha256(resumed, 6) == adapter_sha256(whole, 6)
+
+
+def test_a_job_that_starts_at_its_end_saves_the_same_bytes_and_evaluates(workshop: Workshop):
+    plan = workshop.plan(evaluation=Evaluation(data=workshop.held_out))
+    whole = do(workshop, "whole", plan)
+    again = do(workshop, "again", plan, start=checkpoint(whole, 6))
+    assert [type(e) for e in read_log(again.log_path)] == [Started, Evaluated, Saved, Offloaded, Succeeded]
+    assert checkpoint(again, 6).sha256 == checkpoint(whole, 6).sha256
+
+
+class Diverging(TinyEngine):
+    """The loss of the fourth bin (the second step) is not a number."""
+
+    calls = 0
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        sums = super().forward_backward(batch, loss)
+        return sums | {"loss": sums["loss"] * torch.nan} if self.calls == 4 else sums
+
+
+def test_a_loss_that_is_not_finite_fails_and_keeps_the_last_good_checkpoint(workshop: Workshop):
+    plan = workshop.plan(checkpointing=Checkpointing(every_steps=1))
+    job = workshop.job("nan", plan)
+    new_worker(workshop.root, lambda plan, model: Diverging(model)).do_one(job)
+    failed = failure(job)
+    assert (failed.kind, failed.step, failed.device) == ("not_finite", 1, "released")
+    assert failed.message.startswith("step 2: the loss is nan")
+    assert [p.name for p in Path(job.checkpoint_dir).iterdir()] == ["step-00000001"]
+    whole = do(workshop, "whole", plan)
+    assert adapter_sha256(job, 1) == adapter_sha256(whole, 1)
+
+
+def test_a_learning_rate_beyond_reason_is_reported_not_trained_on(workshop: Workshop):
+    schedule = Schedule(kind="constant", learning_rate=1e38)
+    job = do(workshop, "a", workshop.plan(schedule=schedule, trainable=Full()))
+    assert failure(job).kind == "not_finite"
+
+
+def test_a_step_without_weight_is_skipped_and_changes_nothing(workshop: Workshop):
+    writer = UnitsWriter(workshop.root / "weightless")
+    for weight in (0.0, 1.0):
+        ids = np.arange(5)
+        writer.append(token_id=ids, hidden_index=np.arange(4), label=ids[1:], weight=np.full(4, weight))
+    writer.close()
+    write_plan(workshop.root / "weightless-plan", workshop.root / "weightless", [[[0]], [[1]]])
+    data = PackedData(units=sealed(workshop.root / "weightless"), plan=sealed(workshop.root / "weightless-plan"))
+    job = do(workshop, "a", workshop.plan(data=data, num_steps=2, checkpointing=Checkpointing(every_steps=1)))
+    first, second = [e.metrics for e in read_log(job.log_path) if isinstance(e, Step)]
+    assert first["skipped"] == 1.0
+    assert "loss" not in first
+    assert second["grad_norm"] > 0
+    one = load_file(Path(job.checkpoint_dir) / "step-00000001" / "weights" / "adapter_model.safetensors")
+    assert not one["lora_B"].any()
+    assert isinstance(read_log(job.log_path)[-1], Succeeded)
+
+
+class FullDisk(TinyEngine):
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "weights"))
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_stays(workshop: Workshop):
+    job = workshop.job("a", workshop.plan())
+    new_worker(workshop.root, lambda plan, model: FullDisk(model)).do_one(job)
+    assert failure(job).kind == "disk_full"
+    assert "no space is left" in failure(job).message
+    assert not Path(job.scratch_dir).exists()
+    assert not list(Path(job.checkpoint_dir).glob("*"))
+
+
+def test_an_error_is_told_without_its_trace(workshop: Workshop, capfd: pytest.CaptureFixture[str]):
+    class Broken(TinyEngine):
+        def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, torch.Tensor]:
+            raise RuntimeError("the kernel is broken\nat line 3")
+
+    job = workshop.job("a", workshop.plan())
+    new_worker(workshop.root, lambda plan, model: Broken(model)).do_one(job)
+    assert (failure(job).kind, failure(job).message) == ("error", "RuntimeError: the kernel is broken")
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_worker_goes_on_after_a_failure(workshop: Workshop):
+    worker = new_worker(workshop.root)
+    missing = Artifact(uri=f"file://{workshop.root}/nowhere", sha256="0" * 64)
+    failed = do(workshop, "failed", workshop.plan(model=missing), worker=worker)
+    assert failure(failed).kind == "invalid_input"
+    good = do(workshop, "good", workshop.plan(), worker=worker)
+    assert isinstance(read_log(good.log_path)[-1], Succeeded)
+
+
+def corrupt_adapter(workshop: Workshop, job: Job) -> Artifact:
+    """A checkpoint whose adapter was changed after it was sealed."""
+    artifact = checkpoint(job, 6)
+    path = Path(artifact.uri.removeprefix("file://")) / "weights" / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return artifact
+
+
+def without_state(workshop: Workshop, job: Job) -> Artifact:
+    folder = Path(checkpoint(job, 6).uri.removeprefix("file://"))
+    copy = workshop.root / "without-state"
+    shutil.copytree(folder, copy)
+    (copy / "state.json").unlink()
+    return Artifact(uri=f"file://{copy}", sha256=seal(copy))
+
+
+def without_adapter(workshop: Workshop, job: Job) -> Artifact:
+    copy = workshop.root / "without-adapter"
+    shutil.copytree(Path(checkpoint(job, 6).uri.removeprefix("file://")), copy)
+    shutil.rmtree(copy / "weights")
+    return Artifact(uri=f"file://{copy}", sha256=seal(copy))
+
+
+def never_completed(workshop: Workshop, job: Job) -> Artifact:
+    artifact = checkpoint(job, 6)
+    (Path(artifact.uri.removeprefix("file://")) / "manifest.json").unlink()
+    return artifact
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (corrupt_adapter, "SHA-256"),
+        (without_state, "state.json"),
+        (without_adapter, "missing"),
+        (never_completed, "never completed"),
+    ],
+)
+def test_a_damaged_checkpoint_fails_before_any_step(workshop: Workshop, damage, message: str):
+    plan = workshop.plan()
+    start = damage(workshop, do(workshop, "whole", plan))
+    job = do(workshop, "resumed", plan, start=start)
+    assert failure(job).kind == "invalid_input"
+    assert message in failure(job).message
+    assert not [e for e in read_log(job.log_path) if isinstance(e, Step | Started)]
+
+
+def test_a_checkpoint_of_another_shape_or_of_other_data_is_refused(workshop: Workshop):
+    whole = do(workshop, "whole", workshop.plan())
+    other_rank = do(workshop, "rank", workshop.plan(trainable=Lora(rank=2)), start=checkpoint(whole, 6))
+    assert "another shape" in failure(other_rank).message
+    other_seed = do(workshop, "seed", workshop.plan(seed=8), start=checkpoint(whole, 6))
+    assert "the checkpoint's seed is 7, the job's is 8" in failure(other_seed).message
+    write_units(workshop.root / "other-units", num_units=36, seed=5)
+    data = PackedData(units=sealed(workshop.root / "other-units"), plan=workshop.data.plan)
+    other_data = do(workshop, "data", workshop.plan(data=data), start=checkpoint(whole, 6))
+    assert "units_sha256" in failure(other_data).message
+
+
+def test_an_initial_adapter_is_gone_on_from(workshop: Workshop):
+    whole = do(workshop, "whole", workshop.plan())
+    published = workshop.root / "published"
+    shutil.copytree(Path(whole.checkpoint_dir) / "step-00000006" / "weights", published)
+    evaluation = Evaluation(data=workshop.held_out)
+    job = do(workshop, "on", workshop.plan(initial_adapter=sealed(published), evaluation=evaluation))
+    after = do(workshop, "after", workshop.plan(evaluation=evaluation))
+    first = next(e for e in read_log(job.log_path) if isinstance(e, Evaluated))
+    last = [e for e in read_log(after.log_path) if isinstance(e, Evaluated)][-1]
+    assert first.metrics["loss"] == last.metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_steps": 7}, "the job has 7 steps, its data 6"),
+        ({"layout": Layout(dp=2)}, "it has 2 ranks, this worker 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_done_is_refused(workshop: Workshop, changes: dict, message: str):
+    failed = failure(do(workshop, "a", workshop.plan(**changes)))
+    assert (failed.kind, failed.step) == ("invalid_input", 0)
+    assert message in failed.message
+
+
+def test_prompts_that_are_no_prompts_are_named(workshop: Workshop):
+    (workshop.root / "held-out-units" / "prompts.json").write_text(json.dumps([{"prompt": "no ids"}]))
+    held_out = PackedData(units=sealed(workshop.root / "held-out-units"), plan=workshop.held_out.plan)
+    failed = failure(do(workshop, "a", workshop.plan(evaluation=Evaluation(data=held_out, num_samples=1))))
+    assert failed.kind == "invalid_input"
+    assert "prompts.json" in failed.message
+
+
+def test_a_log_in_use_is_refused_and_left_alone(workshop: Workshop):
+    job = do(workshop, "a", workshop.plan())
+    before = Path(job.log_path).read_bytes()
+    with pytest.raises(InvalidInput, match="already holds events"):
+        new_worker(workshop.root).do_one(job)
+    assert Path(job.log_path).read_bytes() == before
+
+
+def test_no_map_of_the_jobs_files_is_left(workshop: Workshop):
+    do(workshop, "a", workshop.plan(evaluation=Evaluation(data=workshop.held_out)))
+    maps = Path("/proc/self/maps").read_text()
+    assert str(workshop.root) not in maps

@@ -1,0 +1,216 @@
+"""A small, honest Engine: an embedding and an output matrix, with LoRA beside the latter, data-parallel over gloo.
+
+It really trains, saves, offloads and resumes, and loads in a second. As a program it is a worker around this engine:
+
+    python -m tests.megatron_worker.tiny_engine --root FOLDER
+
+Shape suffixes: T tokens, N targets, V vocabulary, H hidden size, R rank.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_worker.__main__ import main
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
+from megatron_worker.head import score_targets, whole_vocabulary
+from shared.errors import CorruptArtifact, InvalidInput
+from shared.jobs import Adam, Full, JobPlan, Lora
+from shared.layout import Layout
+
+VOCAB_SIZE, HIDDEN_SIZE = 64, 16
+SINGLE = Layout()
+
+
+def write_tiny_weights(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shape = (VOCAB_SIZE, HIDDEN_SIZE)
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name in ("embed", "out")}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+
+
+class TinyEngine:
+    def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.facts = Facts(layout, "float32", torch.device("cpu"), self._rank, self._rank, layout.dp, "tiny cpu")
+        self._base = load_file(folder / "model.safetensors")
+        self._source = folder
+        self._host: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}
+        self._lora: Lora | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+
+    # What is trained.
+
+    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        bound = HIDDEN_SIZE**-0.5
+        a_RH = torch.empty(lora.rank, HIDDEN_SIZE).uniform_(-bound, bound, generator=generator)
+        self._lora = lora
+        self._train({"lora_A": a_RH, "lora_B": torch.zeros(VOCAB_SIZE, lora.rank)})
+
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+        assert lora is not None
+        self.add_adapter(name, lora, 0)
+        self._fill(_read(folder / "adapter_model.safetensors"), folder)
+
+    def set_adapter(self, name: str | None) -> None: ...
+
+    def train_full(self, full: Full) -> None:
+        self._train(self._base)
+
+    def _train(self, tensors: dict[str, Tensor]) -> None:
+        self._trained = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=0.0, weight_decay=0.0)
+
+    # A step.
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        token_TH = self._base["embed"][batch.token_id_T]
+        parent_TH = token_TH[batch.parent_T.clamp(min=0)] * (batch.parent_T >= 0)[:, None]
+        hidden_NH = (token_TH + 0.5 * parent_TH)[batch.hidden_index_N]
+        return score_targets(hidden_NH, self._output_VH(), batch.label_N, outputs, whole_vocabulary(VOCAB_SIZE))
+
+    def _output_VH(self) -> Tensor:
+        if self._lora is None:
+            return self._base["out"]
+        return self._base["out"] + self._lora.scale * self._trained["lora_B"] @ self._trained["lora_A"]
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        sums = loss.sums(self.forward(batch, loss.outputs), batch)
+        sums.loss.backward()
+        return sums.detached()
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        values = torch.stack([sums[name].double() for name in sorted(sums)])
+        self._sum_over_ranks(values)
+        return dict(zip(sorted(sums), values.tolist(), strict=True))
+
+    def _sum_over_ranks(self, tensor: Tensor) -> None:
+        if self.facts.dp_size > 1:
+            dist.all_reduce(tensor)
+
+    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        assert self._optimizer is not None
+        for tensor in self._trained.values():
+            tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            self._sum_over_ranks(tensor.grad)
+            tensor.grad /= denominator
+        norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), adam.clip_norm or 1e30))
+        if torch.isfinite(torch.tensor(norm)):
+            self._optimizer.param_groups[0].update(lr=learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+            self._optimizer.step()
+        self.zero_grad()
+        return Norms(norm, bool(adam.clip_norm and norm > adam.clip_norm))
+
+    def zero_grad(self) -> None:
+        for tensor in self._trained.values():
+            tensor.grad = None
+
+    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
+        with torch.no_grad():
+            return [self._continue(prompt, max_tokens, stop_ids) for prompt in prompts]
+
+    def _continue(self, prompt: list[int], max_tokens: int, stop_ids: frozenset[int]) -> list[int]:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + max_tokens:
+            hidden_H = self._base["embed"][ids[-1]] + (0.5 * self._base["embed"][ids[-2]] if len(ids) > 1 else 0)
+            following = int((self._output_VH() @ hidden_H).argmax())
+            if following in stop_ids:
+                break
+            ids.append(following)
+        return ids[len(prompt) :]
+
+    # State.
+
+    def save(self, folder: Path) -> None:
+        assert self._optimizer is not None
+        if self.facts.rank != 0:
+            return
+        name = "adapter_model.safetensors" if self._lora else "model.safetensors"
+        (folder / "weights").mkdir(parents=True)
+        (folder / "optimizer").mkdir()
+        save_file({n: t.detach().contiguous() for n, t in self._trained.items()}, folder / "weights" / name)
+        moments = {
+            f"{moment}.{n}": self._optimizer.state[t][moment]
+            for n, t in self._trained.items()
+            for moment in ("step", "exp_avg", "exp_avg_sq")
+            if t in self._optimizer.state
+        }
+        save_file(moments, folder / "optimizer" / "optimizer.safetensors")
+
+    def load(self, folder: Path) -> None:
+        assert self._optimizer is not None
+        name = "adapter_model.safetensors" if self._lora else "model.safetensors"
+        self._fill(_read(folder / "weights" / name), folder)
+        moments = _read(folder / "optimizer" / "optimizer.safetensors")
+        for key, value in moments.items():
+            moment, name = key.split(".", 1)
+            self._optimizer.state[self._trained[name]][moment] = value
+
+    def _fill(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        for name, tensor in self._trained.items():
+            if name not in tensors or tensors[name].shape != tensor.shape:
+                raise InvalidInput(f"{name} is missing or of another shape", str(folder))
+            tensor.data.copy_(tensors[name])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._base.items()
+
+    def drop_training_state(self) -> None:
+        if self._trained is self._base or "embed" in self._trained:
+            self._base = load_file(self._source / "model.safetensors")
+            self._host = {}
+        self._trained, self._lora, self._optimizer = {}, None, None
+
+    def offload(self) -> None:
+        for name, tensor in self._base.items():
+            self._host.setdefault(name, tensor.clone())
+            tensor.untyped_storage().resize_(0)
+
+    def reload(self) -> None:
+        for name, tensor in self._base.items():
+            tensor.untyped_storage().resize_(self._host[name].nbytes)
+            tensor.copy_(self._host[name])
+
+    def memory(self) -> Memory:
+        held = [*self._base.values(), *self._trained.values()]
+        return Memory(
+            device_bytes=sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values()),
+            host_bytes=sum(t.nbytes for t in self._host.values()),
+        )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise CorruptArtifact("the file is missing", str(path))
+    return load_file(path)
+
+
+class SlowEngine(TinyEngine):
+    """Takes its time over a bin, so that a test can do something meanwhile."""
+
+    seconds_per_bin = 0.0
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        import time
+
+        time.sleep(self.seconds_per_bin)
+        return super().forward_backward(batch, loss)
+
+
+def build(plan: JobPlan, model: Path) -> TinyEngine:
+    engine = SlowEngine(model, plan.layout)
+    engine.seconds_per_bin = float(os.environ.get("TINY_ENGINE_SECONDS_PER_BIN", "0"))
+    return engine
+
+
+if __name__ == "__main__":
+    sys.exit(main(build=build))

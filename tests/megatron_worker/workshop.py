@@ -1,0 +1,126 @@
+"""What tests of the worker make their jobs from: data, artifacts, job files, logs read back."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shared.artifacts import seal
+from shared.events import Event, parse_event
+from shared.jobs import Artifact, Fence, Job, JobPlan, Lora, PackedData, Schedule
+from shared.packed import PlanWriter, Units, UnitsWriter
+from shared.paths import WorkerPaths, write_atomically
+from tests.megatron_worker.tiny_engine import VOCAB_SIZE, write_tiny_weights
+
+FIRST = Fence(epoch=1)
+
+
+def sealed(folder: Path) -> Artifact:
+    return Artifact(uri=f"file://{folder}", sha256=seal(folder))
+
+
+def write_units(folder: Path, num_units: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> None:
+    """Examples of 4 to 12 random tokens; every token but the first is a target, every third of weight 0.5."""
+    random = np.random.default_rng(seed)
+    writer = UnitsWriter(folder)
+    for _ in range(num_units):
+        length = int(random.integers(4, 13))
+        ids = random.integers(0, vocab_size, length)
+        weight = np.where(np.arange(length - 1) % 3 == 0, 0.5, 1.0)
+        writer.append(token_id=ids, hidden_index=np.arange(length - 1), label=ids[1:], weight=weight)
+    writer.close()
+
+
+def write_plan(folder: Path, units: Path, steps: list[list[list[int]]], bin_tokens: int = 64) -> None:
+    writer = PlanWriter(folder, bin_tokens)
+    for bins in steps:
+        writer.append_step([np.array(b, dtype=np.int64) for b in bins])
+    with Units(units) as read:
+        writer.close(read.unit_tokens)
+
+
+@dataclass
+class Workshop:
+    """A folder with a tiny model, training data of `num_steps` steps, and held-out data with prompts."""
+
+    root: Path
+    model: Artifact
+    data: PackedData
+    held_out: PackedData
+    num_steps: int
+
+    def plan(self, **changes: object) -> JobPlan:
+        fields: dict[str, object] = {
+            "run_id": "run-1",
+            "job_id": "000001",
+            "model": self.model,
+            "trainable": Lora(rank=4, alpha=8),
+            "data": self.data,
+            "num_steps": self.num_steps,
+            "schedule": Schedule(kind="cosine", learning_rate=0.05, warmup_steps=1),
+            "seed": 7,
+        }
+        return JobPlan.model_validate(fields | changes)
+
+    def job(self, name: str, plan: JobPlan, start: Artifact | None = None, fence: Fence = FIRST) -> Job:
+        """A job with paths of its own below this workshop."""
+        folder = self.root / "jobs" / name
+        return Job(
+            plan=plan,
+            fence=fence,
+            log_path=str(folder / "log.jsonl"),
+            checkpoint_dir=str(folder / "checkpoints"),
+            scratch_dir=str(folder / "scratch"),
+            start=start,
+        )
+
+
+def make_workshop(root: Path, num_steps: int = 6) -> Workshop:
+    write_tiny_weights(root / "model")
+    write_tokenizer(root / "model")
+    model = sealed(root / "model")
+    write_units(root / "units", num_units=6 * num_steps)
+    six = [list(range(6 * step, 6 * step + 6)) for step in range(num_steps)]
+    write_plan(root / "plan", root / "units", [[u[:2], u[2:5], u[5:]] for u in six])
+    write_units(root / "held-out-units", num_units=5, seed=1)
+    prompts = [{"prompt_ids": [3, 5], "prompt": "c e", "reference": "g"}, {"prompt_ids": [9], "prompt": "i"}]
+    (root / "held-out-units" / "prompts.json").write_text(json.dumps(prompts))
+    write_plan(root / "held-out-plan", root / "held-out-units", [[[0, 1], [2], [3, 4]]])
+    held_out = PackedData(units=sealed(root / "held-out-units"), plan=sealed(root / "held-out-plan"))
+    data = PackedData(units=sealed(root / "units"), plan=sealed(root / "plan"))
+    return Workshop(root, model, data, held_out, num_steps)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A word for every id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "tiny", "eos_token_id": 63}))
+
+
+def read_log(path: str | Path) -> list[Event]:
+    """The events of a log; every line must be whole, and numbered from 1 without a gap."""
+    lines = Path(path).read_bytes().splitlines(keepends=True)
+    assert all(line.endswith(b"\n") for line in lines)
+    events = [parse_event(line) for line in lines]
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    return events
+
+
+def submit(paths: WorkerPaths, plan: JobPlan, fence: Fence = FIRST, start: Artifact | None = None) -> Job:
+    """Write a job file into a worker's folder, as a host does."""
+    outputs = paths.outputs(plan.run_id, plan.job_id, fence)
+    job = Job(
+        plan=plan,
+        fence=fence,
+        log_path=str(outputs / "log.jsonl"),
+        checkpoint_dir=str(outputs / "checkpoints"),
+        scratch_dir=str(paths.scratch(plan.job_id, fence)),
+        start=start,
+    )
+    write_atomically(paths.job(plan.job_id, fence), job.model_dump_json(indent=1).encode())
+    return job

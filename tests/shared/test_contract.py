@@ -1,0 +1,123 @@
+"""The models at the edges: what they refuse, and that what is written is what is read."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shared.errors import InvalidInput
+from shared.events import Started, Step, Succeeded, parse_event
+from shared.jobs import Artifact, CrossEntropy, Fence, Job, JobPlan, Lora, PackedData, Schedule
+from shared.layout import Layout, ModelShape, check_layout
+from shared.paths import RunKeys, content_key, write_atomically
+from shared.runs import DatasetSource, SFTRun
+
+ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)
+SHAPE = ModelShape(
+    family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=192, vocab_size=512
+)
+
+
+def a_plan() -> JobPlan:
+    return JobPlan(
+        run_id="sft-1",
+        job_id="000001",
+        model=ARTIFACT,
+        trainable=Lora(rank=4),
+        data=PackedData(units=ARTIFACT, plan=ARTIFACT),
+        num_steps=3,
+        loss=CrossEntropy(),
+        schedule=Schedule(learning_rate=1e-3),
+    )
+
+
+def a_run(**changes: object) -> SFTRun:
+    wanted = {"model": "m", "dataset": DatasetSource(uri="file:///d"), "epochs": 1, "batch_size": 8, **changes}
+    return SFTRun.model_validate(wanted)
+
+
+def test_a_job_file_reads_back_as_it_was_written() -> None:
+    job = Job(plan=a_plan(), fence=Fence(epoch=2), log_path="/l", checkpoint_dir="/c", scratch_dir="/s")
+    assert Job.model_validate_json(job.model_dump_json()) == job
+
+
+def test_a_job_refuses_what_nobody_would_read() -> None:
+    data = Job(plan=a_plan(), fence=Fence(epoch=1), log_path="/l", checkpoint_dir="/c", scratch_dir="/s").model_dump()
+    with pytest.raises(ValidationError, match="kl_coefficient"):
+        Job.model_validate({**data, "kl_coefficient": 0.1})
+    with pytest.raises(ValidationError, match="log_path must be an absolute path"):
+        Job.model_validate({**data, "log_path": "log.jsonl"})
+    with pytest.raises(ValidationError, match="schema_version"):
+        Job.model_validate({**data, "schema_version": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"steps": 3}, "exactly one of epochs and steps"),
+        ({"epochs": None}, "exactly one of epochs and steps"),
+        ({"batch_tokens": 4096}, "exactly one of batch_size and batch_tokens"),
+        ({"bin_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
+        ({"batch_size": None, "batch_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
+        ({"learning_rate": 0}, "greater than 0"),
+        ({"name": "../escape"}, "should match pattern"),
+        ({"dataset": {"uri": "file:///d", "prompt_field": "question"}}, "go together"),
+    ],
+)
+def test_a_run_names_the_rule_that_it_breaks(changes: dict[str, object], rule: str) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        a_run(**changes)
+
+
+@given(fences=st.lists(st.tuples(st.integers(1, 999_999), st.integers(1, 99)), min_size=2, max_size=2, unique=True))
+def test_fence_labels_sort_as_fences_do(fences: list[tuple[int, int]]) -> None:
+    first, second = (Fence(epoch=e, attempt=a) for e, a in fences)
+    assert first.is_older_than(second) == (first.label < second.label)
+
+
+def test_events_are_told_apart_by_their_name() -> None:
+    events = [
+        Started(
+            seq=1, time=1.0, run_id="r", job_id="000001", fence=Fence(epoch=1), first_step=0, num_steps=2,
+            device="cpu", world_size=1,
+        ),
+        Step(seq=2, time=2.0, step=1, metrics={"loss": float("nan")}),
+        Succeeded(seq=3, time=3.0, step=2, device="released"),
+    ]  # fmt: skip
+    read = [parse_event(event.model_dump_json()) for event in events]
+    assert [type(event) for event in read] == [Started, Step, Succeeded]
+    assert read[0] == events[0]
+    assert read[1].metrics["loss"] != read[1].metrics["loss"]  # NaN survives the journey
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+def test_a_layout_that_cannot_hold_the_model_is_refused(tp: int) -> None:
+    with pytest.raises(InvalidInput, match=rf"tp={tp} does not divide"):
+        check_layout(Layout(tp=tp), SHAPE)
+    check_layout(Layout(tp=2, dp=3), SHAPE)
+
+
+def test_content_keys_differ_with_any_input_and_stay_with_none() -> None:
+    source = DatasetSource(uri="file:///d")
+    assert content_key(source, "x") == content_key(source.model_copy(), "x")
+    assert len({content_key(source), content_key(source, "x"), content_key(source, "y"), content_key("x", source)}) == 4
+
+
+def test_checkpoints_of_later_fences_and_steps_sort_later() -> None:
+    keys = RunKeys("sft-1")
+    ordered = [
+        keys.checkpoint(Fence(epoch=1), 900),
+        keys.checkpoint(Fence(epoch=2), 20),
+        keys.checkpoint(Fence(epoch=2), 100),
+        keys.checkpoint(Fence(epoch=10), 3),
+    ]
+    assert sorted(ordered) == ordered
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_atomically(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(path, "not bytes")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]

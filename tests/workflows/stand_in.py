@@ -1,0 +1,77 @@
+"""What the protocol suite shares: the stand-in worker's command, plans, and signals that are written down."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from shared.artifacts import seal, upload
+from shared.jobs import Artifact, Checkpointing, JobPlan, Lora, PackedData, Schedule
+from shared.leases import WorkerKey
+from shared.models import Frozen
+from shared.store import ObjectStore
+
+T = TypeVar("T")
+REPOSITORY = Path(__file__).parents[2]
+
+
+class StandInCommand:
+    """Starts tests/workflows/stand_in_worker.py where torchrun would start megatron_worker."""
+
+    def __init__(self, step_s: float = 0.01) -> None:
+        self._step_s = step_s
+
+    def __call__(self, folder: Path, key: WorkerKey) -> list[str]:
+        module = ["-m", "tests.workflows.stand_in_worker"]
+        return [sys.executable, *module, "--root", str(folder), "--step-s", str(self._step_s)]
+
+
+class Notebook:
+    """Signals, written down."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, Frozen]] = []
+        self._lock = threading.Lock()
+
+    def send(self, name: str, message: Frozen) -> bool:
+        with self._lock:
+            self.said.append((name, message))
+        return True
+
+    def of(self, name: str) -> list[Frozen]:
+        return [message for said, message in self.said if said == name]
+
+
+def artifact(store: ObjectStore, folder: Path, key: str, **files: str) -> Artifact:
+    """A small artifact in a store."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_json", ".json")).write_text(text)
+    seal(folder)
+    return upload(store, key, folder)
+
+
+def job_plan(any_artifact: Artifact, num_steps: int = 20, seed: int = 7, every_steps: int = 5, keep: int = 2) -> JobPlan:
+    return JobPlan(
+        run_id="r1",
+        job_id="000001",
+        model=any_artifact,
+        trainable=Lora(),
+        data=PackedData(units=any_artifact, plan=any_artifact),
+        num_steps=num_steps,
+        schedule=Schedule(learning_rate=1e-4),
+        checkpointing=Checkpointing(every_steps=every_steps, keep=keep),
+        seed=seed,
+    )
+
+
+def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 20.0) -> T:
+    """Poll until the condition holds; its truthy answer is returned."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if answer := condition():
+            return answer
+        time.sleep(0.02)
+    raise TimeoutError(f"{what}: not within {timeout_s} s")

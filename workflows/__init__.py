@@ -1,0 +1,1 @@
+"""Temporal workflows: the order of things, deterministic, on one page each."""

@@ -1,0 +1,53 @@
+"""Every queue, timeout and retry of the workflows, in one place."""
+
+from datetime import timedelta
+
+from temporalio.common import RetryPolicy
+
+from shared.runs import RunTiming
+
+# The names of error types, as Temporal carries them, that are told at once: doing it again would only fail again.
+FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull")
+# What a job's `failed` event can say that no other worker would do better.
+FINAL_KINDS = frozenset({"invalid_input", "not_finite", "disk_full"})
+
+RETRY = RetryPolicy(
+    initial_interval=timedelta(seconds=1),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=30),
+    maximum_attempts=5,
+    non_retryable_error_types=FINAL_ERRORS,
+)
+ONCE = RetryPolicy(maximum_attempts=1)
+
+# Data activities beat while they work; a terabyte may take hours.
+DATA_TIMEOUT = timedelta(hours=24)
+DATA_HEARTBEAT = timedelta(seconds=60)
+# A result that is not on record is a run that is lost: a store may be away for an hour.
+RECORD_RETRY = RetryPolicy(maximum_interval=timedelta(minutes=1), maximum_attempts=60)
+# Small reads and writes of the store.
+RECORD_TIMEOUT = timedelta(minutes=2)
+# A lease may wait for a host for ever, and is held as long as a run takes.
+LEASE_TIMEOUT = timedelta(days=365)
+WORKER_READY_TIMEOUT_S = 300.0
+TRACK_RETRY = RetryPolicy(maximum_attempts=3)
+PREVIEW_TIMEOUT = timedelta(minutes=5)
+
+_LONGEST_PAUSE_S = 60
+
+
+def lease_queue(shape: str) -> str:
+    return f"gpu-{shape}"
+
+
+def heartbeat_timeout(timing: RunTiming) -> timedelta:
+    return timedelta(seconds=timing.heartbeat_timeout_s)
+
+
+def pickup_timeout(timing: RunTiming) -> timedelta:
+    return timedelta(seconds=timing.host_pickup_timeout_s)
+
+
+def pause_before_lease(num_losses: int) -> timedelta:
+    """None before the first two leases, then 2 s, 4 s, ... a minute."""
+    return timedelta(seconds=min(_LONGEST_PAUSE_S, 2 ** (num_losses - 1)) if num_losses > 1 else 0)

@@ -1,0 +1,225 @@
+"""Supervised fine-tuning: from a dataset to a published adapter."""
+
+import asyncio
+from typing import Literal, TypeVar
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from pydantic import BaseModel
+
+    from activities.download import Downloaded, DownloadRequest
+    from activities.lease import LeaseGrant
+    from activities.pack import Packed, PackRequest
+    from activities.progress import ProgressReport
+    from activities.publish import Published, PublishRequest
+    from activities.record_result import Recorded, ReopenRequest
+    from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
+    from activities.resolve_model import ModelRequest, ResolvedModel
+    from activities.tokenize import Tokenized, TokenizeRequest
+    from activities.track import TrackRequest
+    from shared.jobs import Artifact, PackedData
+    from shared.models import Frozen
+    from shared.runs import DatasetSource, RunStart, RunStatus
+    from workflows import policies
+    from workflows.job_plan import sft_job
+    from workflows.outcomes import RunCancelled, problem_of
+    from workflows.track import TrackWorkflow
+    from workflows.training import Training
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+@workflow.defn
+class SFTWorkflow:
+    """One run. Its state is one `RunStatus`, which the query `status` shows and `result.json` keeps."""
+
+    @workflow.init
+    def __init__(self, start: RunStart) -> None:
+        self._start = start
+        self._status = RunStatus(
+            run_id=start.run_id, name=start.run.name or start.run_id, started_at=workflow.info().start_time.timestamp()
+        )
+        self._training = Training(start)
+
+    @workflow.run
+    async def run(self, start: RunStart) -> RunStatus:
+        try:
+            await self._train_and_publish()
+        except (Exception, asyncio.CancelledError) as error:
+            self._end_early(error)
+        self._show(ended_at=workflow.now().timestamp())
+        await self._record_result()
+        match self._status.state:
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "failed":
+                assert self._status.problem is not None
+                raise ApplicationError(
+                    self._status.problem.message, type=self._status.problem.kind, non_retryable=True
+                )
+        return self._status
+
+    async def _train_and_publish(self) -> None:
+        start, run = self._start, self._start.run
+        self._show(phase="checking")
+        if start.resumed:
+            await self._record("reopen", ReopenRequest(run_id=start.run_id))
+        model = (await self._do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)).model
+        adapter = await self._resolve_adapter(model)
+
+        units, packed = await self._prepare("train", run.dataset, model)
+        eval_data = None
+        if run.eval_dataset is not None:
+            eval_units, eval_packed = await self._prepare("eval", run.eval_dataset, model)
+            eval_data = PackedData(units=eval_units.units, plan=eval_packed.plan)
+
+        plan = sft_job(
+            start,
+            model=model,
+            adapter=adapter,
+            data=PackedData(units=units.units, plan=packed.plan),
+            eval_data=eval_data,
+            num_steps=packed.num_steps,
+        )
+        self._show(phase="waiting_for_worker", num_steps=plan.num_steps, dataset_report=units.report_uri)
+        await self._track()
+        result = await self._training.do(plan)
+
+        self._show(phase="publishing")
+        assert result.checkpoint is not None
+        published = await self._do(
+            "publish",
+            PublishRequest(
+                run_id=start.run_id,
+                run=run,
+                model=model,
+                checkpoint=result.checkpoint,
+                report_uri=units.report_uri,
+                metrics=result.metrics,
+            ),
+            Published,
+        )
+        self._show(
+            state="succeeded",
+            phase="done",
+            adapter=published.uri,
+            adapter_sha256=published.sha256,
+            name=published.name,
+            version=published.version,
+        )
+
+    async def _resolve_adapter(self, model: Artifact) -> Artifact | None:
+        run = self._start.run
+        if run.initial_adapter is None:
+            return None
+        request = AdapterRequest(uri=run.initial_adapter, trainable=run.trainable, model=model)
+        return (await self._do("resolve_adapter", request, ResolvedAdapter)).adapter
+
+    async def _prepare(
+        self, split: Literal["train", "eval"], source: DatasetSource, model: Artifact
+    ) -> tuple[Tokenized, Packed]:
+        """Download, tokenize, pack. Evaluation takes all its examples once, in their order, as one step."""
+        run = self._start.run
+        self._show(phase="downloading")
+        request = DownloadRequest(run_id=self._start.run_id, split=split, source=source)
+        downloaded = await self._do("download", request, Downloaded)
+        self._show(phase="tokenizing")
+        tokenized = await self._do(
+            "tokenize",
+            TokenizeRequest(
+                dataset=downloaded.dataset,
+                source=source,
+                model=model,
+                max_tokens=run.max_tokens,
+                too_long=run.too_long,
+                max_lost_fraction=run.max_lost_fraction,
+            ),
+            Tokenized,
+        )
+        self._show(phase="packing")
+        whole = split == "eval"
+        packed = await self._do(
+            "pack",
+            PackRequest(
+                units=tokenized.units,
+                seed=run.seed,
+                epochs=None if whole else run.epochs,
+                steps=None if whole else run.steps,
+                batch_size=None if whole else run.batch_size,
+                batch_tokens=None if whole else run.batch_tokens,
+                bin_tokens=run.bin_tokens or run.max_tokens,
+                whole=whole,
+            ),
+            Packed,
+        )
+        return tokenized, packed
+
+    async def _do(self, name: str, request: Frozen, answer: type[Answer]) -> Answer:
+        """One activity on the control queue, retried a bounded number of times."""
+        result: Answer = await workflow.execute_activity(
+            name,
+            request,
+            result_type=answer,
+            start_to_close_timeout=policies.DATA_TIMEOUT,
+            heartbeat_timeout=policies.DATA_HEARTBEAT,
+            retry_policy=policies.RETRY,
+        )
+        return result
+
+    async def _track(self) -> None:
+        """Let the run be followed for W&B, by a workflow that outlives this one: nothing here waits for it."""
+        await workflow.start_child_workflow(
+            TrackWorkflow.run,
+            TrackRequest(run_id=self._start.run_id, run=self._start.run),
+            id=f"{self._start.run_id}-track-{workflow.info().run_id[:8]}",
+            parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+        )
+
+    async def _record_result(self) -> None:
+        await self._record("record_result", self.status())
+
+    async def _record(self, name: Literal["record_result", "reopen"], request: Frozen) -> None:
+        await workflow.execute_activity(
+            name,
+            request,
+            result_type=Recorded,
+            start_to_close_timeout=policies.RECORD_TIMEOUT,
+            retry_policy=policies.RECORD_RETRY,
+        )
+
+    def _end_early(self, error: BaseException) -> None:
+        if isinstance(error, RunCancelled) or is_cancelled_exception(error):
+            self._show(state="cancelled")
+        else:
+            workflow.logger.warning("the run failed", exc_info=error)
+            self._show(state="failed", problem=problem_of(error))
+
+    def _show(self, **changes: object) -> None:
+        self._status = self._status.model_copy(update=changes)
+
+    @workflow.query
+    def status(self) -> RunStatus:
+        """The run as it stands."""
+        training = self._training
+        phase = "training" if self._status.phase == "waiting_for_worker" and training.is_leased else self._status.phase
+        return self._status.model_copy(
+            update={
+                "phase": phase,
+                "epoch": training.epoch,
+                "step": training.step,
+                "metrics": training.metrics,
+                "checkpoint": training.checkpoint,
+            }
+        )
+
+    @workflow.signal
+    def leased(self, grant: LeaseGrant) -> None:
+        """A host has a worker up for this run."""
+        self._training.leased(grant)
+
+    @workflow.signal
+    def progress(self, report: ProgressReport) -> None:
+        """The job got ahead, or a checkpoint stands."""
+        self._training.progress(report)

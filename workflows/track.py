@@ -1,0 +1,24 @@
+"""Following a run for W&B, beside it: a slow or dead W&B is no affair of the run's."""
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.track import Tracked, TrackRequest
+    from workflows import policies
+
+
+@workflow.defn
+class TrackWorkflow:
+    """Started by a run's workflow; ends some time after the run's result stands."""
+
+    @workflow.run
+    async def run(self, request: TrackRequest) -> Tracked:
+        tracked: Tracked = await workflow.execute_activity(
+            "track",
+            request,
+            result_type=Tracked,
+            start_to_close_timeout=policies.LEASE_TIMEOUT,
+            heartbeat_timeout=policies.DATA_HEARTBEAT,
+            retry_policy=policies.TRACK_RETRY,
+        )
+        return tracked
