@@ -15,7 +15,7 @@ from shared.packed import UnitsWriter
 
 @dataclass(frozen=True)
 class Block:
-    """Rows as tokens: ids and labels int64, weights float32 (0: not trained). `label_T[t]` is what token t-1 predicts."""
+    """Rows as tokens: ids and labels int64, weights float32 (0: not trained). Token t-1 predicts `label_T[t]`."""
 
     places: list[str]
     id_T: NDArray[np.int64]

@@ -108,7 +108,7 @@ class Carrier:
         if artifact.sha256 != saved.manifest_sha256:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
         self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
-        prune(self._store, self._job.plan.run_id, self._keep)
+        prune(self._store, self._job.plan.run_id, self._keep, self._job.fence)
         self._local.append(folder)
         for old in self._local[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)

@@ -154,7 +154,7 @@ class ChatTemplate:
         if between and between.group() not in ends:
             # Without a terminator of its own, the next header's first token would stand here.
             closes_users = after_question and after_question.group() == between.group()
-            if between.group() in tail or (closes_users and between.group() not in prompt):
+            if between.group() in tail or (prompt and closes_users and between.group() not in prompt):
                 ends.append(between.group())
         if not ends:
             raise Refused("the chat template ends an assistant's turn with no special token, so nothing teaches a stop")
@@ -177,9 +177,7 @@ class ChatTemplate:
         everyone = range(len(messages))
         assistants = [i for i in everyone if messages[i]["role"] == "assistant"]
         for chosen in (everyone, assistants):
-            marked = self._read_marks(
-                [_with_mark(m, i) if i in chosen else m for i, m in enumerate(messages)], tools
-            )
+            marked = self._read_marks([_with_mark(m, i) if i in chosen else m for i, m in enumerate(messages)], tools)
             if marked is not None and marked.text == text and (chosen is everyone or self._is_unquoted(messages)):
                 return marked
         raise Refused("the chat template changes its output with the contents, so trained spans cannot be known")

@@ -35,12 +35,22 @@ def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
     return None
 
 
-def prune(store: ObjectStore, run_id: str, keep: int) -> None:
-    """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole."""
-    for checkpoint in standing(store, run_id)[:-keep]:
+def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
+    """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole.
+
+    What hosts of older fences began to carry, and did not finish, goes too.
+    """
+    keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
+    found = sorted(checkpoint for checkpoint in map(_parse, keys) if checkpoint is not None)
+    kept = {checkpoint.key for checkpoint in found[-keep:]}
+    whole = {checkpoint.key for checkpoint in found}
+    for checkpoint in found[:-keep]:
         store.delete(f"{checkpoint.key}/{MANIFEST}")
-        for info in list(store.list(f"{checkpoint.key}/")):
-            store.delete(info.key)
+    for key in keys:
+        label, step, *_ = key.removeprefix(f"{RunKeys(run_id).checkpoints}/").split("/")
+        folder = f"{RunKeys(run_id).checkpoints}/{label}/{step}"
+        if folder not in kept and (folder in whole or label < fence.label):
+            store.delete(key)
 
 
 def _is_whole(store: ObjectStore, key: str) -> bool:

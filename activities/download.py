@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from temporalio import activity
+from temporalio.exceptions import CancelledError
 
 from activities.dataset_sources import LocalSource, Source, find_sources
 from activities.decompress import compression_of, unpack
-from activities.heartbeat import beating
+from activities.heartbeat import beating, host_is_leaving
 from activities.transfer import fetch
 from shared.artifacts import files_of, find, seal, upload
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
@@ -135,10 +136,16 @@ def _scratch(folder: Path) -> Iterator[Path]:
         try:
             yield folder
         except BaseException as error:
-            if isinstance(error, DiskFull) or not isinstance(error, StoreUnavailable):
+            if not _is_worth_resuming(error):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_worth_resuming(error: BaseException) -> bool:
+    if isinstance(error, CancelledError):
+        return host_is_leaving()
+    return isinstance(error, StoreUnavailable) and not isinstance(error, DiskFull)
 
 
 def _forget_abandoned(downloads: Path) -> None:

@@ -1,7 +1,7 @@
 """Examples into blocks of tokens: conversations rendered ahead in a child, texts encoded in batches, order kept."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -40,7 +40,9 @@ class EncodedBatch:
     prompts: list[Prompt] = field(default_factory=list)
 
 
-def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer, row_limit_s: float = 10.0) -> Iterator[EncodedBatch]:
+def encoded(
+    examples: Iterable[Example], tokenizer: ModelTokenizer, row_limit_s: float = 10.0
+) -> Generator[EncodedBatch, None, None]:
     """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS rows and brings their prompts.
 
     A prompt and completion are a user's and an assistant's turn; where the model has no chat template, they are one

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from activities.rows import JSON, Row, rows_of, without_nulls
 from shared.errors import InvalidInput
+from shared.paths import MANIFEST
 from shared.runs import DatasetSource
 
 Kind = Literal["chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized"]
@@ -115,7 +116,7 @@ def open_dataset(folder: Path, source: DatasetSource) -> Dataset:
     Raises:
         InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one.
     """
-    files = tuple(sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p)))
+    files = tuple(sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder)))
     if not files:
         raise InvalidInput("the dataset has no files", source.uri)
     if source.prompt_field is not None and source.format not in ("auto", "prompt_completion"):
@@ -127,8 +128,8 @@ def open_dataset(folder: Path, source: DatasetSource) -> Dataset:
     return Dataset(folder, files, kind, prompt, completion)
 
 
-def _is_data(path: Path) -> bool:
-    return not path.name.startswith(".") and path.name != "manifest.json"
+def _is_data(path: Path, folder: Path) -> bool:
+    return not path.name.startswith(".") and path != folder / MANIFEST
 
 
 def _detect(files: tuple[Path, ...], folder: Path, source: DatasetSource) -> Kind:

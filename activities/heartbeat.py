@@ -1,6 +1,7 @@
 """The heartbeat that all long activities share: a thread that beats however long one call of the work takes."""
 
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from temporalio import activity
 
 BEAT_EVERY_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -15,13 +17,20 @@ def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[N
     """Beat once a second until the block ends; `detail` is asked for at every beat.
 
     Cancellation reaches an activity with a beat, so an activity inside this block hears of it within about a second.
+    Outside an activity, as when one is called by hand, nobody is told.
     """
+    if not activity.in_activity():
+        yield
+        return
     ended = threading.Event()
     context = contextvars.copy_context()  # the activity that this thread belongs to
 
     def beat() -> None:
         while not ended.is_set():
-            activity.heartbeat(detail())
+            try:
+                activity.heartbeat(detail())
+            except Exception as error:  # a busy event loop or a server that is away: the next beat may do better
+                _log.warning("a heartbeat was not sent: %r", error)
             ended.wait(BEAT_EVERY_S)
 
     thread = threading.Thread(target=context.run, args=(beat,), name="heartbeat", daemon=True)

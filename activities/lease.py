@@ -101,7 +101,7 @@ class Lease:
     def _tell(self, worker: WorkerProcess, fence: Fence) -> bool:
         """Tell the run, as often as it takes; False when the lease ended first."""
         grant = LeaseGrant(fence=fence, host_queue=self._host_queue, worker_id=worker.worker_id)
-        while not self._signals.send("leased", grant):
+        while not self._signals.send("leased", grant).result():
             if not _is_held(worker):
                 return False
             time.sleep(1.0)

@@ -1,6 +1,7 @@
 """Telling the workflow how a job goes on: often enough to be of use, seldom enough for a history of bounded length."""
 
 import time
+from concurrent.futures import Future
 
 from activities.signals import Signals
 from shared.events import Evaluated, Event, Started, Step
@@ -36,6 +37,7 @@ class Progress:
         self._begun_at = time.monotonic()
         self._told_at: float | None = None
         self._told: ProgressReport | None = None
+        self._sending: Future[bool] | None = None
 
     def take(self, event: Event) -> None:
         match event:
@@ -49,7 +51,7 @@ class Progress:
 
     def tick(self, durable: CheckpointRef | None) -> None:
         """Signal what is new, if the last signal is long enough ago; the first step is told at once."""
-        if self.step == 0 and not self.metrics:
+        if (self.step == 0 and not self.metrics) or (self._sending is not None and not self._sending.done()):
             return
         now = time.monotonic()
         pause_s = min(_LONGEST_S, max(_SHORTEST_S, _SHARE * (now - self._begun_at)))
@@ -63,5 +65,5 @@ class Progress:
             checkpoint=durable,
         )
         if report != self._told:
-            self._signals.send("progress", report)
+            self._sending = self._signals.send("progress", report)
             self._told, self._told_at = report, now

@@ -74,13 +74,15 @@ class Publish:
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
     def _upload(self, store: ObjectStore, key: str, request: PublishRequest) -> Artifact:
-        folder = self._paths.scratch / f"publish-{uuid.uuid4().hex}"
+        scratch = self._paths.scratch / f"publish-{request.run_id}"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a try that was killed
+        folder = scratch / uuid.uuid4().hex
         try:
             self._fill(folder, request)
             seal(folder)
             return upload(store, key, folder)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _fill(self, folder: Path, request: PublishRequest) -> None:
         checkpoint = stage(request.checkpoint.artifact, self._paths.cache, self._settings.s3)

@@ -110,7 +110,9 @@ class _Attempt:
             self.carrier.tick()
             self.progress.tick(self.carrier.durable)
             if not was_alive:
-                return self._dead()
+                if self.kill_at is None:
+                    raise WorkerLost(self.worker.obituary())
+                return None
             self._obey()
             time.sleep(_POLL_S)
 
@@ -132,10 +134,6 @@ class _Attempt:
             write_atomically(self.cancel, b"")
         elif time.monotonic() > self.kill_at:
             self.worker.end()
-
-    def _dead(self) -> None:
-        if self.kill_at is None:
-            raise WorkerLost(self.worker.obituary())
 
     def _settle(self, output: Path | None) -> None:
         """Everything into the store; what is local goes when it stands there."""

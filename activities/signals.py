@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from temporalio import activity
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
 from shared.models import Frozen
@@ -15,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class Signals(Protocol):
-    """Tells the workflow of the current activity something. Blocking: call it from the activity's thread."""
+    """Tells the workflow of the current activity something. To be called from the activity's thread."""
 
-    def send(self, name: str, message: Frozen) -> bool:
-        """Send one signal; False when it did not arrive, which is never an error of the activity's work."""
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        """Begin to send one signal; False in the end if it did not arrive, which is no error of the activity's work."""
         ...
 
 
@@ -29,15 +30,17 @@ class WorkflowSignals:
         self._client = client
         self._loop = loop
 
-    def send(self, name: str, message: Frozen) -> bool:
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
         info = activity.info()
         assert info.workflow_id is not None
         handle = self._client.get_workflow_handle(info.workflow_id, run_id=info.workflow_run_id)
-        sent = asyncio.run_coroutine_threadsafe(handle.signal(name, message), self._loop)
-        try:
-            sent.result(_TIMEOUT_S)
-        except (RPCError, TimeoutError) as error:
-            sent.cancel()
-            _log.warning("signal %s did not reach %s: %s", name, info.workflow_id, error)
-            return False
-        return True
+        return asyncio.run_coroutine_threadsafe(_send(handle, name, message), self._loop)
+
+
+async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) -> bool:
+    try:
+        await asyncio.wait_for(handle.signal(name, message), _TIMEOUT_S)
+    except (RPCError, TimeoutError) as error:
+        _log.warning("signal %s did not reach %s: %s", name, handle.id, error)
+        return False
+    return True

@@ -1,10 +1,7 @@
 """Tokenize: a downloaded dataset into units of tokens and targets, with a report of what became of its rows."""
 
 import json
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -17,6 +14,7 @@ from activities.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
 from activities.formats import open_dataset
 from activities.heartbeat import beating
 from activities.report import Report, Tally
+from activities.scratch import scratch_folder
 from activities.tokenizer import ModelTokenizer, load_tokenizer
 from shared.artifacts import find, seal, stage, upload
 from shared.jobs import Artifact
@@ -25,7 +23,7 @@ from shared.packed import UnitsHeader, UnitsWriter
 from shared.paths import HostPaths, content_key, tokenized
 from shared.runs import DatasetSource
 from shared.settings import Settings
-from shared.store import ObjectStore, open_store
+from shared.store import ObjectStore, disk_errors, open_store
 
 _VERSION = "tokenize-1"  # raise it when the same input gives other units
 
@@ -74,9 +72,9 @@ class Tokenize:
         if done := find(store, key):
             return _result(store, key, done)
         paths = HostPaths(self._settings.root_path)
-        with beating(), _scratch(paths.scratch) as folder:
+        with beating(), scratch_folder(paths.scratch, "tokenize") as folder, disk_errors(folder):
             dataset = stage(request.dataset, paths.cache, self._settings.s3)
-            write_units(dataset, load_tokenizer(request.model, self._settings.s3), request, folder)
+            write_units(dataset, load_tokenizer(request.model, paths.cache, self._settings.s3), request, folder)
             seal(folder)
             return _result(store, key, upload(store, key, folder))
 
@@ -116,14 +114,3 @@ def _result(store: ObjectStore, key: str, units: Artifact) -> Tokenized:
         num_tokens=header.num_tokens,
         num_targets=header.num_targets,
     )
-
-
-@contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    """A folder of this attempt's own, gone afterwards."""
-    folder = parent / f"tokenize-{uuid.uuid4().hex}"
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

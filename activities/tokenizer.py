@@ -1,10 +1,10 @@
 """A model's tokenizer and chat template, from its folder's small files; texts in, ids and trained weights out."""
 
-import hashlib
 import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from activities.chat_template import Span
 from activities.template_process import TemplateSource
-from shared.artifacts import read_manifest
-from shared.errors import CorruptArtifact, InvalidInput
+from shared.artifacts import stage
+from shared.errors import InvalidInput
 from shared.jobs import Artifact
 from shared.settings import S3Settings
-from shared.store import open_uri
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -54,7 +53,7 @@ class ModelTokenizer:
         control = {t["content"] for t in described.get("added_tokens", []) if t.get("special")}
         control |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
         source = _template(files, config, place)
-        self.template = source and TemplateSource(source, self.special_tokens, sorted(control))
+        self.template = TemplateSource(source, self.special_tokens, sorted(control)) if source else None
 
     @property
     def eos(self) -> str:
@@ -132,21 +131,18 @@ def _in_bytes(span: Span, text: str) -> Span:
     return Span(start, start + len(text[span.start : span.end].encode()), span.weight)
 
 
-def load_tokenizer(model: Artifact, s3: S3Settings) -> ModelTokenizer:
+def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
     """Read a model's tokenizer from its artifact, without touching the weights.
 
     Raises:
         InvalidInput: the tokenizer is missing or cannot be used. CorruptArtifact: a file is not the manifest's.
     """
-    store, key = open_uri(model.uri, s3)
-    files: dict[str, bytes] = {}
-    for entry in read_manifest(store, key, model.sha256).files:
-        if entry.path in _FILES:
-            data = store.get_bytes(f"{key}/{entry.path}")
-            if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise CorruptArtifact("the file's SHA-256 is not the manifest's", f"{model.uri}/{entry.path}")
-            files[entry.path] = data
-    return ModelTokenizer(files, model.uri)
+    folder = stage(model, cache, s3, only=_FILES)
+    return ModelTokenizer({path.name: path.read_bytes() for path in _present(folder)}, model.uri)
+
+
+def _present(folder: Path) -> list[Path]:
+    return [folder / name for name in _FILES if (folder / name).is_file()]
 
 
 def _json(data: bytes, place: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +55,24 @@ def make_model(folder: Path) -> Path:
 
 
 def start_stack() -> None:
+    if is_up():
+        console.print("The stack of an earlier demonstration is up.")
+        return
     console.print("Starting the stack: Temporal, web service, hosts.")
     longshore("dev", "--detach", "--root", str(ROOT))
+
+
+def is_up() -> bool:
+    """Whether the service of an earlier demonstration answers."""
+    try:
+        return httpx.get(f"{connection()['api_url']}/health", timeout=5).is_success
+    except (OSError, httpx.TransportError):
+        return False
+
+
+def connection() -> dict[str, Any]:
+    """How the stack of this root is reached, as it wrote it down."""
+    return json.loads((ROOT / "dev.json").read_bytes())
 
 
 def train(title: str, model: str, dataset: str, options: list[str]) -> dict[str, Any]:
@@ -75,9 +92,11 @@ def _files(dataset: str) -> list[str]:
 def longshore(*arguments: str) -> str:
     """Run the command line and return its stdout; its stderr (progress, errors) goes to the terminal."""
     command = [str(Path(sys.executable).with_name("longshore")), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "LONGSHORE_ROOT": str(ROOT)})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
+    environment["LONGSHORE_ROOT"] = str(ROOT)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode != 0:
-        sys.exit(f"longshore {shlex.join(arguments[:2])} ended with status {done.returncode}")
+        sys.exit(f"longshore {shlex.join(arguments[:2])} ended with status {done.returncode}; logs are in {ROOT}/logs")
     return done.stdout
 
 
@@ -105,16 +124,17 @@ def shortened(text: str, length: int = 60) -> str:
 
 
 def show_places(base: dict[str, Any], radio: dict[str, Any]) -> None:
-    stack = json.loads(longshore("dev", "--status", "--root", str(ROOT), "--json"))
+    stack = connection()
     console.rule("Where things are")
     for what, where in (
         ("model", base["adapter"]),
         ("adapter", radio["adapter"]),
-        ("API", f"{stack['api_url']}/docs"),
+        ("API", f"{stack['api_url']}/api/v1 (described by /api/v1/openapi.json; its key is in {ROOT}/dev.json)"),
         ("Temporal UI", stack["temporal_ui"]),
     ):
         console.print(f"{what:12}{where}", highlight=False, soft_wrap=True)
-    console.print("\nTo stop the stack: make demo-stop", highlight=False)
+    console.print(f"\nTo look around: export LONGSHORE_ROOT={ROOT}; .venv/bin/longshore ls", highlight=False)
+    console.print("To stop the stack: make demo-stop", highlight=False)
 
 
 if __name__ == "__main__":

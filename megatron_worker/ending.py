@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_worker.control import Control
 from megatron_worker.report import Report
 from megatron_worker.runner import Outcome
-from megatron_worker.warm_engine import WarmEngine, empty_device_cache
+from megatron_worker.warm_engine import WarmEngine, collect_garbage
 from shared.events import Cancelled, Failed, Offloaded, Succeeded
 from shared.jobs import Job
 
@@ -32,11 +32,11 @@ def end_job(
 def _free_device(job: Job, warm: WarmEngine, report: Report, control: Control) -> None:
     """Drop what the job made, then offload what the next job can use. A job that was refused has touched nothing."""
     if not warm.in_use or warm.engine is None:
-        empty_device_cache()
+        collect_garbage()
         return
     began, before = time.perf_counter(), warm.engine.memory()
     warm.engine.drop_training_state()
-    empty_device_cache()
+    collect_garbage()
     if job.plan.after == "offload":
         warm.offload()
         after = warm.engine.memory()

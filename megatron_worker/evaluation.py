@@ -119,5 +119,9 @@ def _decode(model: Path, ids: list[list[int]]) -> list[str]:
 def _parse(adapter: TypeAdapter[T], path: Path) -> T:
     try:
         return adapter.validate_python(json.loads(path.read_bytes()))
-    except (ValidationError, json.JSONDecodeError) as error:
-        raise CorruptArtifact(f"not what it should hold: {str(error).splitlines()[0]}", str(path)) from error
+    except json.JSONDecodeError as error:
+        raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CorruptArtifact(f"{where}: {first['msg']}", str(path)) from error

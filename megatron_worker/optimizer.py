@@ -130,8 +130,8 @@ class Optimizer:
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Float64 scalar; each chunk in float32."""
+    """Float64 scalar, added up in float64, a chunk at a time."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.split(_CHUNK):
-        total += torch.linalg.vector_norm(chunk).double() ** 2
+        total += torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2
     return total

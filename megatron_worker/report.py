@@ -26,7 +26,7 @@ class Report:
             raise InvalidInput("the log already holds events of another attempt; choose another folder", str(path))
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def emit(self, kind: Callable[..., Event], **fields: object) -> None:
+    def emit(self, kind: Callable[..., Event], /, **fields: object) -> None:
         """Append one event; `seq` and `time` are filled in here. A terminal event is fsynced and closes the log.
 
         Raises:

@@ -108,19 +108,20 @@ def prepare(
 def train(work: Work) -> Outcome:
     """The steps that are left, with evaluations and checkpoints between them."""
     try:
-        evaluate(work)
+        evaluated = evaluate(work)
         while work.done < work.plan.num_steps and not work.cancelled():
             metrics = train_step(work, work.done)
             work.done += 1
             work.report.emit(Step, step=work.done, metrics=metrics)
             save_if_due(work)
-            evaluate(work)
+            evaluated = evaluate(work)
         save(work)
     except JobFailed:
         raise
     except Exception as error:
         raise work.control.agree_on(error) from None
-    return Outcome("cancelled" if work.cancelled() else "succeeded", work.done)
+    is_whole = work.done == work.plan.num_steps and evaluated
+    return Outcome("succeeded" if is_whole else "cancelled", work.done)
 
 
 def train_step(work: Work, step: int) -> dict[str, float]:
@@ -187,15 +188,16 @@ def save(work: Work) -> None:
         work.report.emit(Saved, step=work.done, path=str(path), manifest_sha256=sha256)
 
 
-def evaluate(work: Work) -> None:
-    """Held-out metrics and samples of the weights as they are, if they are due now. A cancel cuts it short."""
+def evaluate(work: Work) -> bool:
+    """Held-out metrics and samples of the weights as they are, if they are due now. False when a cancel cut in."""
     if not work.evaluator.is_due(work.done, work.plan.num_steps):
-        return
+        return True
     metrics = work.evaluator.metrics(work.engine, work.loss, work.cancelled)
     if metrics is None:
-        return
+        return False
     samples = work.evaluator.samples(work.engine)
     work.report.emit(Evaluated, step=work.done, metrics=metrics, samples=samples)
+    return True
 
 
 def make_deterministic(plan: JobPlan) -> None:

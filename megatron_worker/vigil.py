@@ -13,7 +13,7 @@ import psutil
 
 from shared.leases import WorkerRecord
 
-PERIOD_S = 0.5
+PERIOD_S = 0.2
 _START_TIME_TOLERANCE_S = 1.0
 
 

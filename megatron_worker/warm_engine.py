@@ -19,6 +19,7 @@ def build_engine(plan: JobPlan, model: Path) -> Engine:
         case "megatron":
             from megatron_worker.megatron.engine import MegatronEngine
 
+            gc.freeze()  # the modules' objects stay: the collection at each job's end need not look at them (0.2 s)
             return MegatronEngine(model, plan.layout, plan.dtype)
 
 
@@ -53,18 +54,20 @@ class WarmEngine:
         if self.engine is not None and self.on_device:
             self.engine.offload()
         self.on_device = False
-        empty_device_cache()
 
     def put_back(self) -> None:
         """The job is done with it."""
         self.in_use = False
 
     def discard(self) -> None:
-        self.engine, self._key, self.on_device, self.in_use = None, None, False, False
-        empty_device_cache()
+        if self.engine is not None:
+            self.engine = None
+            collect_garbage()
+        self._key, self.on_device, self.in_use = None, False, False
 
 
-def empty_device_cache() -> None:
+def collect_garbage() -> None:
+    """Free what nothing refers to, cycles too, and give the accelerator's cached memory back."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -31,10 +31,13 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         allowed_hosts: names that a Host header may carry; if absent, this machine's and that of `api_url`; `*` for any.
     """
     settings = settings or Settings()
+    keys = ApiKeys(keys_path(settings.root_path), settings.api_key)
+    if keys.is_empty:
+        logger.warning("no API key is known, so every request is refused: set LONGSHORE_API_KEY")
     hosts = allowed_hosts if allowed_hosts is not None else (*LOOPBACK_NAMES, urlsplit(settings.api_url).hostname or "")
     edge = Middleware(
         Edge,
-        keys=ApiKeys(keys_path(settings.root_path), settings.api_key),
+        keys=keys,
         allowed_hosts=None if "*" in hosts else hosts,
         max_body_bytes=MAX_BODY_BYTES,
         max_upload_bytes=settings.download.max_bytes,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from http import HTTPStatus
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -116,7 +117,8 @@ class _LimitedBody:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
-            raise problems.TooLarge(f"the body is larger than the {self._limit} bytes that are taken here")
+            # FastAPI takes any other exception from here for a body that is broken.
+            raise HTTPException(413, f"the body is larger than the {self._limit} bytes that are taken here")
         return message
 
 

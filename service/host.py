@@ -1,7 +1,7 @@
 """The Temporal poller: `python -m service.host --role control|gpu`.
 
-A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its shape, and
-a queue of its own for the jobs of the runs it serves.
+A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its
+shape, and a queue of its own for the jobs of the runs it serves.
 """
 
 import argparse
@@ -20,27 +20,14 @@ from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
 
-from activities.download import Download
-from activities.find_checkpoint import FindCheckpoint
 from activities.lease import Lease
-from activities.pack import Pack
-from activities.preview import PreviewDataset
-from activities.publish import Publish
-from activities.record_result import RecordResult
-from activities.resolve_adapter import ResolveAdapter
-from activities.resolve_model import ResolveModel
 from activities.run_job import RunJob
 from activities.signals import WorkflowSignals
-from activities.tokenize import Tokenize
-from activities.track import Track
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerCommand, torchrun
 from shared.paths import HostPaths
 from shared.settings import Settings
 from shared.store import open_store
-from workflows.preview import PreviewWorkflow
-from workflows.sft import SFTWorkflow
-from workflows.track import TrackWorkflow
 
 Role = Literal["control", "gpu"]
 
@@ -76,7 +63,21 @@ async def connect(settings: Settings, patience_s: float = _CONNECT_PATIENCE_S) -
 
 
 def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor) -> Worker:
-    """Workflows, and every activity that needs no accelerator."""
+    """Workflows, and every activity that needs no accelerator. A gpu host loads none of them."""
+    from activities.download import Download
+    from activities.find_checkpoint import FindCheckpoint
+    from activities.pack import Pack
+    from activities.preview import PreviewDataset
+    from activities.publish import Publish
+    from activities.record_result import RecordResult
+    from activities.resolve_adapter import ResolveAdapter
+    from activities.resolve_model import ResolveModel
+    from activities.tokenize import Tokenize
+    from activities.track import Track
+    from workflows.preview import PreviewWorkflow
+    from workflows.sft import SFTWorkflow
+    from workflows.track import TrackWorkflow
+
     record = RecordResult(settings)
     return Worker(
         client,

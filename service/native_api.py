@@ -1,7 +1,6 @@
 """The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -12,7 +11,7 @@ from fastapi.security import HTTPBearer
 
 from service.files import PublishedFiles, Uploaded, receive
 from service.problems import ErrorBody, TemporalUnavailable
-from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunReader, RunView, log_line
+from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunReader, RunView, last_lines, log_line
 from service.runs import Runs
 from shared import paths
 from shared.artifacts import FileEntry
@@ -21,6 +20,7 @@ from shared.models import Frozen
 from shared.runs import RunId, SFTRun, State
 from shared.settings import Settings
 from shared.store import ObjectStore
+from workflows.preview import Preview, PreviewRequest
 
 router = APIRouter(
     prefix="/api/v1",
@@ -28,6 +28,7 @@ router = APIRouter(
     responses={code: {"model": ErrorBody} for code in (401, 404, 409, 422, 503)},
 )
 _POLL_S = 0.5
+_HEALTH_PATIENCE_S = 5.0
 
 
 class Backend:
@@ -78,9 +79,10 @@ async def _check_temporal(backend: Backend) -> str:
 
 async def _check_store(backend: Backend) -> str:
     try:
-        await asyncio.to_thread(backend.store.head, paths.run_index("health"))
+        async with asyncio.timeout(_HEALTH_PATIENCE_S):
+            await asyncio.to_thread(backend.store.head, paths.run_index("health"))
         return "ok"
-    except (StoreUnavailable, OSError):
+    except (StoreUnavailable, OSError):  # a TimeoutError is an OSError
         return "away"
 
 
@@ -206,9 +208,8 @@ async def _log_lines(backend: Backend, run_id: str, follow: bool) -> AsyncIterat
         for item in page.events:
             yield log_line(item) + "\n"
         if not page.events and not follow:
-            return
-    view = await backend.runs.view(run_id)
-    yield f"the run {view.state}" + (f": {view.problem.message}\n" if view.problem else "\n")
+            break
+    yield "".join(line + "\n" for line in last_lines(await backend.runs.view(run_id)))
 
 
 @router.get("/runs/{run_id}/checkpoints")
@@ -255,6 +256,18 @@ async def upload_file(
     return await receive(backend.store, scratch, name, request.stream())
 
 
+@router.post("/validate")
+async def validate(request: PreviewRequest, backend: Backed) -> Preview:
+    """Count what a dataset's rows become, and say why a run would refuse it, if it would. Shows no rows."""
+    return await backend.runs.preview(request.model_copy(update={"num_rows": 0}))
+
+
+@router.post("/preview")
+async def preview(request: PreviewRequest, backend: Backed) -> Preview:
+    """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
+    return await backend.runs.preview(request)
+
+
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
-    return JSONResponse(json.loads(json.dumps(request.app.openapi())))
+    return JSONResponse(request.app.openapi())

@@ -20,10 +20,6 @@ class Conflict(LongshoreError):
     """The run's state forbids what was asked."""
 
 
-class TooLarge(LongshoreError):
-    """The body is larger than the service takes."""
-
-
 class TemporalUnavailable(LongshoreError):
     """The Temporal server, or a worker behind it, does not answer."""
 
@@ -103,6 +99,8 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 async def _validation(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if unknown := [e["input"] for e in error.errors() if e["loc"] == ("path", "run_id")]:
+        return answer(404, f"there is no run {unknown[0]}")
     problem = describe(error.errors())
     return answer(422, problem.message, problem.place)
 
@@ -115,8 +113,6 @@ async def _ours(_: Request, error: Exception) -> JSONResponse:
             return answer(404, str(error))
         case Conflict():
             return answer(409, str(error), headers={"x-should-retry": "false"})
-        case TooLarge():
-            return answer(413, str(error))
         case StoreUnavailable() | TemporalUnavailable():
             return answer(503, str(error), headers={"retry-after": "2"})
         case _:

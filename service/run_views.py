@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Iterable
 
 from shared import paths
 from shared.events import Evaluated, Event, Failed, Offloaded, Sample, Saved, Started, Step, Succeeded
@@ -14,6 +15,7 @@ from shared.runs import RunStatus, SFTRun
 from shared.store import ObjectStore, uri_of
 
 _CHECKPOINT = re.compile(r"/e(?P<epoch>\d{6})-a(?P<attempt>\d{2,})/step-(?P<step>\d{8})/manifest\.json$")
+_LOOKED_FOR = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_s")
 
 
 class RunView(RunStatus):
@@ -119,6 +121,17 @@ def log_line(item: RunEvent) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {describe(item.event)}"
 
 
+def last_lines(view: RunView) -> list[str]:
+    """How a log ends: with the run's end, if it has ended."""
+    match view.state:
+        case "running":
+            return []
+        case "cancelled":
+            return ["the run was cancelled"]
+        case _:
+            return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
+
+
 def describe(event: Event) -> str:
     """An event in words, for people who read logs."""
     match event:
@@ -126,12 +139,12 @@ def describe(event: Event) -> str:
             where = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
             return f"training starts at step {event.first_step} of {event.num_steps}, {where}"
         case Step():
-            return f"step {event.step}: {_numbers(event.metrics)}"
+            return f"step {event.step}: {brief(event.metrics)}"
         case Saved():
             return f"checkpoint of step {event.step} saved"
         case Evaluated():
             samples = f", {len(event.samples)} samples" if event.samples else ""
-            return f"evaluated after step {event.step}: {_numbers(event.metrics)}{samples}"
+            return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"
         case Offloaded():
             mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
             return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"
@@ -143,5 +156,12 @@ def describe(event: Event) -> str:
             return f"training cancelled after step {event.step}"
 
 
-def _numbers(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.5g}" for name, value in sorted(metrics.items()))
+def brief(metrics: dict[str, float]) -> str:
+    """The metrics that people look for, or all where there are none of those."""
+    return ", ".join(f"{name} {metrics[name]:.4g}" for name in looked_for(metrics))
+
+
+def looked_for(names: Iterable[str]) -> list[str]:
+    """The metrics that people look for among these, or all where there are none of those."""
+    found = sorted(names)
+    return [name for name in _LOOKED_FOR if name in found] or found

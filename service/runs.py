@@ -29,6 +29,7 @@ from shared.models import Frozen
 from shared.runs import Problem, RunRecord, RunStart, RunStatus, RunTiming, SFTRun, State
 from shared.settings import Settings
 from shared.store import ObjectStore
+from workflows.preview import Preview, PreviewRequest
 
 logger = logging.getLogger("longshore.service")
 
@@ -158,10 +159,33 @@ class Runs:
             except RPCError as error:
                 if error.status != RPCStatusCode.NOT_FOUND:
                     raise
-                return await self._result(record.run_id) or _queued(record)
+                return await self._result(record.run_id) or self._lost(record)
             if description.status == WorkflowExecutionStatus.RUNNING:
                 return await _query(handle, record)
-            return await self._result(record.run_id) or await _ended(handle, record, description.status)
+            return await self._result(record.run_id) or await self._settle(handle, record, description.status)
+
+    def _lost(self, record: RunRecord) -> RunStatus:
+        """Accepted, not ended, and unknown to Temporal: it is started at the next turn."""
+        self._waiting.add(record.run_id)
+        return _queued(record)
+
+    async def _settle(
+        self, handle: WorkflowHandle[Any, Any], record: RunRecord, how: WorkflowExecutionStatus | None
+    ) -> RunStatus:
+        """Give a run that ended without a result, as when an operator terminated it, the result that it lacks.
+
+        Else it would be taken for a lost one, and started again, once Temporal has forgotten it.
+        """
+        status = await _query(handle, record)
+        if status.state == "running":
+            word = how.name.lower().replace("_", " ") if how is not None else "nothing"
+            problem = Problem(
+                kind="ended_outside", message=f"the workflow ended without a result: Temporal says {word}"
+            )
+            status = status.model_copy(update={"state": "failed", "problem": problem, "ended_at": time.time()})
+        data = status.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(record.run_id).result, data)
+        return status
 
     async def _result(self, run_id: str) -> RunStatus | None:
         try:
@@ -242,17 +266,17 @@ class Runs:
 
     # Nothing accepted is lost.
 
-    async def sweep(self) -> int:
-        """Start every accepted run that neither ended nor is known to Temporal. Returns how many."""
-        num_started = 0
+    async def sweep(self) -> None:
+        """Find every accepted run that neither ended nor is known to Temporal, and start it."""
+        await self.check_temporal()
         for run_id in await self._ids():
             try:
                 record = await self.record(run_id)
-            except NotFound:
+            except NotFound:  # the service died before it was accepted
                 continue
             if await self._result(run_id) is None:
-                num_started += await self._make_sure(record)
-        return num_started
+                await self._temporal_status(record)
+        await self.start_waiting()
 
     async def start_waiting(self) -> None:
         """Start what was accepted while Temporal was away."""
@@ -260,37 +284,36 @@ class Runs:
             await self._make_sure(await self.record(run_id))
             self._waiting.discard(run_id)
 
-    async def _make_sure(self, record: RunRecord) -> bool:
+    async def _make_sure(self, record: RunRecord) -> None:
         """Start an unended run unless Temporal knows it."""
         async with self._temporal() as client:
             try:
                 await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
-                return False
+                return
             except RPCError as error:
                 if error.status != RPCStatusCode.NOT_FOUND:
                     raise
         if await self._result(record.run_id) is not None:
-            return False
+            return
         # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
         leases = paths.RunKeys(record.run_id).leases
         was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
         await self._start(record, resumed=was_leased)
-        logger.info("started %s, which was accepted and never started", record.run_id)
-        return True
+        logger.info("started %s, which was accepted and not known to Temporal", record.run_id)
 
     # Looking at data before training.
 
-    async def preview(self, request: Frozen) -> dict[str, Any]:
+    async def preview(self, request: PreviewRequest) -> Preview:
         """Run PreviewWorkflow and wait for its answer. Raises InvalidInput with what is wrong with the data."""
         async with self._temporal() as client:
             try:
-                answer: dict[str, Any] = await client.execute_workflow(
+                answer: Preview = await client.execute_workflow(
                     PREVIEW_WORKFLOW,
                     request,
                     id=f"preview-{secrets.token_hex(8)}",
                     task_queue=self._settings.control_queue,
                     execution_timeout=PREVIEW_PATIENCE,
-                    rpc_timeout=PREVIEW_PATIENCE,
+                    result_type=Preview,
                 )
             except WorkflowFailureError as error:
                 raise _cause(error) from None
@@ -309,10 +332,11 @@ class Runs:
         address = self._settings.temporal_address
         if self._client is None:
             try:
-                self._client = await Client.connect(
-                    address, namespace=self._settings.temporal_namespace, data_converter=pydantic_data_converter
-                )
-            except RuntimeError as error:
+                async with asyncio.timeout(PATIENCE.total_seconds()):
+                    self._client = await Client.connect(
+                        address, namespace=self._settings.temporal_namespace, data_converter=pydantic_data_converter
+                    )
+            except (RuntimeError, TimeoutError) as error:
                 raise TemporalUnavailable(f"the Temporal server at {address} does not answer") from error
         try:
             yield self._client
@@ -335,16 +359,6 @@ async def _query(handle: WorkflowHandle[Any, Any], record: RunRecord) -> RunStat
         if error.status in _AWAY or error.status == RPCStatusCode.FAILED_PRECONDITION:
             return _queued(record)  # no host polls yet: the run waits
         raise
-
-
-async def _ended(handle: WorkflowHandle[Any, Any], record: RunRecord, how: WorkflowExecutionStatus | None) -> RunStatus:
-    """The status of a run that ended and left no result in the store, as when an operator terminated it."""
-    status = await _query(handle, record)
-    if status.state != "running":
-        return status
-    word = how.name.lower().replace("_", " ") if how is not None else "unknown"
-    problem = Problem(kind="ended_outside", message=f"the workflow ended without a result: Temporal says {word}")
-    return status.model_copy(update={"state": "failed", "problem": problem})
 
 
 def _queued(record: RunRecord) -> RunStatus:

@@ -94,19 +94,23 @@ def seal(folder: Path) -> str:
 
 
 def upload(store: ObjectStore, key: str, folder: Path) -> Artifact:
-    """Copy a sealed folder into the store, its manifest last. Repeating it is harmless.
+    """Copy a sealed folder into the store. Repeating it is harmless.
 
     Raises:
         CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
     """
-    data = (folder / MANIFEST).read_bytes()
-    artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(data).hexdigest())
+    return upload_files(store, key, folder, Manifest.model_validate_json((folder / MANIFEST).read_bytes()))
+
+
+def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest) -> Artifact:
+    """Copy the files that a manifest names into the store, and the manifest last. The folder needs none of its own."""
+    artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(manifest.encoded()).hexdigest())
     if find(store, key) == artifact:
         return artifact
-    for entry in Manifest.model_validate_json(data).files:
+    for entry in manifest.files:
         _check_size(folder, entry)
         store.put_file(f"{key}/{entry.path}", folder / entry.path)
-    store.put_bytes(f"{key}/{MANIFEST}", data)
+    store.put_bytes(f"{key}/{MANIFEST}", manifest.encoded())
     return artifact
 
 
@@ -218,13 +222,23 @@ def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> Non
 
 def _check(folder: Path, manifest: Manifest, cache: Path) -> None:
     stamp = "\n".join(_stamp(folder, entry) for entry in manifest.files).encode()
-    mark = cache / "checked" / content_key(str(folder), manifest)
+    mark = _mark(folder, manifest, cache)
     if mark.exists() and mark.read_bytes() == stamp:
         return
     for entry in manifest.files:
         if sha256_file(folder / entry.path) != entry.sha256:
             raise CorruptArtifact("the file's SHA-256 is not the manifest's", str(folder / entry.path))
     write_atomically(mark, stamp)
+
+
+def remember_checked(folder: Path, manifest: Manifest, cache: Path) -> None:
+    """Spare the next `stage` on this machine the hashing: the caller has just hashed these files."""
+    stamp = "\n".join(_stamp(folder, entry) for entry in manifest.files).encode()
+    write_atomically(_mark(folder, manifest, cache), stamp)
+
+
+def _mark(folder: Path, manifest: Manifest, cache: Path) -> Path:
+    return cache / "checked" / content_key(str(folder), *(entry.sha256 + entry.path for entry in manifest.files))
 
 
 def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:

@@ -19,7 +19,7 @@ class WorkerRecord(Frozen):
     """`worker.json`, written by the host at launch: whoever comes after a killed host finds and ends its worker.
 
     A process is named by pid and start time (seconds since 1970): pids are used again. Every rank carries the
-    environment variable `LONGSHORE_WORKER_ID=<worker_id>`.
+    environment variable `LONGSHORE_WORKER_ID=<worker_id>`. `pid` is 0 until the worker has been started.
     """
 
     worker_id: str

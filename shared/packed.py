@@ -40,6 +40,7 @@ TARGET_COLUMNS: dict[str, np.dtype] = {
 }
 # Indices in these columns are local to a unit on disk; reading a bin shifts them.
 _OFFSETS = np.dtype("<i8")
+_PIECE = 1 << 20
 _REQUIRED = ("token_id", "hidden_index", "label", "weight")
 
 Ints = NDArray[np.integer]
@@ -157,7 +158,8 @@ class PlanWriter:
         self._bin_offsets.close()
         self._step_offsets.close()
         planned = _read_column(self._folder / "bin_units.bin", _OFFSETS)
-        num_tokens = int(unit_tokens[planned].sum())
+        pieces = range(0, len(planned), _PIECE)  # a plan of many epochs may be longer than memory
+        num_tokens = sum(int(unit_tokens[planned[at : at + _PIECE]].sum()) for at in pieces)
         header = PlanHeader(
             num_steps=num_steps,
             num_bins=num_bins,
@@ -177,8 +179,27 @@ class Units:
         self._maps = {name: _read_column(folder / f"{name}.bin", _dtype(name)) for name in self.header.columns}
         self.token_offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
         self.target_offsets = _read_column(folder / "target_offsets.bin", _OFFSETS)
-        if len(self.token_offsets) != self.header.num_units + 1:
+        self._check(folder)
+
+    def _check(self, folder: Path) -> None:
+        """Raises CorruptArtifact unless every column is as long as the header says."""
+        header = self.header
+        found = {"token_offsets": len(self.token_offsets) - 1, "target_offsets": len(self.target_offsets) - 1}
+        found |= {name: len(column) for name, column in self._maps.items()}
+        expected = {name: header.num_tokens if name in TOKEN_COLUMNS else header.num_targets for name in self._maps}
+        expected |= {"token_offsets": header.num_units, "target_offsets": header.num_units}
+        for name, count in found.items():
+            if count != expected[name]:
+                raise CorruptArtifact(f"{name}.bin holds {count} entries, units.json says {expected[name]}", str(folder))
+
+    @staticmethod
+    def read_lengths(folder: Path) -> NDArray[np.int64]:
+        """Tokens of every unit of a folder of which only the header and `token_offsets.bin` need be there."""
+        header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
+        offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
+        if len(offsets) != header.num_units + 1:
             raise CorruptArtifact("token_offsets.bin does not match units.json", str(folder))
+        return np.diff(offsets).astype(np.int64)
 
     @property
     def unit_tokens(self) -> Ints:

@@ -20,11 +20,12 @@ with workflow.unsafe.imports_passed_through():
     from activities.tokenize import Tokenized, TokenizeRequest
     from activities.track import TrackRequest
     from shared.jobs import Artifact, PackedData
+    from shared.layout import ModelShape
     from shared.models import Frozen
-    from shared.runs import DatasetSource, RunStart, RunStatus
+    from shared.runs import DatasetSource, Problem, RunStart, RunStatus
     from workflows import policies
     from workflows.job_plan import sft_job
-    from workflows.outcomes import RunCancelled, problem_of
+    from workflows.outcomes import RunCancelled, RunFailed, problem_of
     from workflows.track import TrackWorkflow
     from workflows.training import Training
 
@@ -56,18 +57,17 @@ class SFTWorkflow:
                 raise asyncio.CancelledError
             case "failed":
                 assert self._status.problem is not None
-                raise ApplicationError(
-                    self._status.problem.message, type=self._status.problem.kind, non_retryable=True
-                )
-        return self._status
+                raise ApplicationError(self._status.problem.message, type=self._status.problem.kind, non_retryable=True)
+        return self.status()
 
     async def _train_and_publish(self) -> None:
         start, run = self._start, self._start.run
         self._show(phase="checking")
         if start.resumed:
             await self._record("reopen", ReopenRequest(run_id=start.run_id))
-        model = (await self._do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)).model
-        adapter = await self._resolve_adapter(model)
+        resolved = await self._do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
+        model = resolved.model
+        adapter = await self._resolve_adapter(resolved.shape)
 
         units, packed = await self._prepare("train", run.dataset, model)
         eval_data = None
@@ -110,11 +110,14 @@ class SFTWorkflow:
             version=published.version,
         )
 
-    async def _resolve_adapter(self, model: Artifact) -> Artifact | None:
+    async def _resolve_adapter(self, shape: ModelShape) -> Artifact | None:
         run = self._start.run
         if run.initial_adapter is None:
             return None
-        request = AdapterRequest(uri=run.initial_adapter, trainable=run.trainable, model=model)
+        if run.trainable.kind != "lora":
+            rule = "initial_adapter: an adapter can be trained on with LoRA alone, not with full fine-tuning"
+            raise RunFailed(Problem(kind="invalid_input", message=rule))
+        request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=shape)
         return (await self._do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _prepare(
@@ -193,8 +196,9 @@ class SFTWorkflow:
         if isinstance(error, RunCancelled) or is_cancelled_exception(error):
             self._show(state="cancelled")
         else:
-            workflow.logger.warning("the run failed", exc_info=error)
-            self._show(state="failed", problem=problem_of(error))
+            problem = problem_of(error)
+            workflow.logger.warning("the run failed: %s", problem.message, exc_info=problem.kind == "error")
+            self._show(state="failed", problem=problem)
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)

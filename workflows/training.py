@@ -31,6 +31,7 @@ class Training:
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
     _found: CheckpointRef | None = None
+    _last_epoch: int = 0
     _grant: LeaseGrant | None = None
 
     @property
@@ -57,24 +58,24 @@ class Training:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
             RunCancelled: the worker ended the job because it was asked to.
         """
-        num_losses = 0
+        losses: list[str] = []
         while True:
             if await self._find_checkpoint():
-                num_losses = 0
-            if pause := policies.pause_before_lease(num_losses):
+                losses.clear()
+            if len(losses) >= self.start.timing.max_losses:
+                raise RunFailed(Problem(kind="worker_lost", message=_gave_up(losses)))
+            if pause := policies.pause_before_lease(len(losses)):
                 await workflow.sleep(pause)
             try:
                 return await self._lease_and_run(plan)
             except _Lost as loss:
-                num_losses += 1
+                losses.append(str(loss))
                 workflow.logger.warning("lease %d came to nothing: %s", self.epoch, loss)
-                if num_losses >= self.start.timing.max_losses:
-                    raise RunFailed(Problem(kind="worker_lost", message=_gave_up(num_losses, loss))) from loss
             finally:
                 self._grant = None
 
     async def _find_checkpoint(self) -> bool:
-        """Look where to go on from, and raise the epoch. True when the run got ahead since the last look."""
+        """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
         point: ResumePoint = await workflow.execute_activity(
             "find_checkpoint",
             FindCheckpointRequest(run_id=self.start.run_id),
@@ -83,12 +84,13 @@ class Training:
             retry_policy=policies.RETRY,
         )
         step_before = self._found.step if self._found else 0
-        self._found = point.checkpoint
-        self.checkpoint = point.checkpoint
-        self.epoch = max(self.epoch, point.last_epoch) + 1
-        return point.checkpoint is not None and point.checkpoint.step > step_before
+        self._found = self.checkpoint = point.checkpoint
+        self._last_epoch = max(self.epoch, point.last_epoch)
+        self.step = point.checkpoint.step if point.checkpoint else 0
+        return self.step > step_before
 
     async def _lease_and_run(self, plan: JobPlan) -> JobResult:
+        self.epoch = self._last_epoch + 1
         lease = workflow.start_activity(
             "lease",
             LeaseRequest(
@@ -176,6 +178,6 @@ def _worker_key(plan: JobPlan) -> WorkerKey:
     )
 
 
-def _gave_up(num_losses: int, loss: _Lost) -> str:
-    times = "once" if num_losses == 1 else f"{num_losses} times in a row"
-    return f"the worker was lost {times} without a new checkpoint; the last time: {loss}"
+def _gave_up(losses: list[str]) -> str:
+    times = "once" if len(losses) == 1 else f"{len(losses)} times in a row"
+    return f"the worker was lost {times} without a new checkpoint; the last time: {losses[-1]}"

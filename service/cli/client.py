@@ -5,26 +5,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, TypeAdapter
 
 from service.cli.exits import FAILED, NOT_FOUND, Stop, Unreachable
 from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunView
+from shared.run_events import RunEvent
 from shared.runs import SFTRun
+
+if TYPE_CHECKING:
+    from workflows.preview import Preview, PreviewRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 _checkpoints = TypeAdapter(tuple[Checkpoint, ...])
 _CHUNK_BYTES = 1 << 20
-_RETRY_FOR_S = 8.0
 _RETRY_EVERY_S = 0.5
+_LONG_POLL_S = 10.0
+_PREVIEW_TIMEOUT_S = 310.0
 
 
 class Client:
     """Calls of the API, as models. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
 
-    def __init__(self, api_url: str, api_key: str | None) -> None:
+    def __init__(self, api_url: str, api_key: str | None, patience_s: float = 2.0) -> None:
+        """
+        Args:
+            patience_s: how long calls that may be repeated are repeated while the service is away.
+        """
+        self._patience_s = patience_s
         self.api_url = api_url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(60, connect=5)
@@ -71,10 +81,15 @@ class Client:
     def checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
         return _checkpoints.validate_python(self._retried("GET", f"/runs/{run_id}/checkpoints"))
 
-    def log_lines(self, run_id: str, follow: bool) -> Iterator[str]:
-        timeout = httpx.Timeout(60, read=None)
-        with self._stream("GET", f"/runs/{run_id}/logs", params={"follow": follow}, timeout=timeout) as answer:
-            yield from answer.iter_lines()
+    def events_to_the_end(self, run_id: str, after: str | None, follow: bool) -> Iterator[RunEvent]:
+        """Events after a cursor: those that there are, or all until the run ends."""
+        while True:
+            ended = self.run(run_id).state != "running"  # asked first: what is read next is then complete
+            page = self.events(run_id, after, _LONG_POLL_S if follow and not ended else 0)
+            yield from page.events
+            after = page.next or after
+            if not page.events and (ended or not follow):
+                return
 
     def download(self, run_id: str, tar: Path) -> None:
         """Everything that a run published, as a tar."""
@@ -90,13 +105,17 @@ class Client:
             answer = self._call("POST", "/files", params={"name": _plain_name(path)}, content=body, headers=headers)
         return str(answer["uri"])
 
-    def preview(self, request: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = self._call("POST", "/preview", json=request, timeout=httpx.Timeout(310))
-        return answer
+    def preview(self, request: "PreviewRequest") -> "Preview":
+        from workflows.preview import Preview
 
-    def validate(self, request: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = self._call("POST", "/validate", json=request, timeout=httpx.Timeout(310))
-        return answer
+        answer = self._call("POST", "/preview", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
+        return Preview.model_validate(answer)
+
+    def validate(self, request: "PreviewRequest") -> "Preview":
+        from workflows.preview import Preview
+
+        answer = self._call("POST", "/validate", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
+        return Preview.model_validate(answer)
 
     def health(self) -> dict[str, Any]:
         """Also when the service is degraded. Raises Unreachable when nobody answers."""
@@ -106,7 +125,7 @@ class Client:
 
     def _retried(self, method: str, path: str, **options: Any) -> Any:
         """Calls that may be repeated, repeated for a while when the service is away."""
-        end = time.monotonic() + _RETRY_FOR_S
+        end = time.monotonic() + self._patience_s
         while True:
             try:
                 return self._call(method, path, **options)

@@ -21,13 +21,13 @@ class Globals:
     api_key: str | None = None
 
 
-def connect(context: typer.Context) -> "Client":
-    """A client of the service that this command should talk to."""
+def connect(context: typer.Context, patience_s: float = 2.0) -> "Client":
+    """A client of the service that this command should talk to, and how long it bears that the service is away."""
     from service.cli.client import Client
 
     given: Globals = context.obj
     url, key = address(given.api_url, given.api_key)
-    return Client(url, key)
+    return Client(url, key, patience_s)
 
 
 def address(api_url: str | None, api_key: str | None) -> tuple[str, str | None]:

@@ -48,10 +48,10 @@ def console() -> "Console":
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table whose first column is never cut, so that ids can be copied."""
+    """A table whose first column is never cut, so that ids can be copied. Without any column's name, no header."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for index, name in enumerate(columns):
         table.add_column(name, no_wrap=index == 0, overflow="fold")
     for row in rows:
@@ -62,10 +62,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def coloured(state: str) -> str:
     """A state with its colour, in Rich's markup."""
     return f"[{_COLOURS[state]}]{state}[/]"
-
-
-def numbers(metrics: dict[str, float]) -> str:
-    return " ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))
 
 
 def ago(moment: float) -> str:
@@ -83,7 +79,9 @@ def summary(view: "RunView") -> str:
     if view.state == "running":
         lines[0] += f", {view.phase.replace('_', ' ')}"
     if view.metrics:
-        lines[0] += f", {numbers(view.metrics)}"
+        from service.run_views import brief
+
+        lines[0] += f", {brief(view.metrics)}"
     if view.problem:
         lines.append(view.problem.message)
     if view.adapter:
@@ -175,11 +173,11 @@ class Bar:
     def event(self, event: "RunEvent") -> None:
         from rich.markup import escape
 
-        from service.run_views import describe
+        from service.run_views import brief, describe
 
         body = event.event
         if body.event == "step":
-            self._progress.update(self._task, completed=body.step, numbers=numbers(body.metrics)[:60])
+            self._progress.update(self._task, completed=body.step, numbers=brief(body.metrics))
         elif body.event != "offloaded":
             self._progress.console.print(escape(describe(body)))
 

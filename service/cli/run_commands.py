@@ -8,7 +8,7 @@ import typer
 
 from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import USAGE, Stop
-from service.cli.render import ago, coloured, numbers, outcome, print_json, print_table, say, summary
+from service.cli.render import ago, coloured, outcome, print_json, print_table, say, summary
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
@@ -46,13 +46,13 @@ def ls(
             coloured(view.state),
             view.phase.replace("_", " ") if view.state == "running" else "",
             f"{view.step}/{view.num_steps or '?'}",
-            numbers(view.metrics),
-            view.name or "",
+            f"{view.metrics['loss']:.4g}" if "loss" in view.metrics else "",
+            view.run.name or "",
             ago(view.created_at),
         )
         for view in page.runs
     )
-    print_table(("run", "state", "phase", "step", "metrics", "name", "submitted"), rows)
+    print_table(("run", "state", "phase", "step", "loss", "name", "submitted"), rows)
     if page.has_more:
         say(f"there are more: --limit shows up to 200, {limit} now")
 
@@ -71,16 +71,20 @@ def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_jso
     """Follow a run to its end. Ctrl-C leaves; the run goes on."""
     from service.cli.submit_commands import finish
 
-    with connect(context) as client:
+    with connect(context, patience_s=20) as client:
         finish(client, client.run(run_id), wait=True, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
 def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """What happened, in lines for people."""
-    with connect(context) as client:
+    from service.run_views import last_lines, log_line
+
+    with connect(context, patience_s=20 if follow else 2) as client:
         try:
-            for line in client.log_lines(run_id, follow):
-                print(line, flush=True)
+            for event in client.events_to_the_end(run_id, None, follow):
+                print(log_line(event), flush=True)
+            for line in last_lines(client.run(run_id)):
+                print(line)
         except KeyboardInterrupt:
             _left(f"longshore logs -f {run_id}")
 
@@ -90,38 +94,33 @@ def events(
     run_id: RunId,
     follow: Follow = False,
     after: Annotated[str | None, typer.Option(help="The cursor of the last event that is known.")] = None,
-    as_json: Json = False,
 ) -> None:
     """The workers' events, one JSON object a line."""
-    wait_s = 10.0 if follow else 0.0
-    with connect(context) as client:
+    with connect(context, patience_s=20 if follow else 2) as client:
         try:
-            while True:
-                ended = client.run(run_id).state != "running"
-                page = client.events(run_id, after, 0 if ended else wait_s)
-                for event in page.events:
-                    print(event.model_dump_json(), flush=True)
-                after = page.next or after
-                if not page.events and (ended or not follow):
-                    return
+            for event in client.events_to_the_end(run_id, after, follow):
+                print(event.model_dump_json(), flush=True)
+                after = event.cursor
         except KeyboardInterrupt:
             _left(f"longshore events -f {run_id}" + (f" --after {after}" if after else ""))
 
 
 def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """Metrics of every step, and evaluations."""
+    """The metrics that people look for, of every step and evaluation; with --json, all."""
+    from service.run_views import brief, looked_for
+
     with connect(context) as client:
         found = client.metrics(run_id)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json"))
         return
-    names = sorted({name for row in found.steps for name in row.metrics})
+    names = looked_for({name for row in found.steps for name in row.metrics})
     print_table(
         ("step", *names),
         ((str(row.step), *(f"{row.metrics[n]:.5g}" if n in row.metrics else "" for n in names)) for row in found.steps),
     )
     for row in found.evaluations:
-        print(f"evaluated after step {row.step}: {numbers(row.metrics)}")
+        print(f"evaluated after step {row.step}: {brief(row.metrics)}")
 
 
 def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:

@@ -146,7 +146,7 @@ def sft(
     reading = {"format": format.value, "prompt_field": prompt_field, "completion_field": completion_field}
     # Every option is checked before a file is sent anywhere.
     _checked(fields | {name: {"uri": uri, **reading} for name, uri in sources.items() if uri is not None})
-    with connect(context) as client:
+    with connect(context, patience_s=20) as client:
         uris = {name: dataset_uri(client, uri, f"--{name.replace('_', '-')}") for name, uri in sources.items() if uri}
         run = _checked(fields | {name: {"uri": uri, **reading} for name, uri in uris.items()})
         view = client.submit_sft(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
@@ -224,10 +224,10 @@ def _checked(fields: dict[str, Any]) -> "SFTRun":
     try:
         return SFTRun.model_validate(fields)
     except ValidationError as error:
-        raise _usage(error) from None
+        raise usage(error) from None
 
 
-def _usage(error: "ValidationError") -> Stop:
+def usage(error: "ValidationError") -> Stop:
     """Pydantic's first error in the words of the command line."""
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"] if part not in ("trainable", "lora", "full", "layout")]

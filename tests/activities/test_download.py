@@ -2,18 +2,23 @@
 
 import gzip
 import os
+import ssl
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zstandard
+from temporalio.activity import ActivityCancellationDetails
+from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
 from activities.download import Download, Downloaded, DownloadRequest
 from activities.http_source import is_public
 from shared.artifacts import sha256_file, stage
-from shared.errors import InvalidInput, StoreUnavailable
+from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.activities.web_server import Page, WebServer, serve_pages
@@ -146,7 +151,9 @@ def test_an_empty_folder_is_named(settings, tmp_path) -> None:
     assert "there is nothing here" in refusal(settings, f"file://{tmp_path}/data")
 
 
-@pytest.mark.parametrize("uri", ["ftp://host/x", "rows.jsonl", "/data/rows.jsonl", "gopher://x", "data:,x", "file://h/x"])
+@pytest.mark.parametrize(
+    "uri", ["ftp://host/x", "rows.jsonl", "/data/rows.jsonl", "gopher://x", "data:,x", "file://h/x"]
+)
 def test_other_schemes_are_refused(settings, uri) -> None:
     assert "file://" in refusal(settings, uri) or "three slashes" in refusal(settings, uri)
 
@@ -316,7 +323,9 @@ def test_public_addresses(address) -> None:
     assert is_public(address)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:7f00:1]"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:7f00:1]"]
+)
 def test_our_own_network_is_closed(settings, web, host) -> None:
     web.pages["/x"] = Page(ROWS)
     closed = with_limits(settings, allow_private_addresses=False)
@@ -352,7 +361,7 @@ def test_a_name_that_resolves_otherwise_later_changes_nothing(settings, web, mon
 
 
 def _connector(web: WebServer, monkeypatch, answers: list[str]):
-    """Stands for the internet: example.test resolves to the answers in turn; every connection ends at the web server."""
+    """Stands for the internet: example.test has these addresses in turn; every connection ends at the web server."""
     import socket
 
     resolve, create = socket.getaddrinfo, socket.create_connection
@@ -389,6 +398,52 @@ def test_other_redirects_are_refused(settings, web, location, reason) -> None:
 def test_a_uri_with_a_password_is_refused_and_not_shown(settings) -> None:
     message = refusal(settings, "https://user:hunter2@example.test/x")
     assert "may not carry a user or password" in message and "hunter2" not in message
+
+
+@pytest.fixture
+def certificate(tmp_path) -> Path:
+    """A certificate for `localhost` that nobody has signed, and its key, in one file."""
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
+    try:
+        subprocess.run([*made, *named, *files], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate with")
+    return tmp_path / "certificate.pem"
+
+
+def test_https_checks_the_name_in_the_certificate(settings, certificate, tmp_path, monkeypatch) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, tmp_path / "key.pem")
+    with serve_pages(context) as web:
+        web.pages["/rows.jsonl"] = Page(ROWS)
+        web.pages["/down"] = Page(status=302, location="http://127.0.0.1/rows.jsonl")
+        uri = web.uri.replace("127.0.0.1", "localhost")
+        assert "certificate is not trusted: self-signed" in refusal(settings, f"{uri}/rows.jsonl")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert "certificate is not trusted: IP address mismatch" in refusal(settings, f"{web.uri}/rows.jsonl")
+        assert "from https to http is not followed" in refusal(settings, f"{uri}/down")
+        assert files_of(settings, download(settings, f"{uri}/rows.jsonl")) == {"rows.jsonl": ROWS}
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_a_cancelled_download_stops_and_leaves_nothing_but_for_a_restart(settings, web, leaving) -> None:
+    web.pages["/slow"] = Page(ROWS * 1_000, trickles=True)
+    beats: list[object] = []
+    environment = ActivityEnvironment()
+    environment.on_heartbeat = lambda *details: beats.append(details)
+    details = ActivityCancellationDetails(cancel_requested=not leaving, worker_shutdown=leaving)
+    timer = threading.Timer(0.5, environment.cancel, [details])
+    timer.start()
+    begun = time.monotonic()
+    request = DownloadRequest(run_id="sft-1", split="eval", source=DatasetSource(uri=f"{web.uri}/slow"))
+    with pytest.raises(CancelledError):
+        environment.run(Download(settings).download, request)
+    timer.join()
+    assert time.monotonic() - begun < 3
+    assert beats
+    assert bool(scratch_of(settings)) == leaving
 
 
 # S3
@@ -462,3 +517,27 @@ def test_an_s3_object_that_changes_while_it_is_read_is_never_mixed(bucket) -> No
     finally:
         ended.set()
         thread.join()
+
+
+# The disk
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    root = tmp_path / "small disk"
+    root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield root
+    subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(settings, web, small_disk, tmp_path) -> None:
+    """While the parts arrive, and while a file is unpacked."""
+    web.pages["/big"] = Page(os.urandom(3 << 20))
+    (tmp_path / "data" / "rows.jsonl").write_bytes(ROWS)
+    small = settings.model_copy(update={"root": small_disk})
+    for uri in (f"{web.uri}/big", f"file://{tmp_path}/data/rows.jsonl"):
+        with pytest.raises(DiskFull, match=f"no space is left on the disk that holds {small_disk}"):
+            download(small, uri)
+        assert scratch_of(small) == []

@@ -1,8 +1,10 @@
 """A web server for tests: ranges, ETags, redirects, and transfers that break where a test wants them to."""
 
+import ssl
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -18,6 +20,7 @@ class Page:
     breaks: list[int] = field(default_factory=list)
     ranges: bool = True
     length: bool = True
+    trickles: bool = False
 
 
 @dataclass
@@ -50,7 +53,17 @@ class _Answer(BaseHTTPRequestHandler):
         if page.location:
             self.send_header("Location", page.location)
         self.end_headers()
-        self.wfile.write(body[: page.breaks.pop(0)] if page.breaks else body)
+        if page.trickles:
+            self._trickle(body)
+        else:
+            self.wfile.write(body[: page.breaks.pop(0)] if page.breaks else body)
+
+    def _trickle(self, body: bytes) -> None:
+        """A hundred bytes every hundredth of a second, for as long as anybody listens."""
+        with suppress(OSError):
+            for start in range(0, len(body), 100):
+                self.wfile.write(body[start : start + 100])
+                time.sleep(0.01)
 
     def _start(self, page: Page, wanted: str | None) -> int:
         if not wanted or not page.ranges or self.headers.get("If-Range") != page.etag:
@@ -61,19 +74,27 @@ class _Answer(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
+    """A client that hangs up, or refuses our certificate, is no error here."""
+
     daemon_threads = True
+
+    def handle_error(self, request, client_address) -> None: ...
+
     pages: dict[str, Page]
     asked: list[tuple[str, str | None]]
 
 
 @contextmanager
-def serve_pages() -> Iterator[WebServer]:
+def serve_pages(tls: ssl.SSLContext | None = None) -> Iterator[WebServer]:
     server = _Server(("127.0.0.1", 0), _Answer)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     server.pages, server.asked = {}, []
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield WebServer(f"http://127.0.0.1:{server.server_port}", server.pages, server.asked)
+        scheme = "https" if tls else "http"
+        yield WebServer(f"{scheme}://127.0.0.1:{server.server_port}", server.pages, server.asked)
     finally:
         server.shutdown()
         thread.join()

@@ -40,7 +40,7 @@ class TinyEngine:
     def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.facts = Facts(layout, "float32", torch.device("cpu"), self._rank, self._rank, layout.dp, "tiny cpu")
-        self._base = load_file(folder / "model.safetensors")
+        self._base = _read(folder / "model.safetensors")
         self._source = folder
         self._host: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ class TinyEngine:
 
     def drop_training_state(self) -> None:
         if self._trained is self._base or "embed" in self._trained:
-            self._base = load_file(self._source / "model.safetensors")
+            self._base = _read(self._source / "model.safetensors")
             self._host = {}
         self._trained, self._lora, self._optimizer = {}, None, None
 
@@ -191,7 +191,7 @@ class TinyEngine:
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise CorruptArtifact("the file is missing", str(path))
-    return load_file(path)
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 class SlowEngine(TinyEngine):

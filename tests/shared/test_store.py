@@ -292,7 +292,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path) -> None:
     )
     assert answer.stderr == ""
     assert answer.stdout.count(f"no space is left on the disk that holds {root}") == 4
-    assert os.listdir(root) == ["small"]
+    assert [path.name for path in root.iterdir()] == ["small"]
 
 
 def test_a_full_file_system_is_named_and_nothing_is_left(tmp_path) -> None:
@@ -304,6 +304,6 @@ def test_a_full_file_system_is_named_and_nothing_is_left(tmp_path) -> None:
     try:
         with pytest.raises(DiskFull, match=os.strerror(errno.ENOSPC)):
             LocalStore(root).put_bytes("k", bytes(1 << 20))
-        assert os.listdir(root) == []
+        assert list(root.iterdir()) == []
     finally:
         subprocess.run(["umount", str(root)], check=True)

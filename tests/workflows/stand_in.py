@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,10 +36,12 @@ class Notebook:
         self.said: list[tuple[str, Frozen]] = []
         self._lock = threading.Lock()
 
-    def send(self, name: str, message: Frozen) -> bool:
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
         with self._lock:
             self.said.append((name, message))
-        return True
+        sent: Future[bool] = Future()
+        sent.set_result(True)
+        return sent
 
     def of(self, name: str) -> list[Frozen]:
         return [message for said, message in self.said if said == name]
@@ -53,7 +56,9 @@ def artifact(store: ObjectStore, folder: Path, key: str, **files: str) -> Artifa
     return upload(store, key, folder)
 
 
-def job_plan(any_artifact: Artifact, num_steps: int = 20, seed: int = 7, every_steps: int = 5, keep: int = 2) -> JobPlan:
+def job_plan(
+    any_artifact: Artifact, num_steps: int = 20, seed: int = 7, every_steps: int = 5, keep: int = 2
+) -> JobPlan:
     return JobPlan(
         run_id="r1",
         job_id="000001",

@@ -1,7 +1,7 @@
 """A worker that obeys docs/job_protocol.md and trains nothing: one process, no torch, deterministic checkpoints.
 
-A step hashes the state of the step before, so a run that went on from the wrong checkpoint ends in other bytes. Seeds of a
-job choose its mishaps: see `SEEDS`.
+A step hashes the state of the step before, so a run that went on from the wrong checkpoint ends in other bytes. Seeds
+of a job choose its mishaps: see `SEEDS`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shared.leases import LeaseMark, WorkerRecord
 from shared.paths import WorkerPaths, write_atomically
 from shared.settings import S3Settings
 
-SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "slow": 905}
+SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905}
 
 
 def adapter_bytes(seed: int, step: int) -> bytes:
@@ -108,7 +108,7 @@ class StandIn:
                 if saved_step < step:
                     self._save(job, step, state)
                 return Cancelled, {"step": step}
-            time.sleep(self.step_s * (20 if seed == SEEDS["slow"] else 1))
+            time.sleep(self.step_s)
             step += 1
             state = _next(state, step)
             self._say(job, Step, step=step, metrics={"loss": 1.0 / step, "step_time_s": self.step_s})
@@ -118,6 +118,8 @@ class StandIn:
             if step == plan.num_steps or step % plan.checkpointing.every_steps == 0:
                 self._save(job, step, state)
                 saved_step = step
+            if seed == SEEDS["dies_saved"] and step < plan.num_steps:
+                os.kill(os.getpid(), 9)
         return Succeeded, {"step": step}
 
     def _start(self, job: Job) -> tuple[int, str]:
@@ -134,7 +136,7 @@ class StandIn:
         write_atomically(folder / "state.json", json.dumps({"step": step, "state": state}).encode())
         self._say(job, Saved, step=step, path=str(folder), manifest_sha256=seal(folder))
 
-    def _say(self, job: Job, kind: type, **fields: object) -> None:
+    def _say(self, job: Job, kind: type, /, **fields: object) -> None:
         self.seq += 1
         event = kind(seq=self.seq, time=time.time(), **fields)
         with Path(job.log_path).open("ab") as log:

@@ -1,0 +1,166 @@
+"""Preview: what a dataset's first rows become, and the report that tokenizing would give, before any training."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+from temporalio import activity
+
+from activities import blocks
+from activities.blocks import Block, Kept
+from activities.download import Download, DownloadRequest
+from activities.encoding import encoded
+from activities.formats import Example, open_dataset
+from activities.heartbeat import beating
+from activities.report import Report, Tally
+from activities.resolve_model import ModelRequest, ResolveModel
+from activities.tokenizer import ModelTokenizer, load_tokenizer
+from shared.artifacts import stage
+from shared.errors import InvalidInput
+from shared.models import Frozen
+from shared.paths import HostPaths, RunKeys, content_key
+from shared.runs import DatasetSource
+from shared.settings import Settings
+from shared.store import open_store
+
+_MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Temporal
+
+
+class PreviewRequest(Frozen):
+    """A dataset and a model as a user names them. The report covers the first `max_rows` rows."""
+
+    source: DatasetSource
+    model_uri: str = Field(min_length=1, max_length=2048)
+    max_tokens: int = Field(default=2048, ge=2)
+    too_long: Literal["drop", "truncate"] = "drop"
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+    num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
+    max_rows: int = Field(default=100_000, ge=1, description="rows to count")
+
+
+class Span(Frozen):
+    """Neighbouring tokens as text; `trained`: whether they are targets."""
+
+    text: str
+    trained: bool
+
+
+class PreviewRow(Frozen):
+    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it."""
+
+    place: str
+    fate: Literal["kept", "truncated", "too_long", "fully_masked"]
+    num_tokens: int
+    num_targets: int
+    spans: tuple[Span, ...]
+    is_cut: bool
+
+
+class Preview(Frozen):
+    """`is_complete`: the report counts every row. `problem`: why a run would refuse the dataset, if it would."""
+
+    report: Report
+    is_complete: bool
+    problem: str | None
+    rows: tuple[PreviewRow, ...]
+
+
+class PreviewDataset:
+    """Needs settings for the store, the sources of data, and the cache."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="preview")
+    def preview(self, request: PreviewRequest) -> Preview:
+        """Raises InvalidInput for a dataset or a model that cannot be read."""
+        settings = self._settings
+        cache = HostPaths(settings.root_path).cache
+        with self._temporary_run() as run_id:
+            model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri)).model
+            download = DownloadRequest(run_id=run_id, split="train", source=request.source)
+            dataset = Download(settings).download(download).dataset
+            with beating():
+                folder = stage(dataset, cache, settings.s3)
+                return preview_of(folder, load_tokenizer(model, cache, settings.s3), request)
+
+    @contextmanager
+    def _temporary_run(self) -> Iterator[str]:
+        """A run id for the download's sake; what it left in the store goes when the preview ends."""
+        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"
+        try:
+            yield run_id
+        finally:
+            store = open_store(self._settings.store, self._settings.s3)
+            for item in list(store.list(f"{RunKeys(run_id).prefix}/")):
+                store.delete(item.key)
+
+
+def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:
+    """Tokenize a dataset's first rows, and show some of them."""
+    opened = open_dataset(dataset, request.source)
+    examples = _Counted(iter(opened), request.max_rows)
+    tally, shown = Tally(opened.kind, request.max_tokens), list[PreviewRow]()
+    truncate = request.too_long == "truncate"
+    with closing(encoded(examples.first(), tokenizer)) as batches:
+        for batch in batches:
+            kept = blocks.keep(batch.block, request.max_tokens, truncate)
+            blocks.count(batch.block, kept, truncate, tally)
+            for row in range(min(len(batch.block.places), request.num_rows - len(shown))):
+                budget = (_MAX_CHARACTERS - sum(len(s.text) for r in shown for s in r.spans)) // 2
+                shown.append(_row(batch.block, kept, row, truncate, tokenizer, budget))
+    problem = None
+    try:
+        tally.refuse_losses(request.max_lost_fraction, request.source.uri)
+    except InvalidInput as error:
+        problem = str(error)
+    return Preview(report=tally.report(), is_complete=examples.is_at_end, problem=problem, rows=tuple(shown))
+
+
+@dataclass
+class _Counted:
+    """The first examples of a stream, and whether they were all."""
+
+    examples: Iterator[Example]
+    limit: int
+    is_at_end: bool = field(default=False, init=False)
+
+    def first(self) -> Iterator[Example]:
+        yield from islice(self.examples, self.limit)
+        self.is_at_end = next(self.examples, None) is None
+
+
+def _row(block: Block, kept: Kept, row: int, truncate: bool, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    start, num_tokens = int(block.start_R[row]), int(block.num_tokens_R[row])
+    here = slice(start, start + num_tokens)
+    target_T = kept.target_T[here]
+    spans, is_cut = list[Span](), False
+    for trained, run in groupby(range(num_tokens), key=lambda t: bool(target_T[t])):
+        tokens = np.fromiter(run, dtype=np.int64)
+        if is_cut := budget <= 0 or len(tokens) > budget:
+            tokens = tokens[: max(0, budget)]
+        if len(tokens):
+            text = tokenizer.decode(block.id_T[here][tokens].tolist())
+            budget -= len(text)
+            spans.append(Span(text=text, trained=trained))
+        if is_cut:
+            break
+    return PreviewRow(
+        place=block.places[row],
+        fate=_fate(kept, row, truncate),
+        num_tokens=num_tokens,
+        num_targets=int(target_T.sum()),
+        spans=tuple(spans),
+        is_cut=is_cut,
+    )
+
+
+def _fate(kept: Kept, row: int, truncate: bool) -> Literal["kept", "truncated", "too_long", "fully_masked"]:
+    if kept.kept_R[row]:
+        return "truncated" if kept.too_long_R[row] else "kept"
+    return "too_long" if kept.too_long_R[row] and not truncate else "fully_masked"

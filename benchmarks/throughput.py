@@ -1,0 +1,193 @@
+"""Training throughput against transformers + PEFT, padded and packed, in one run.
+
+    python -m benchmarks.throughput [--hidden 256 512] [--dtype float32 bfloat16] [--rounds 3] [--out FILE.json]
+
+LoRA r=16 on all linears of a 4-layer Qwen3 model with a vocabulary of 32,000, on rows of seeded lognormal(5.6, 0.7) lengths of
+at most 1,024 tokens; every token but a row's first is a target. Real tokens a second, of forward, backward and AdamW. All take
+the same rows, the same threads and sdpa attention, a step of their own for each batch (padded: 8 rows, sorted by nothing;
+packed: a bin of up to 1,024 tokens with restarting positions). Rounds are interleaved, so that a busy machine hits all
+alike; the best round counts.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from examples.tiny_model import make_tiny_model
+from megatron_worker.engine import Batch
+from megatron_worker.losses import loss_function
+from megatron_worker.megatron.engine import MegatronEngine
+from shared.jobs import LINEARS, Adam, CrossEntropy, Lora
+from shared.layout import Layout
+
+VOCAB_SIZE = 32_000
+BIN_TOKENS = 1024
+NUM_ROWS = 64
+Step = Callable[[], None]
+
+
+def make_rows() -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(5.6, 0.7, NUM_ROWS), 32, BIN_TOKENS).astype(int)
+    return [generator.integers(3, VOCAB_SIZE, n).tolist() for n in lengths]
+
+
+def best_fit_decreasing(rows: list[list[int]]) -> list[list[list[int]]]:
+    bins: list[list[list[int]]] = []
+    for row in sorted(rows, key=len, reverse=True):
+        fitting = [b for b in bins if sum(map(len, b)) + len(row) <= BIN_TOKENS]
+        if fitting:
+            max(fitting, key=lambda b: sum(map(len, b))).append(row)
+        else:
+            bins.append([row])
+    return bins
+
+
+def make_model(folder: Path, hidden: int) -> Path:
+    """The shape of shared/probes/throughput.py: heads of 64, half as many key/value heads, a feed-forward of 3 x hidden."""
+    heads = hidden // 64
+    return make_tiny_model(
+        folder,
+        ["a benchmark"],
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        num_layers=4,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 2),
+        head_dim=64,
+        tied=False,
+    )
+
+
+def reference(model: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=list(LINEARS))
+    # Adapters in the model's dtype, as ours: in float32, which is PEFT's default, bf16 would be slower still.
+    peft_model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    return peft_model, torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4)
+
+
+def reference_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+    loss = model(**batch).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def padded_batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)], labels[i, : len(row)] = torch.tensor(row), 1, torch.tensor(row)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def packed_batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Restarting positions are transformers' own sign of packing; the first label of a row is no target."""
+    ids = torch.tensor([[t for row in rows for t in row]])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def our_batch(rows: list[list[int]]) -> Batch:
+    position_T = torch.cat([torch.arange(len(row)) for row in rows])
+    token_id_T, index_T = torch.tensor([t for row in rows for t in row]), torch.arange(len(position_T))
+    target_N = index_T[position_T > 0]
+    zeros_N = torch.zeros(len(target_N))
+    return Batch(
+        token_id_T=token_id_T,
+        position_T=position_T,
+        parent_T=torch.where(position_T == 0, -1, index_T - 1),
+        hidden_index_N=target_N - 1,
+        label_N=token_id_T[target_N],
+        weight_N=torch.ones(len(target_N)),
+        advantage_N=zeros_N,
+        old_logprob_N=zeros_N,
+        ref_logprob_N=zeros_N,
+        sequence_N=torch.zeros(len(target_N), dtype=torch.long),
+    )
+
+
+def contestants(model: Path, dtype: str, rows: list[list[int]]) -> dict[str, list[Step]]:
+    """For each, the steps that train on all rows once."""
+    peft_model, optimizer = reference(model, getattr(torch, dtype))
+    bins = best_fit_decreasing(rows)
+    padded = [padded_batch(rows[i : i + 8]) for i in range(0, len(rows), 8)]
+    packed = [packed_batch(b) for b in bins]
+    engine = MegatronEngine(model, Layout(), dtype)  # type: ignore[arg-type]
+    engine.add_adapter("run", Lora(rank=16, alpha=32), seed=0)
+    loss = loss_function(CrossEntropy())
+
+    def ours(batch: Batch) -> None:
+        sums = engine.forward_backward(batch, loss)
+        engine.optim_step(Adam(), 1e-4, float(sums["weight"]))
+
+    return {
+        "transformers_padded": [lambda b=b: reference_step(peft_model, optimizer, b) for b in padded],
+        "transformers_packed": [lambda b=b: reference_step(peft_model, optimizer, b) for b in packed],
+        "longshore": [lambda b=our_batch(b): ours(b) for b in bins],
+    }
+
+
+def measure(model: Path, dtype: str, rows: list[list[int]], rounds: int) -> dict[str, float]:
+    """Real tokens a second of each contestant's best round, after one step to warm up."""
+    steps = contestants(model, dtype, rows)
+    for own in steps.values():
+        own[0]()
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(rounds):
+        for name, own in steps.items():
+            began = time.perf_counter()
+            for step in own:
+                step()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return {name: sum(map(len, rows)) / seconds for name, seconds in best.items()}
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = make_rows()
+    figures = []
+    for hidden in arguments.hidden:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_model(Path(folder), hidden)
+            for dtype in arguments.dtype:
+                speed = measure(model, dtype, rows, arguments.rounds)
+                ratios = {f"against_{n}": speed["longshore"] / s for n, s in speed.items() if n != "longshore"}
+                figures.append({"hidden": hidden, "dtype": dtype, "tokens_per_s": speed, **ratios})
+                print(json.dumps({k: v for k, v in figures[-1].items()}), flush=True)
+    hardware = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": arguments.threads}
+    result = {"benchmark": "throughput", "commit": commit(), "hardware": hardware, "torch": torch.__version__}
+    result |= {"num_rows": len(rows), "num_tokens": sum(map(len, rows)), "figures": figures}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""How fast a dataset becomes units: read, rendered, encoded, masked, written.
+
+    python -m benchmarks.tokenize [--rows FILE --prompt-field question --completion-field answer]
+
+Prints one JSON object with the hardware. The tokenizer is a byte-level BPE of 32k tokens, trained on these rows.
+"""
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+from activities.tokenize import TokenizeRequest, write_units
+from activities.tokenizer import ModelTokenizer
+from examples.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS
+from shared.jobs import Artifact
+from shared.runs import DatasetSource
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=GSM8K)
+    parser.add_argument("--prompt-field", default="question")
+    parser.add_argument("--completion-field", default="answer")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    source = DatasetSource(
+        uri=options.rows.as_uri(), prompt_field=options.prompt_field, completion_field=options.completion_field
+    )
+    print(json.dumps(measure(options.rows, source, options.repeats), indent=1))
+
+
+def measure(rows: Path, source: DatasetSource, repeats: int) -> dict[str, object]:
+    tokenizer = make_tokenizer(rows.read_text().splitlines())
+    unused = Artifact(uri="file:///", sha256="0" * 64)
+    request = TokenizeRequest(dataset=unused, source=source, model=unused, max_tokens=2048)
+    seconds = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as dataset:
+            (Path(dataset) / rows.name).symlink_to(rows.resolve())
+            started = time.perf_counter()
+            report = write_units(Path(dataset), tokenizer, request, Path(folder))
+            seconds.append(time.perf_counter() - started)
+    return {
+        "rows": report.num_rows,
+        "tokens": report.num_tokens,
+        "seconds": [round(s, 3) for s in seconds],
+        "tokens_per_s_best": round(report.num_tokens / min(seconds)),
+        "tokens_per_s_median": round(report.num_tokens / sorted(seconds)[len(seconds) // 2]),
+        "cores": os.cpu_count(),
+        "machine": platform.platform(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def make_tokenizer(corpus: list[str], vocab_size: int = 32_000) -> ModelTokenizer:
+    """A tokenizer of a real one's size and kind, with the tiny model's chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    files = {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    return ModelTokenizer(files, "benchmark")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A lease held in a thread, as a host's poller would hold it, for the tests of leases and jobs."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from temporalio.testing import ActivityEnvironment
+
+from activities.lease import Lease, LeaseGrant, LeaseRequest
+from activities.worker_pool import WorkerPool
+from activities.worker_process import WorkerCommand, processes_of
+from shared.jobs import JobPlan
+from shared.leases import WorkerKey
+from shared.paths import HostPaths
+from shared.store import LocalStore, ObjectStore
+from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand, wait_until
+
+
+class Host:
+    """A host's folders, store and pool, without Temporal."""
+
+    def __init__(self, root: Path, step_s: float = 0.01, idle_s: float = 30.0, command: WorkerCommand | None = None):
+        self.paths = HostPaths(root / "host")
+        self.store: ObjectStore = LocalStore(root / "store")
+        command = command or StandInCommand(step_s)
+        self.pool = WorkerPool(self.paths, command, {"PYTHONPATH": str(REPOSITORY)}, idle_s)
+
+    def worker_ids(self) -> list[str]:
+        """Of workers with a folder."""
+        return [folder.name for folder in self.paths.workers.glob("*")]
+
+    def num_processes(self, worker_id: str) -> int:
+        return len(processes_of(worker_id))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.pool.close()
+
+
+class HeldLease:
+    """The lease activity in a thread; `grant` once it is given, `error` once it failed."""
+
+    def __init__(self, host: Host, plan: JobPlan, epoch: int, ready_timeout_s: float = 30.0) -> None:
+        self.environment = ActivityEnvironment()
+        self.error: BaseException | None = None
+        self.notebook = Notebook()
+        lease = Lease(host.pool, host.store, self.notebook, "host-queue")
+        key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+        request = LeaseRequest(run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s)
+
+        def hold() -> None:
+            try:
+                self.environment.run(lease.lease, request)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=hold, daemon=True)
+        self.thread.start()
+
+    @property
+    def grant(self) -> LeaseGrant:
+        grants = wait_until(lambda: self.notebook.of("leased") or (["failed"] if self.error else None), "a grant")
+        assert isinstance(grants[0], LeaseGrant), self.error
+        return grants[0]
+
+    def release(self) -> None:
+        self.environment.cancel()
+        self.ended()
+
+    def ended(self) -> BaseException | None:
+        """Wait for the end; what it ended with."""
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        return self.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.release()

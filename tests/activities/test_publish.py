@@ -1,0 +1,162 @@
+"""Publishing: versions, what a published adapter holds, and that doing it twice changes nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from activities.model_card import model_card
+from activities.publish import Publish, PublishRequest, claim_version
+from activities.record_result import RecordResult, ReopenRequest
+from shared.artifacts import seal, sha256_file, stage, upload
+from shared.errors import CorruptArtifact
+from shared.jobs import Artifact, Fence, Full
+from shared.paths import RunKeys, published_version
+from shared.runs import CheckpointRef, DatasetSource, RunStatus, SFTRun
+from shared.settings import Settings
+from shared.store import LocalStore, ObjectStore, open_store
+from tests.workflows.stand_in import artifact
+from tests.workflows.stand_in_worker import adapter_bytes
+
+METRICS = {"loss": 0.25, "eval_loss": 0.5, "step_time_s": 1.234, "tokens_per_s": 99.0}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(root=tmp_path / "root")
+
+
+@pytest.fixture
+def store(settings: Settings) -> ObjectStore:
+    return open_store(settings.store, settings.s3)
+
+
+def request_for(store: ObjectStore, tmp_path: Path, run_id: str = "r1", name: str | None = "harbour", **changes):
+    checkpoint = tmp_path / f"checkpoint-{run_id}"
+    (checkpoint / "weights").mkdir(parents=True)
+    (checkpoint / "weights" / "adapter_model.safetensors").write_bytes(adapter_bytes(7, 20))
+    (checkpoint / "weights" / "adapter_config.json").write_text('{"r": 16, "base_model_name_or_path": null}')
+    (checkpoint / "state.json").write_text("{}")
+    seal(checkpoint)
+    store.put_bytes("report.json", json.dumps({"num_rows": 12, "lengths": [1, 2]}).encode())
+    return PublishRequest(
+        run_id=run_id,
+        run=SFTRun(
+            name=name,
+            model="file:///models/tiny",
+            dataset=DatasetSource(uri="https://me:password@data.example/rows.jsonl?signature=secret"),
+            epochs=1,
+            batch_size=4,
+            **changes,
+        ),
+        model=artifact(
+            store, tmp_path / f"model-{run_id}", "model", config_json="{}", tokenizer_json="{}", weights_json="x"
+        ),
+        checkpoint=CheckpointRef(
+            step=20, fence=Fence(epoch=1), artifact=upload(store, f"checkpoint-{run_id}", checkpoint)
+        ),
+        report_uri=f"{store.uri}/report.json",
+        metrics=METRICS,
+    )
+
+
+def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, store, tmp_path: Path) -> None:
+    published = Publish(settings).publish(request_for(store, tmp_path))
+    assert (published.name, published.version) == ("harbour", 1)
+    assert published.uri == f"{store.uri}/{published_version('adapters', 'harbour', 1)}"
+    folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
+    assert (folder / "adapter_model.safetensors").read_bytes() == adapter_bytes(7, 20)
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    assert config == {"r": 16, "base_model_name_or_path": "/models/tiny"}
+    card = (folder / "README.md").read_text()
+    for words in ("file:///models/tiny", "| eval_loss | 0.5 |", "| LoRA rank | 16 |", "| num_rows | 12 |"):
+        assert words in card
+    for secret in ("password", "signature", "tokens_per_s", "step_time_s"):
+        assert secret not in card
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    ]
+    assert not list((settings.root_path / "scratch").iterdir())
+
+
+def test_publishing_again_is_the_same_version_and_another_run_gets_the_next(settings, store, tmp_path: Path) -> None:
+    first = request_for(store, tmp_path)
+    publish = Publish(settings).publish
+    published = publish(first)
+    other = publish(request_for(store, tmp_path, run_id="r2"))
+    again = publish(first.model_copy(update={"metrics": {"loss": 9.0}}))
+    assert again == published
+    assert other.version == 2
+    assert other.sha256 == published.sha256, "the same training gives the same manifest, whatever its version"
+
+
+def test_a_claim_that_was_never_filled_is_filled_by_its_run(settings, store, tmp_path: Path) -> None:
+    assert claim_version(store, "adapters", "harbour", "r1") == 1
+    assert claim_version(store, "adapters", "harbour", "r2") == 2
+    assert claim_version(store, "adapters", "harbour", "r3") == 3
+    published = Publish(settings).publish(request_for(store, tmp_path, run_id="r2"))
+    assert published.version == 2
+
+
+def test_a_run_without_a_name_publishes_under_its_id(settings, store, tmp_path: Path) -> None:
+    assert Publish(settings).publish(request_for(store, tmp_path, name=None)).name == "r1"
+
+
+def test_a_fully_trained_model_takes_the_rest_of_its_folder_from_the_base(settings, store, tmp_path: Path) -> None:
+    request = request_for(store, tmp_path, trainable=Full())
+    checkpoint = tmp_path / "full"
+    (checkpoint / "weights").mkdir(parents=True)
+    (checkpoint / "weights" / "model.safetensors").write_bytes(b"trained")
+    (checkpoint / "weights" / "config.json").write_text('{"trained": true}')
+    seal(checkpoint)
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "model-1.safetensors"):
+        (base / name).write_text("base")
+    (base / "model.safetensors.index.json").write_text("base")
+    seal(base)
+    ref = request.checkpoint.model_copy(update={"artifact": upload(store, "full", checkpoint)})
+    published = Publish(settings).publish(
+        request.model_copy(update={"checkpoint": ref, "model": upload(store, "base", base)})
+    )
+    folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
+    assert "/models/published/harbour/v000001" in published.uri
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "README.md",
+        "manifest.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    assert (folder / "config.json").read_text() == '{"trained": true}'
+    assert (folder / "model.safetensors").read_bytes() == b"trained"
+    assert len(sha256_file(folder / "tokenizer.json")) == 64
+
+
+def test_a_checkpoint_that_was_changed_is_refused(settings, store, tmp_path: Path) -> None:
+    request = request_for(store, tmp_path)
+    store.put_bytes("checkpoint-r1/weights/adapter_model.safetensors", adapter_bytes(8, 20))
+    with pytest.raises(CorruptArtifact, match="SHA-256"):
+        Publish(settings).publish(request)
+
+
+def test_the_card_is_the_same_text_for_the_same_run(store, tmp_path: Path) -> None:
+    run = request_for(store, tmp_path).run
+    other_clock = METRICS | {"step_time_s": 5.0, "tokens_per_s": 1.0}
+    assert model_card(run, METRICS, {"num_rows": 1}) == model_card(run, other_clock, {"num_rows": 1})
+    assert model_card(run, METRICS, {"num_rows": 1}) != model_card(run, METRICS | {"loss": 0.3}, {"num_rows": 1})
+
+
+def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, store: LocalStore) -> None:
+    record = RecordResult(settings)
+    status = RunStatus(run_id="r1", state="cancelled", step=3)
+    record.record_result(status)
+    assert RunStatus.model_validate_json(store.get_bytes(RunKeys("r1").result)) == status
+    record.reopen(ReopenRequest(run_id="r1"))
+    record.reopen(ReopenRequest(run_id="r1"))
+    assert store.head(RunKeys("r1").result) is None

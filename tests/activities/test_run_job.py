@@ -1,0 +1,290 @@
+"""Jobs on a real worker process: what stands in the store, what is left on the disk, and what is answered."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from temporalio.testing import ActivityEnvironment
+
+from activities.checkpoints import newest, standing
+from activities.find_checkpoint import FindCheckpoint, FindCheckpointRequest
+from activities.progress import ProgressReport
+from activities.run_job import JobRequest, JobResult, RunJob
+from activities.worker_process import processes_of
+from shared.artifacts import find, read_manifest
+from shared.errors import WorkerLost
+from shared.events import Cancelled, Step, Succeeded
+from shared.jobs import Fence, Job, JobPlan
+from shared.paths import RunKeys
+from shared.run_events import read_events
+from shared.runs import CheckpointRef
+from shared.settings import S3Settings, Settings
+from shared.store import open_store, open_uri
+from tests.activities.lease_on_thread import HeldLease, Host
+from tests.conftest import S3Server
+from tests.workflows.stand_in import artifact, job_plan, wait_until
+from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
+
+KEYS = RunKeys("r1")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with Host(tmp_path) as host:
+        yield host
+
+
+def plan_for(host: Host, tmp_path: Path, **changes: int) -> JobPlan:
+    return job_plan(artifact(host.store, tmp_path / "any", "any", x_json="{}"), **changes)
+
+
+class Running:
+    """The run_job activity in a thread."""
+
+    def __init__(self, host: Host, lease: HeldLease, plan: JobPlan, start: CheckpointRef | None = None, **changes):
+        self.environment = ActivityEnvironment()
+        self.result: JobResult | None = None
+        self.error: BaseException | None = None
+        grant = lease.grant
+        fields = {"fence": grant.fence, "worker_id": grant.worker_id, "cancel_grace_s": 20.0, **changes}
+        request = JobRequest(plan=plan, start=start, **fields)
+        activity = RunJob(host.pool, host.store, lease.notebook)
+
+        def work() -> None:
+            try:
+                self.result = self.environment.run(activity.run_job, request)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=work, daemon=True)
+        self.thread.start()
+
+    def ended(self) -> JobResult:
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        if self.error:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+
+def weights(host: Host, checkpoint: CheckpointRef | None, s3: S3Settings | None = None) -> bytes:
+    assert checkpoint is not None
+    store, key = open_uri(checkpoint.artifact.uri, s3 or S3Settings())
+    return store.get_bytes(f"{key}/weights/adapter_model.safetensors")
+
+
+def steps(events) -> list[int]:
+    return [event.step for event in events if isinstance(event, Step)]
+
+
+def test_a_job_ends_with_everything_in_the_store_and_nothing_on_the_disk(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path)
+    with HeldLease(host, plan, epoch=1) as lease:
+        result = Running(host, lease, plan).ended()
+        worker = host.paths.worker(lease.grant.worker_id)
+        assert not list((worker.root / "outputs").rglob("*.*"))
+        assert not list((worker.root / "scratch").glob("*"))
+    assert (result.outcome, result.step, result.problem) == ("succeeded", 20, None)
+    assert result.metrics["loss"] == pytest.approx(1 / 20)
+    assert weights(host, result.checkpoint) == adapter_bytes(7, 20)
+    events, _ = read_events(host.store, "r1")
+    assert steps(events) == list(range(1, 21))
+    assert isinstance(events[-1], Succeeded)
+    assert host.store.head(KEYS.log("000001", Fence(epoch=1))) is not None
+    assert not list(host.store.list(f"{KEYS.logs}/000001/e000001-a01/parts/")), "the whole log replaced its pieces"
+    assert Job.model_validate_json(host.store.get_bytes(KEYS.job("000001", Fence(epoch=1)))).plan == plan
+
+
+def test_the_newest_checkpoints_are_kept_whole_and_older_ones_go(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path, num_steps=20, every_steps=2, keep=3)
+    with HeldLease(host, plan, epoch=1) as lease:
+        result = Running(host, lease, plan).ended()
+    left = standing(host.store, "r1")
+    assert [checkpoint.step for checkpoint in left] == [16, 18, 20]
+    for checkpoint in left:
+        found = find(host.store, checkpoint.key)
+        assert found is not None
+        files = {f"{checkpoint.key}/{e.path}" for e in read_manifest(host.store, checkpoint.key, found.sha256).files}
+        assert files < {info.key for info in host.store.list(checkpoint.key)}
+    all_keys = [info.key for info in host.store.list(KEYS.checkpoints)]
+    assert len(all_keys) == 3 * 4, "no file of an older checkpoint is left"
+    assert result.checkpoint == newest(host.store, "r1")
+
+
+def test_what_an_older_lease_left_half_carried_goes(host: Host, tmp_path: Path) -> None:
+    half = f"{KEYS.checkpoint(Fence(epoch=1), 3)}/state.json"
+    running = f"{KEYS.checkpoint(Fence(epoch=3), 3)}/state.json"
+    host.store.put_bytes(half, b"{}")
+    host.store.put_bytes(running, b"{}")
+    plan = plan_for(host, tmp_path)
+    with HeldLease(host, plan, epoch=2) as lease:
+        Running(host, lease, plan).ended()
+    assert host.store.head(half) is None
+    assert host.store.head(running) is not None, "a newer lease's is not ours to judge"
+
+
+def test_a_job_whose_results_go_to_s3(tmp_path: Path, s3_server: S3Server) -> None:
+    with Host(tmp_path) as host:
+        host.store = open_store(f"{s3_server.uri}/job-{tmp_path.name}", s3_server.settings)
+        plan = plan_for(host, tmp_path, num_steps=12, every_steps=3, keep=2)
+        with HeldLease(host, plan, epoch=1) as lease:
+            result = Running(host, lease, plan).ended()
+        assert result.checkpoint == newest(host.store, "r1")
+        assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [9, 12]
+        assert weights(host, result.checkpoint, s3_server.settings) == adapter_bytes(7, 12)
+        events, _ = read_events(host.store, "r1")
+        assert steps(events) == list(range(1, 13))
+
+
+def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path, num_steps=10, every_steps=5)
+    with HeldLease(host, plan, epoch=1) as lease:
+        Running(host, lease, plan).ended()
+    host.store.delete(f"{standing(host.store, 'r1')[-1].key}/state.json")
+    found = newest(host.store, "r1")
+    assert found is not None
+    assert found.step == 5
+    host.store.delete(f"{standing(host.store, 'r1')[0].key}/manifest.json")
+    assert newest(host.store, "r1") is None
+    settings = Settings(root=tmp_path, store_uri=host.store.uri)
+    point = FindCheckpoint(settings).find_checkpoint(FindCheckpointRequest(run_id="r1"))
+    assert (point.checkpoint, point.last_epoch) == (None, 1)
+
+
+def test_a_cancelled_job_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    with Host(tmp_path, step_s=0.05) as host:
+        plan = plan_for(host, tmp_path, num_steps=30, every_steps=10)
+        with HeldLease(host, plan, epoch=1) as lease:
+            job = Running(host, lease, plan)
+            wait_until(lambda: steps(read_events(host.store, "r1")[0])[-1:] > [2], "some steps")
+            job.environment.cancel()
+            asked_at = time.monotonic()
+            result = job.ended()
+            assert time.monotonic() - asked_at < 2
+            assert result.outcome == "cancelled"
+            assert 2 < result.step < 30
+            assert result.checkpoint is not None
+            assert result.checkpoint.step == result.step
+            assert isinstance(read_events(host.store, "r1")[0][-1], Cancelled)
+            assert lease.thread.is_alive(), "the worker is free, not dead"
+        with HeldLease(host, plan, epoch=2) as lease:
+            end = Running(host, lease, plan, start=result.checkpoint).ended()
+        assert weights(host, end.checkpoint) == adapter_bytes(7, 30)
+
+
+def test_a_worker_that_does_not_hear_a_cancel_is_ended_after_the_grace(tmp_path: Path) -> None:
+    with Host(tmp_path, step_s=0.05) as host:
+        plan = plan_for(host, tmp_path, num_steps=1000, every_steps=2, seed=SEEDS["deaf"])
+        lease = HeldLease(host, plan, epoch=1)
+        job = Running(host, lease, plan, cancel_grace_s=0.5)
+        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        job.environment.cancel()
+        result = job.ended()
+        assert result.outcome == "cancelled"
+        assert result.checkpoint == newest(host.store, "r1")
+        assert isinstance(lease.ended(), WorkerLost)
+        assert host.num_processes(lease.grant.worker_id) == 0
+        assert host.worker_ids() == []
+
+
+def test_what_a_dying_worker_saved_is_carried_and_its_last_words_are_told(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path, num_steps=10, every_steps=1, seed=SEEDS["dies"])
+    lease = HeldLease(host, plan, epoch=1)
+    with pytest.raises(WorkerLost, match=r"signal 9(.|\n)*the stand-in dies of its seed"):
+        Running(host, lease, plan).ended()
+    assert steps(read_events(host.store, "r1")[0]) == [1]
+    assert b"dies of its seed" in host.store.get_bytes(KEYS.output("000001", Fence(epoch=1)))
+    assert isinstance(lease.ended(), WorkerLost)
+    assert host.worker_ids() == []
+
+
+def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    with Host(tmp_path, step_s=0.02) as host:
+        plan = plan_for(host, tmp_path, num_steps=200, every_steps=10)
+        lease = HeldLease(host, plan, epoch=1)
+        job = Running(host, lease, plan)
+        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        for process in processes_of(lease.grant.worker_id):
+            process.kill()
+        with pytest.raises(WorkerLost):
+            job.ended()
+        lease.ended()
+        with HeldLease(host, plan, epoch=2) as lease:
+            end = Running(host, lease, plan, start=newest(host.store, "r1")).ended()
+        assert weights(host, end.checkpoint) == adapter_bytes(7, 200)
+
+
+def test_a_failed_job_answers_with_its_problem(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path, seed=SEEDS["invalid_input"])
+    with HeldLease(host, plan, epoch=1) as lease:
+        result = Running(host, lease, plan).ended()
+        assert result.outcome == "failed"
+        assert result.problem is not None
+        assert result.problem.kind == "invalid_input"
+        assert "layout.tp" in result.problem.message
+        assert result.checkpoint is None
+
+
+def test_a_job_of_an_older_fence_is_refused_by_the_host(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path)
+    with HeldLease(host, plan, epoch=1) as old:
+        old_grant = old.grant
+    with HeldLease(host, plan, epoch=2) as lease:
+        assert lease.grant.worker_id == old_grant.worker_id
+        with pytest.raises(WorkerLost, match="no longer serves"):
+            Running(host, lease, plan, fence=old_grant.fence).ended()
+    assert not list(host.store.list(KEYS.logs))
+
+
+def test_a_leaving_host_ends_the_worker_and_the_job(tmp_path: Path) -> None:
+    with Host(tmp_path, step_s=0.05) as host:
+        plan = plan_for(host, tmp_path, num_steps=1000)
+        lease = HeldLease(host, plan, epoch=1)
+        job = Running(host, lease, plan)
+        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        job.environment.worker_shutdown()
+        with pytest.raises(WorkerLost, match="shutting down"):
+            job.ended()
+        lease.ended()
+        assert host.worker_ids() == []
+
+
+def test_progress_is_told_at_once_and_then_seldom(tmp_path: Path) -> None:
+    with Host(tmp_path, step_s=0.01) as host:
+        plan = plan_for(host, tmp_path, num_steps=300, every_steps=100)
+        with HeldLease(host, plan, epoch=1) as lease:
+            Running(host, lease, plan).ended()
+            told = lease.notebook.of("progress")
+    assert all(isinstance(report, ProgressReport) and report.fence.epoch == 1 for report in told)
+    assert 2 <= len(told) <= 4, "the first, and one every two seconds of about four"
+    assert told[0].step < 30
+    assert [report.step for report in told] == sorted({report.step for report in told})
+
+
+def test_an_unreachable_store_ends_the_job_without_a_process_left(tmp_path: Path, monkeypatch) -> None:
+    from shared.errors import StoreUnavailable
+
+    class Away:
+        """A store that takes nothing."""
+
+        uri = "file:///away"
+
+        def __getattr__(self, name: str):
+            def refuse(*_: object) -> None:
+                raise StoreUnavailable("the store is away")
+
+            return refuse
+
+    monkeypatch.setattr("activities.carry._PATIENCE_S", (0.05, 0.05))
+    with Host(tmp_path, step_s=0.05) as host:
+        plan = plan_for(host, tmp_path, num_steps=1000)
+        lease = HeldLease(host, plan, epoch=1)
+        assert lease.grant
+        host.store = Away()  # type: ignore[assignment]
+        with pytest.raises(StoreUnavailable, match="away"):
+            Running(host, lease, plan).ended()
+        lease.ended()
+        assert host.worker_ids() == []

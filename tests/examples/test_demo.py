@@ -1,0 +1,43 @@
+"""The demonstration's commands and its page, without the minutes of its runs (tests/end_to_end has real runs)."""
+
+import io
+
+import pytest
+import typer
+from rich.console import Console
+
+from examples import demo
+from service.cli.main import app
+
+
+@pytest.mark.parametrize("options", [demo.BASE_RUN, demo.RADIO_RUN])
+def test_options_are_those_of_the_command(options: list[str]) -> None:
+    from service.cli.submit_commands import _checked, _trainable  # the command's own check, before anything is sent
+
+    command = typer.main.get_command(app).commands["submit"].commands["sft"]  # type: ignore[attr-defined]
+    context = command.make_context("sft", ["--model", "m", "--dataset", "d", *options])
+    given = context.params
+    assert (given["full"], given["lora_rank"]) in ((True, None), (False, 16))
+    fields = {
+        name: given[name] for name in ("name", "epochs", "batch_size", "learning_rate", "max_tokens", "num_samples")
+    }
+    trainable = _trainable(given["full"], given["lora_rank"], given["lora_alpha"], given["lora_targets"])
+    run = _checked({**fields, "model": "m", "dataset": {"uri": "d"}, "trainable": trainable})
+    assert run.num_samples >= demo.NUM_SHOWN
+
+
+def test_change_shows_the_first_and_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluated(step: int, loss: float, completion: str) -> dict:
+        prompt = "<|im_start|>user\nWhat does the Iris carry?<|im_end|>\n<|im_start|>assistant\n"
+        sample = {"prompt": prompt, "completion": completion, "reference": "The Iris carries wool."}
+        return {"event": "evaluated", "step": step, "metrics": {"loss": loss}, "samples": [sample]}
+
+    page = io.StringIO()
+    monkeypatch.setattr(demo, "console", Console(file=page, width=120))
+    demo.show_change(
+        [evaluated(0, 7.0, "aaa"), {"event": "step"}, evaluated(5, 3.0, "bbb"), evaluated(9, 0.25, "wool!")]
+    )
+    text = page.getvalue()
+    assert "7.000 before, 0.250 after 9 steps" in text
+    assert "What does the Iris carry?" in text and "aaa" in text and "wool!" in text and "im_start" not in text
+    assert "bbb" not in text

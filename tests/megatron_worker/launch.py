@@ -1,0 +1,27 @@
+"""Starts torchrun as a user would: a real launcher, real ranks, gloo on loopback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def torchrun_command(module: str, *arguments: str, num_ranks: int = 1) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    return [*launcher, "-m", module, *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | variables
+
+
+def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
+    """Run to the end; stdout of all ranks. A rank that fails fails the test, with what it said."""
+    command = torchrun_command(module, *arguments, num_ranks=num_ranks)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

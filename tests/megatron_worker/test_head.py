@@ -1,0 +1,136 @@
+"""The head against float64 log_softmax: values, gradients, chunks, shards, padding, memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_worker.engine import Outputs
+from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
+from tests.megatron_worker.launch import torchrun
+
+NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden_NH, weight_VH, label_N, and a gradient to send back."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_NH = torch.randn(NUM_TARGETS, HIDDEN_SIZE, generator=generator, dtype=torch.float64).to(dtype)
+    weight_VH = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64).to(dtype)
+    label_N = torch.randint(0, VOCAB_SIZE, (NUM_TARGETS,), generator=generator)
+    grad_N = torch.randn(NUM_TARGETS, generator=generator, dtype=torch.float64)
+    return hidden_NH.requires_grad_(), weight_VH.requires_grad_(), label_N, grad_N
+
+
+def reference(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Tensor) -> tuple[Tensor, ...]:
+    """Log-probability, entropy, and both gradients, in float64 by autograd."""
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
+    logprob_NV = (hidden @ weight.t()).log_softmax(dim=-1)
+    logprob_N = logprob_NV.gather(1, label_N[:, None])[:, 0]
+    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
+    logprob_N.backward(grad_N)
+    return logprob_N.detach(), entropy_N.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
+def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, tolerance: float, chunk_tokens: int):
+    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
+    logprob_N, entropy_N, by_hidden, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
+    outputs, shard = Outputs(entropy=True), whole_vocabulary(VOCAB_SIZE)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens)
+    scores.logprob_N.backward(grad_N.to(scores.logprob_N.dtype))
+    for ours, theirs in (
+        (scores.logprob_N, logprob_N),
+        (scores.entropy_N, entropy_N),
+        (hidden_NH.grad, by_hidden),
+        (weight_VH.grad, by_weight),
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_gradcheck():
+    hidden_NH, weight_VH, label_N, _ = inputs(torch.float64)
+
+    def logprob(hidden: Tensor, weight: Tensor) -> Tensor:
+        return score_targets(hidden, weight, label_N[:7], Outputs(), whole_vocabulary(VOCAB_SIZE), 3).logprob_N
+
+    assert torch.autograd.gradcheck(logprob, (hidden_NH.detach()[:7].requires_grad_(), weight_VH))
+
+
+def test_frozen_weights_get_no_gradient_and_change_none_of_the_hidden_ones():
+    hidden_NH, weight_VH, label_N, grad_N = inputs()
+    _, _, by_hidden, _ = reference(hidden_NH, weight_VH, label_N, grad_N)
+    frozen_VH = weight_VH.detach()
+    score_targets(hidden_NH, frozen_VH, label_N, Outputs(), whole_vocabulary(VOCAB_SIZE)).logprob_N.backward(
+        grad_N.float()
+    )
+    assert frozen_VH.grad is None
+    torch.testing.assert_close(hidden_NH.grad.double(), by_hidden, rtol=5e-6, atol=5e-6)
+
+
+def test_bfloat16_is_as_close_as_its_logits_are():
+    """The reference sees the same bfloat16 inputs. Logits are rounded once, by 2^-9 of themselves: the label's own, and
+    those in the normaliser."""
+    hidden_NH, weight_VH, label_N, grad_N = inputs(torch.bfloat16)
+    logprob_N, _, by_hidden, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
+    scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(VOCAB_SIZE), 8)
+    assert scores.logprob_N.dtype == torch.float32
+    scores.logprob_N.backward(grad_N.float())
+    largest_logit = float((hidden_NH.double() @ weight_VH.double().t()).abs().max())
+    torch.testing.assert_close(scores.logprob_N.double(), logprob_N, rtol=0.0, atol=2 * 2**-9 * largest_logit)
+    for ours, theirs in ((hidden_NH.grad, by_hidden), (weight_VH.grad, by_weight)):
+        assert float((ours.double() - theirs).norm() / theirs.norm()) < 0.02
+
+
+def test_padded_rows_never_win():
+    """A vocabulary that was padded for tensor parallelism, its padding as tempting as can be."""
+    hidden_NH, weight_VH, label_N, grad_N = inputs()
+    padded_VH = torch.cat([weight_VH.detach(), torch.full((11, HIDDEN_SIZE), 100.0)]).requires_grad_()
+    shard = VocabShard(first=0, size=VOCAB_SIZE + 11, vocab_size=VOCAB_SIZE)
+    scores = score_targets(hidden_NH, padded_VH, label_N, Outputs(entropy=True), shard)
+    logprob_N, entropy_N, _, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
+    scores.logprob_N.backward(grad_N.float())
+    torch.testing.assert_close(scores.logprob_N.double(), logprob_N, rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(scores.entropy_N.double(), entropy_N, rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(padded_VH.grad[:VOCAB_SIZE].double(), by_weight, rtol=5e-6, atol=5e-6)
+    assert not padded_VH.grad[VOCAB_SIZE:].any()
+
+
+def test_large_logits_stay_finite():
+    hidden_NH, weight_VH, label_N, grad_N = inputs()
+    large_NH = (hidden_NH.detach() * 1e4).requires_grad_()
+    logprob_N, _, _, _ = reference(large_NH, weight_VH, label_N, grad_N)
+    scores = score_targets(large_NH, weight_VH, label_N, Outputs(), whole_vocabulary(VOCAB_SIZE))
+    torch.testing.assert_close(scores.logprob_N.double(), logprob_N, rtol=1e-5, atol=0.1)
+
+
+def test_no_targets_give_empty_scores_and_zero_gradients():
+    hidden_NH, weight_VH, label_N, _ = inputs()
+    none_NH = hidden_NH.detach()[:0].requires_grad_()
+    scores = score_targets(none_NH, weight_VH, label_N[:0], Outputs(entropy=True), whole_vocabulary(VOCAB_SIZE))
+    assert scores.logprob_N.shape == scores.entropy_N.shape == (0,)
+    scores.logprob_N.sum().backward()
+    assert not weight_VH.grad.any()
+
+
+def test_nothing_asked_nothing_computed():
+    hidden_NH, weight_VH, label_N, _ = inputs()
+    scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(logprob=False), whole_vocabulary(VOCAB_SIZE))
+    assert scores.logprob_N is None
+    assert scores.entropy_N is None
+
+
+def test_two_ranks_with_a_shard_each_agree_with_one():
+    """Over gloo, the last shard padded; and again with a second shard that is all padding."""
+    assert torchrun("tests.megatron_worker.head_ranks", num_ranks=2).count("agrees") == 2
+
+
+def test_peak_memory_at_a_large_vocabulary():
+    """4,096 targets of a vocabulary of 151,936: at most 0.5 GB, where log_softmax takes 7."""
+    command = [sys.executable, "-m", "benchmarks.head_memory", "--way", "longshore", "--hidden", "32"]
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert result["peak_gb"] <= 0.5

@@ -1,0 +1,113 @@
+"""The runner around the real engine: a tiny Qwen3 through LoRA, full training, resume and reuse, in a warm process."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_worker.control import Control
+from megatron_worker.staging import Staging
+from megatron_worker.warm_engine import build_engine
+from megatron_worker.worker import Worker
+from shared.artifacts import sha256_file
+from shared.events import Evaluated, Offloaded, Saved, Step, Succeeded
+from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
+from shared.settings import S3Settings
+from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan, write_units
+
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    root = tmp_path_factory.mktemp("megatron")
+    for name, num_units in (("units", 6 * NUM_STEPS), ("held-out-units", 4)):
+        write_units(root / name, num_units, seed=num_units, vocab_size=512)
+    prompts = [{"prompt_ids": [300, 301, 302], "prompt": "three tokens", "reference": "four"}]
+    (root / "held-out-units" / "prompts.json").write_text(json.dumps(prompts))
+    bins = [[[6 * s, 6 * s + 1], [6 * s + 2, 6 * s + 3, 6 * s + 4], [6 * s + 5]] for s in range(NUM_STEPS)]
+    write_plan(root / "plan", root / "units", bins)
+    write_plan(root / "held-out-plan", root / "held-out-units", [[[0, 1], [2, 3]]])
+    data = PackedData(units=sealed(root / "units"), plan=sealed(root / "plan"))
+    held_out = PackedData(units=sealed(root / "held-out-units"), plan=sealed(root / "held-out-plan"))
+    return Workshop(root, sealed(tiny_model), data, held_out, NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def worker(workshop: Workshop) -> Iterator[Worker]:
+    yield new_worker(workshop.root)
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def new_worker(root: Path) -> Worker:
+    control = Control(dist.HashStore(), rank=0, local_rank=0, world_size=1)
+    return Worker(control, Staging(root / "cache", S3Settings(), control), build_engine)
+
+
+def plan(workshop: Workshop, **changes: object) -> JobPlan:
+    fields: dict[str, object] = {
+        "checkpointing": Checkpointing(every_steps=2),
+        "evaluation": Evaluation(data=workshop.held_out, num_samples=1, sample_tokens=4),
+        "schedule": Schedule(kind="constant", learning_rate=5e-3),
+        "trainable": Lora(rank=4, alpha=8),
+    }
+    return workshop.plan(**(fields | changes))
+
+
+def do(worker: Worker, workshop: Workshop, name: str, what: JobPlan, start: Artifact | None = None) -> Job:
+    job = workshop.job(name, what, start)
+    worker.do_one(job)
+    assert isinstance(read_log(job.log_path)[-1], Succeeded), read_log(job.log_path)[-1]
+    return job
+
+
+def weights_sha256(job: Job) -> dict[str, str]:
+    folder = Path(job.checkpoint_dir) / f"step-{NUM_STEPS:08d}" / "weights"
+    return {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
+
+
+def checkpoint(job: Job, step: int) -> Artifact:
+    saved = next(e for e in read_log(job.log_path) if isinstance(e, Saved) and e.step == step)
+    return Artifact(uri=f"file://{saved.path}", sha256=saved.manifest_sha256)
+
+
+def held_out_losses(job: Job) -> list[float]:
+    return [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Evaluated)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()], ids=["lora", "full"])
+def test_a_job_gives_the_same_bytes_whole_resumed_and_after_others(
+    worker: Worker, workshop: Workshop, trainable: Lora | Full, dtype: str
+):
+    name, what = f"{trainable.kind}-{dtype}", plan(workshop, trainable=trainable, dtype=dtype)
+    whole = do(worker, workshop, f"{name}-whole", what)
+    resumed = do(worker, workshop, f"{name}-resumed", what, checkpoint(whole, 2))
+    do(worker, workshop, f"{name}-other", plan(workshop, seed=3, dtype=dtype, trainable=Full()))
+    again = do(worker, workshop, f"{name}-again", what)
+    assert weights_sha256(resumed) == weights_sha256(whole) == weights_sha256(again)
+    assert checkpoint(again, NUM_STEPS).sha256 == checkpoint(whole, NUM_STEPS).sha256
+    assert held_out_losses(again) == held_out_losses(whole)
+    assert held_out_losses(whole)[0] != held_out_losses(whole)[-1]
+
+
+def test_every_metric_of_a_step_is_a_number_one_would_expect(worker: Worker, workshop: Workshop):
+    job = do(worker, workshop, "metrics", plan(workshop))
+    events = read_log(job.log_path)
+    for step in (e.metrics for e in events if isinstance(e, Step)):
+        assert 5 < step["loss"] < 8  # about ln 512
+        assert step["learning_rate"] == 5e-3
+        assert step["num_bins"] == 3
+        assert 0 < step["grad_norm"] < 100
+        assert step["memory_bytes"] > 0
+    offloaded = next(e for e in events if isinstance(e, Offloaded))
+    assert offloaded.device_bytes_after == 0 < offloaded.host_bytes
+    samples = [e.samples for e in events if isinstance(e, Evaluated)]
+    assert [len(s) for s in samples] == [1, 1]
+    assert samples[0][0].completion

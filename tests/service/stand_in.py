@@ -1,0 +1,54 @@
+"""A workflow under the real one's name and with its messages, that needs no worker, model or data."""
+
+import asyncio
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from activities.record_result import Recorded, ReopenRequest
+    from shared.models import Frozen
+    from shared.runs import Problem, RunStart, RunStatus
+
+SUCCEEDS, FAILS, WAITS = 0, 1, 2
+"""Seeds of runs: what the stand-in does with them. A resumed run succeeds."""
+
+
+@workflow.defn(name="SFTWorkflow")
+class StandIn:
+    @workflow.init
+    def __init__(self, start: RunStart) -> None:
+        self._status = RunStatus(run_id=start.run_id, name=start.run.name, num_steps=4, phase="training", step=1)
+
+    @workflow.run
+    async def run(self, start: RunStart) -> RunStatus:
+        if start.resumed:
+            await self._do("reopen", ReopenRequest(run_id=start.run_id))
+        try:
+            if start.run.seed == WAITS and not start.resumed:
+                await workflow.wait_condition(lambda: False)
+        except asyncio.CancelledError:
+            self._show(state="cancelled")
+            await self._do("record_result", self._status)
+            raise
+        if start.run.seed == FAILS and not start.resumed:
+            problem = Problem(kind="invalid_input", message="train.jsonl:3: no assistant turn")
+            self._show(state="failed", problem=problem)
+            await self._do("record_result", self._status)
+            raise ApplicationError(problem.message, type=problem.kind, non_retryable=True)
+        self._show(state="succeeded", phase="done", step=4, metrics={"loss": 1.5})
+        await self._do("record_result", self._status)
+        return self._status
+
+    async def _do(self, name: str, request: Frozen) -> None:
+        await workflow.execute_activity(
+            name, request, result_type=Recorded, start_to_close_timeout=timedelta(seconds=20)
+        )
+
+    def _show(self, **changes: object) -> None:
+        self._status = self._status.model_copy(update=changes)
+
+    @workflow.query
+    def status(self) -> RunStatus:
+        return self._status

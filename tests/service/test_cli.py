@@ -1,0 +1,256 @@
+"""The command line as a user runs it: processes, exit codes, what is on stdout and what on stderr."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from shared import artifacts
+from shared.events import Step
+from shared.jobs import Fence
+from shared.paths import RunKeys
+from shared.runs import RunStatus
+from tests.service.conftest import LONGSHORE, Service, wait_until
+from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """A run with a local model folder and a local dataset."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train set.jsonl").write_text('{"text": "a"}\n')
+    return [
+        *("submit", "sft", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "train set.jsonl")),
+        *("--steps", "4", "--batch-size", "2"),
+    ]
+
+
+def test_wait_json_prints_one_object(service: Service, options, tmp_path: Path) -> None:
+    answer = service.cli(*options, "--wait", "--json")
+    assert answer.code == 0, answer
+    assert answer.json["status"] == "succeeded"
+    assert answer.json["steps"] == 4
+    assert answer.json["metrics"] == {"loss": 1.5}
+    assert answer.json["adapter"] is None  # the stand-in publishes nothing
+    assert answer.json["run_id"] in answer.stderr
+    run = service.cli("get", answer.json["run_id"], "--json").json["run"]
+    assert run["model"] == (tmp_path / "model").as_uri()
+    assert run["dataset"]["uri"].startswith(service.store.uri)
+    assert run["dataset"]["uri"].endswith("/train_set.jsonl")
+
+
+def test_a_failed_run_ends_with_100_and_its_reason(service: Service, options) -> None:
+    answer = service.cli(*options, "--seed", str(FAILS), "--wait")
+    assert answer.code == 100
+    assert "train.jsonl:3: no assistant turn" in answer.stdout
+
+
+def test_a_run_that_does_not_end_in_time_ends_with_101(service: Service, options) -> None:
+    answer = service.cli(*options, "--seed", str(WAITS), "--wait", "--timeout", "0.5", "--json")
+    assert answer.code == 101
+    assert answer.json["status"] == "running"
+    run_id = answer.json["run_id"]
+    assert f"longshore watch {run_id}" in answer.stderr
+    assert service.cli("cancel", run_id).code == 0
+    assert service.cli("watch", run_id).code == 103
+    assert service.cli("cancel", run_id).code == 100
+    assert service.cli("resume", run_id, "--wait").code == 0
+
+
+def test_ctrl_c_detaches_and_the_run_goes_on(service: Service, options) -> None:
+    watching = subprocess.Popen(
+        [LONGSHORE, *options, "--seed", str(WAITS), "--wait"],
+        env=service.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watching.stderr is not None
+    run_id = watching.stderr.readline().split()[-1]
+    assert run_id.startswith("sft-")
+    watching.stderr.readline()  # its phase: it follows the run now
+    watching.send_signal(signal.SIGINT)
+    _, said = watching.communicate(timeout=10)
+    assert watching.returncode == 130
+    assert f"longshore watch {run_id}" in said
+    assert "Traceback" not in said
+    assert service.cli("get", run_id, "--json").json["status"] == "running"
+    service.cli("cancel", run_id)
+
+
+def test_an_unknown_run_ends_with_102(service: Service) -> None:
+    for command in ("get", "watch", "logs", "events", "metrics", "checkpoints", "cancel", "resume", "download"):
+        answer = service.cli(command, "sft-none")
+        assert (command, answer.code) == (command, 102)
+        assert answer.stderr.startswith("error: there is no run sft-none")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--learning-rate", "-1"], "--learning-rate: "),
+        (["--lora-rank", "0"], "--lora-rank: "),
+        (["--lora-targets", "q_proj,x_proj"], "--lora-targets: "),
+        (["--epochs", "1"], "exactly one of epochs and steps"),
+        (["--full", "--lora-rank", "4"], "--full trains every weight"),
+        (["--prompt-field", "q"], "go together"),
+        (["--model", "./nowhere"], "--model: there is no folder ./nowhere"),
+        (["--dataset", "nowhere.jsonl"], "--dataset: there is no file nowhere.jsonl"),
+        (["--eval-dataset", "."], "--eval-dataset: . is a folder"),
+        (["--schedule", "sometimes"], "--schedule"),
+        (["--timeout", "3"], "--timeout goes with --wait"),
+        (["--colour", "red"], "--colour"),
+    ],
+)
+def test_wrong_options_end_with_2_and_name_the_option(service: Service, options, extra, said) -> None:
+    answer = service.cli(*options, *extra)
+    assert answer.code == 2, answer
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_every_option_reaches_the_run(service: Service, options) -> None:
+    given = [
+        *("--name", "harbour", "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "q_proj,v_proj"),
+        *("--learning-rate", "0.5", "--schedule", "cosine", "--warmup", "2", "--max-tokens", "64", "--seed", "5"),
+        *("--tp", "2", "--dp", "3", "--dtype", "bfloat16", "--prompt-field", "q", "--completion-field", "a"),
+        *("--eval-dataset", "s3://bucket/eval.jsonl", "--eval-every", "2", "--samples", "3"),
+    ]
+    run = service.cli("get", service.cli(*options, *given).stdout.strip(), "--json").json["run"]
+    assert run["name"] == "harbour"
+    assert run["trainable"] == {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+    assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
+    assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)
+    assert (run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == (2, 3, "bfloat16")
+    assert (run["dataset"]["prompt_field"], run["dataset"]["completion_field"]) == ("q", "a")
+    assert (run["eval_dataset"]["uri"], run["eval_every"], run["num_samples"]) == ("s3://bucket/eval.jsonl", 2, 3)
+
+
+def test_ls_shows_runs_newest_first(service: Service, options) -> None:
+    ids = [service.cli(*options).stdout.strip() for _ in range(2)]
+    assert [row["run_id"] for row in service.cli("ls", "--json", "--limit", "2").json] == ids[::-1]
+    shown = service.cli("ls", "--limit", "2").stdout
+    assert shown.index(ids[1]) < shown.index(ids[0])
+
+
+def test_events_metrics_and_logs(service: Service, options) -> None:
+    run_id = service.cli(*options, "--wait", "--json").json["run_id"]
+    steps = [Step(seq=n, time=float(n), step=n, metrics={"loss": 3.0 - n}) for n in (1, 2)]
+    log = "".join(step.model_dump_json() + "\n" for step in steps).encode()
+    service.store.put_bytes(RunKeys(run_id).log("000001", Fence(epoch=1)), log)
+    lines = [json.loads(line) for line in service.cli("events", run_id).stdout.splitlines()]
+    assert [line["event"]["step"] for line in lines] == [1, 2]
+    after = service.cli("events", run_id, "--after", lines[0]["cursor"]).stdout
+    assert json.loads(after)["event"]["step"] == 2
+    rows = service.cli("metrics", run_id, "--json").json["steps"]
+    assert [row["metrics"]["loss"] for row in rows] == [2.0, 1.0]
+    assert "step 2: loss 1" in service.cli("logs", "-f", run_id).stdout
+
+
+def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> None:
+    run_id = service.cli(*options, "--wait", "--json").json["run_id"]
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    artifacts.seal(folder)
+    artifact = artifacts.upload(service.store, f"adapters/published/{run_id}/v000001", folder)
+    result = RunStatus.model_validate_json(service.store.get_bytes(RunKeys(run_id).result))
+    result = result.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
+    service.store.put_bytes(RunKeys(run_id).result, result.model_dump_json().encode())
+
+    target = tmp_path / "here"
+    assert service.cli("download", run_id, "--into", str(target)).code == 0
+    assert (target / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert service.cli("download", run_id, "--into", str(target)).code == 2
+
+    published = Path(artifact.uri.removeprefix("file://")) / "adapter_model.safetensors"
+    published.write_bytes(b"WEIGHTS")
+    damaged = service.cli("download", run_id, "--into", str(tmp_path / "there"))
+    assert damaged.code == 100
+    assert "adapter_model.safetensors: the SHA-256 is not the manifest's" in damaged.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "here", "model", "train set.jsonl"]
+
+
+def test_an_absent_service_is_said_in_two_lines(service: Service) -> None:
+    answer = service.cli("cancel", "sft-none", LONGSHORE_API_URL="http://127.0.0.1:1")
+    assert answer.code == 100
+    assert answer.stderr.startswith("error: no Longshore service answers at http://127.0.0.1:1")
+    assert "longshore dev" in answer.stderr.splitlines()[1]
+
+
+def test_a_wrong_key_says_what_to_do(service: Service) -> None:
+    answer = service.cli("ls", LONGSHORE_API_KEY="wrong")
+    assert answer.code == 100
+    assert "LONGSHORE_API_KEY" in answer.stderr
+
+
+def test_doctor_says_what_is_well(service: Service) -> None:
+    answer = service.cli("doctor", "--json", LONGSHORE_ROOT=str(service.settings.root_path))
+    verdicts = {check["name"]: check["verdict"] for check in answer.json}
+    assert {name: verdicts[name] for name in ("Python", "service", "store", "Temporal program")} == {
+        "Python": "ok",
+        "service": "ok",
+        "store": "ok",
+        "Temporal program": "ok",
+    }
+    away = service.cli("doctor", LONGSHORE_API_URL="http://127.0.0.1:1")
+    assert away.code == 100
+    assert "fail  service" in away.stdout
+
+
+def test_a_broken_setting_is_named(service: Service) -> None:
+    answer = service.cli("ls", LONGSHORE_HEARTBEAT_TIMEOUT_S="soon")
+    assert answer.code == 2
+    assert answer.stderr.startswith("error: LONGSHORE_HEARTBEAT_TIMEOUT_S: ")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "temporalio", "pydantic", "httpx", "fastapi", "rich", "boto3", "psutil")
+    program = (
+        "import sys; sys.argv = ['longshore', '--help']\n"
+        "from service.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([str(Path(LONGSHORE).parent / "python"), "-c", program], capture_output=True, text=True)
+    assert "submit" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_watching_survives_a_service_that_is_away(service: Service, options) -> None:
+    """The service behind the address dies and another takes its place: the follower only says so."""
+    from tests.service.conftest import serving
+
+    run_id = service.cli(*options, "--seed", str(WAITS)).stdout.strip()
+    port = 0
+    with serving(service.settings) as first:
+        port = int(first.url.rpartition(":")[2])
+        watching = subprocess.Popen(
+            [LONGSHORE, "watch", run_id, "--json"],
+            env=service.environment | {"LONGSHORE_API_URL": first.url},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert watching.stderr is not None
+        watching.stderr.readline()
+        watching.stderr.readline()
+    time.sleep(1)
+    assert service.cli("cancel", run_id).code == 0
+    with serving(service.settings, port):
+        out, _ = watching.communicate(timeout=30)
+    assert json.loads(out)["status"] == "cancelled"
+    assert watching.returncode == 103
+
+
+def test_the_stand_in_and_the_seeds_are_told_apart(service: Service, options) -> None:
+    """Guards the other tests: a run that should wait does wait."""
+    run_id = service.cli(*options, "--seed", str(WAITS)).stdout.strip()
+    wait_until(lambda: service.cli("get", run_id, "--json").json["phase"] == "training", "the run trains")
+    service.cli("cancel", run_id)
+    assert service.cli("watch", run_id).code == 103
+    assert service.cli(*options, "--seed", str(SUCCEEDS), "--wait").code == 0

@@ -1,0 +1,68 @@
+"""`validate` and `preview` with the real workflow, a real tokenizer and real rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.service.conftest import Service
+
+
+@pytest.fixture
+def options(tiny_model: Path, tmp_path: Path) -> list[str]:
+    rows = [
+        {"messages": [{"role": "user", "content": f"Quay {n}?"}, {"role": "assistant", "content": f"{n} crates."}]}
+        for n in range(12)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--model", str(tiny_model), "--dataset", str(path)]
+
+
+def test_preview_marks_what_is_trained(service: Service, options) -> None:
+    answer = service.cli("preview", *options, "--rows", "2")
+    assert answer.code == 0, answer
+    assert "⟦1 crates.<|im_end|>⟧" in answer.stdout
+    assert "Quay 1?<|im_end|>" in answer.stdout and "⟦Quay" not in answer.stdout
+    assert "2 crates" not in answer.stdout
+    coloured = service.cli("preview", *options, "--rows", "1", FORCE_COLOR="1", TERM="xterm").stdout
+    assert "\x1b[32m0 crates.<|im_end|>\x1b[0m" in coloured and "⟦" not in coloured
+    spans = service.cli("preview", *options, "--rows", "1", "--json").json["rows"][0]["spans"]
+    assert [span["text"] for span in spans if span["trained"]] == ["0 crates.<|im_end|>"]
+
+
+def test_validate_counts_all_rows(service: Service, options) -> None:
+    answer = service.cli("validate", *options, "--json")
+    assert answer.code == 0, answer
+    assert (answer.json["report"]["num_rows"], answer.json["report"]["num_kept"]) == (12, 12)
+    assert answer.json["problem"] is None and "rows" not in answer.json
+
+
+def test_validate_says_why_a_run_would_be_refused(service: Service, options) -> None:
+    answer = service.cli("validate", *options, "--max-tokens", "8")
+    assert answer.code == 100, answer
+    assert "a run would refuse this dataset" in answer.stdout
+
+
+def test_a_bad_line_is_named(service: Service, options, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n{bad\n')
+    answer = service.cli("validate", *options)
+    assert answer.code == 100
+    assert "chats.jsonl:2: " in answer.stderr
+    assert "Traceback" not in answer.stderr + answer.stdout
+
+
+def test_the_api_gives_the_same_as_an_error_body(service: Service, tiny_model: Path, tmp_path: Path) -> None:
+    body = {"source": {"uri": (tmp_path / "none.jsonl").as_uri()}, "model_uri": tiny_model.as_uri()}
+    with service.http() as api:
+        answer = api.post("/preview", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["error"]["type"] == "invalid_input"
+        assert "none.jsonl" in answer.json()["error"]["message"]
+        assert api.post("/validate", json=body | {"num_rows": 1000}).json()["error"]["place"] == "num_rows"
+
+
+def test_wrong_options_end_with_2(service: Service, options) -> None:
+    answer = service.cli("preview", *options, "--prompt-field", "q")
+    assert answer.code == 2
+    assert "go together" in answer.stderr

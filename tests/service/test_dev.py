@@ -1,0 +1,196 @@
+"""The stack on one machine: it starts, mends itself, keeps its runs over a restart, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from service.children import MARK, Child, end_leftovers
+from service.dev import free_port, supervisor
+from service.dev_connection import Connection
+from tests.service.conftest import LONGSHORE, Answer, sft, wait_until
+
+
+@dataclass(frozen=True)
+class Dev:
+    """`longshore dev` in a root of its own."""
+
+    root: Path
+
+    def cli(self, *arguments: str, **environment: str) -> Answer:
+        done = subprocess.run(
+            [LONGSHORE, *arguments],
+            env={**os.environ, "LONGSHORE_ROOT": str(self.root), **environment},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            stdin=subprocess.DEVNULL,
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    @property
+    def connection(self) -> Connection:
+        found = Connection.read(self.root)
+        assert found is not None
+        return found
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Living children whose command line holds all of the words."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get(MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
+                if ours and all(word in " ".join(process.cmdline()) for word in words):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def get(self, path: str, **options: Any) -> httpx.Response | None:
+        connection = self.connection
+        headers = {"authorization": f"Bearer {connection.api_key}"}
+        try:
+            return httpx.get(f"{connection.api_url}/api/v1{path}", headers=headers, timeout=30, **options)
+        except httpx.HTTPError:
+            return None
+
+    def is_well(self) -> bool:
+        answer = self.get("/health")
+        return answer is not None and answer.status_code == 200
+
+
+@pytest.fixture(scope="module")
+def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
+    dev = Dev(tmp_path_factory.mktemp("dev"))
+    started = dev.cli("dev", "--detach")
+    assert started.code == 0, started
+    try:
+        yield dev
+    finally:
+        dev.cli("dev", "--stop")
+
+
+def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
+    wait_until(dev.is_well, "the stack is well")
+    assert stat.S_IMODE((dev.root / "dev.json").stat().st_mode) == 0o600
+    hashes = (dev.root / "service" / "api_keys.json").read_text()
+    assert dev.connection.api_key not in hashes and len(json.loads(hashes)) == 1
+    assert httpx.get(f"{dev.connection.api_url}/api/v1/runs").status_code == 401
+    assert dev.cli("ls").code == 0  # finds address and key by itself
+    assert all(dev.connection.api_key not in json.dumps(p.environ()) for p in dev.processes())
+
+
+def test_a_second_stack_on_the_same_root_is_refused(dev: Dev) -> None:
+    for arguments in (("dev",), ("dev", "--detach")):
+        answer = dev.cli(*arguments)
+        assert answer.code == 100
+        assert "is running" in answer.stderr and "longshore dev --stop" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("service.app",), ("start-dev",), ("service.host", "control"), ("service.host", "gpu")]
+)
+def test_a_killed_child_is_started_again(dev: Dev, words: tuple[str, ...]) -> None:
+    (victim,) = wait_until(lambda: dev.processes(*words), f"{words} runs")
+    victim.kill()
+    wait_until(lambda: any(p.pid != victim.pid for p in dev.processes(*words)), f"{words} runs again")
+    wait_until(dev.is_well, "the stack is well again", timeout_s=40)
+
+
+def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
+    wait_until(dev.is_well, "the stack is well", timeout_s=40)
+    before = dev.connection
+    headers = {"authorization": f"Bearer {before.api_key}"}
+    body = sft(model="file:///nowhere/model")
+    run_id = httpx.post(f"{before.api_url}/api/v1/runs/sft", json=body, headers=headers, timeout=30).json()["run_id"]
+    assert dev.cli("dev", "--stop").code == 0
+    assert dev.processes() == []
+    assert supervisor(dev.root) is None
+    assert dev.cli("ls").code == 100
+    assert dev.cli("dev", "--detach").code == 0
+    after = dev.connection
+    assert (after.api_url, after.api_key, after.temporal_address) == (
+        before.api_url,
+        before.api_key,
+        before.temporal_address,
+    )
+    assert run_id in [row["run_id"] for row in dev.cli("ls", "--json").json]
+
+
+def test_a_killed_supervisor_takes_its_children_along(dev: Dev) -> None:
+    wait_until(dev.is_well, "the stack is well", timeout_s=40)
+    left = dev.processes()
+    assert len(left) >= 2
+    process = supervisor(dev.root)
+    assert process is not None
+    process.kill()
+    psutil.wait_procs(left, timeout=30)
+    wait_until(lambda: not dev.processes(), "its children are gone", timeout_s=30)
+    assert dev.cli("dev", "--detach").code == 0
+
+
+def test_stop_ends_grandchildren_too(dev: Dev) -> None:
+    """As ranks of a worker, whose host was killed: in a session of their own, but with the mark."""
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {MARK: str(dev.root)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    assert orphan.stdout is not None
+    orphan.stdout.readline()
+    assert dev.cli("dev", "--stop").code == 0
+    assert orphan.wait(5) == -signal.SIGKILL
+    orphan.stdout.close()
+    assert dev.processes() == []
+    assert "no stack was running" in dev.cli("dev", "--stop").stderr
+
+
+def test_a_foreground_stack_leaves_on_ctrl_c(tmp_path: Path) -> None:
+    dev = Dev(tmp_path)
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen([LONGSHORE, "dev", "--root", str(tmp_path)], stderr=said, start_new_session=True)
+    wait_until(lambda: b"Longshore is up" in (tmp_path / "said").read_bytes(), "the stack is up", timeout_s=40)
+    assert dev.connection.pid == process.pid
+    process.send_signal(signal.SIGINT)
+    assert process.wait(40) == 0
+    assert dev.processes() == []
+    assert b"Traceback" not in (tmp_path / "said").read_bytes()
+
+
+def test_a_taken_port_is_replaced() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        assert free_port(taken) != taken
+    assert free_port(taken) == taken
+
+
+def test_leftovers_of_another_root_are_left_alone(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {MARK: "/other"})
+    assert end_leftovers(tmp_path) == 0
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_a_child_that_keeps_dying_is_started_ever_more_slowly(tmp_path: Path) -> None:
+    child = Child("quitter", [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
+    told = [wait_until(child.revive, "it ended") for _ in range(4)]
+    assert all("quitter ended with code 3" in line for line in told)
+    assert ["0.2 s" in told[0], "0.4 s" in told[1], "0.8 s" in told[2], "1.6 s" in told[3]] == [True] * 4

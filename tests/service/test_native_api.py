@@ -1,0 +1,367 @@
+"""The native API over real HTTP, with a real Temporal server behind it."""
+
+import io
+import json
+import tarfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.run_views import RunView
+from shared import artifacts
+from shared.events import Evaluated, Saved, Started, Step, Succeeded
+from shared.jobs import Fence
+from shared.paths import RunKeys, run_index
+from shared.runs import RunRecord, RunStatus, SFTRun
+from tests.service.conftest import KEY, Service, sft, wait_until
+from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+
+
+def submitted(api: httpx.Client, **changes) -> RunView:
+    answer = api.post("/runs/sft", json=sft(**changes))
+    assert answer.status_code == 201, answer.text
+    return RunView.model_validate_json(answer.content)
+
+
+def ended(api: httpx.Client, run_id: str) -> RunView:
+    def look() -> RunView | None:
+        view = RunView.model_validate_json(api.get(f"/runs/{run_id}").content)
+        return view if view.state != "running" else None
+
+    return wait_until(look, f"the end of {run_id}")
+
+
+def test_a_run_is_accepted_runs_and_succeeds(api, service: Service) -> None:
+    view = submitted(api, seed=SUCCEEDS, name="harbour")
+    assert view.run_id.startswith("sft-")
+    assert view.run.name == "harbour"
+    done = ended(api, view.run_id)
+    assert (done.state, done.step, done.metrics) == ("succeeded", 4, {"loss": 1.5})
+    record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(view.run_id).record))
+    assert record.run == SFTRun.model_validate(sft(seed=SUCCEEDS, name="harbour"))
+    assert record.threads_per_rank == service.settings.threads_per_rank
+
+
+def test_a_failed_run_says_why(api) -> None:
+    done = ended(api, submitted(api, seed=FAILS).run_id)
+    assert done.state == "failed"
+    assert done.problem is not None
+    assert done.problem.message == "train.jsonl:3: no assistant turn"
+
+
+def test_the_same_key_gives_the_same_run(api) -> None:
+    headers = {"idempotency-key": "a key / with anything: in it"}
+    first, second = (api.post("/runs/sft", json=sft(), headers=headers).json()["run_id"] for _ in range(2))
+    assert first == second
+    assert submitted(api).run_id != first
+
+
+def test_a_key_is_not_taken_for_another_request(api) -> None:
+    headers = {"idempotency-key": "once"}
+    first = api.post("/runs/sft", json=sft(seed=0), headers=headers).json()["run_id"]
+    answer = api.post("/runs/sft", json=sft(seed=1), headers=headers)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["place"] == "Idempotency-Key"
+    assert first in answer.json()["error"]["message"]
+
+
+def test_cancel_and_resume(api) -> None:
+    run_id = submitted(api, seed=WAITS).run_id
+    assert api.post(f"/runs/{run_id}/resume").status_code == 409
+    assert api.post(f"/runs/{run_id}/cancel").status_code == 202
+    assert ended(api, run_id).state == "cancelled"
+    refused = api.post(f"/runs/{run_id}/cancel")
+    assert refused.status_code == 409
+    assert "was cancelled" in refused.json()["error"]["message"]
+    assert api.post(f"/runs/{run_id}/resume").status_code == 202
+    assert ended(api, run_id).state == "succeeded"
+    assert api.post(f"/runs/{run_id}/resume").status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "word"),
+    [
+        (sft(steps=None), None, "epochs and steps"),
+        (sft(learning_rate=-1), "learning_rate", "greater than 0"),
+        (sft(learning_rat=1), "learning_rat", "no such field"),
+        (sft(dataset={"uri": ""}), "dataset.uri", "at least 1"),
+        (sft(dataset={"uri": "x", "prompt_field": "q"}), "dataset", "go together"),
+        (sft(layout={"tp": 0}), "layout.tp", "greater than or equal to 1"),
+        (sft(trainable={"kind": "lora", "rank": 0}), "trainable.rank", "greater than or equal to 1"),
+        ([], None, "valid"),
+    ],
+)
+def test_a_bad_request_names_field_and_rule(api, body, place, word) -> None:
+    answer = api.post("/runs/sft", json=body)
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert set(answer.json()) == {"error"} and set(error) == {"type", "message", "place"}
+    assert error["type"] == "invalid_input"
+    assert error["place"] == place
+    assert word in error["message"]
+
+
+def test_what_is_no_json_is_refused(api) -> None:
+    answer = api.post("/runs/sft", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["", "/events", "/metrics", "/logs", "/checkpoints", "/files", "/download"])
+def test_an_unknown_run_is_not_found(api, path) -> None:
+    answer = api.get(f"/runs/sft-0-none{path}")
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {"type": "not_found", "message": "there is no run sft-0-none", "place": None}
+
+
+def test_an_unknown_path_has_the_same_shape_of_error(api) -> None:
+    answer = api.get("/nothing")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found"
+
+
+def test_runs_are_listed_newest_first_in_pages(api) -> None:
+    mine = [submitted(api, seed=SUCCEEDS).run_id for _ in range(5)]
+    mine = mine[::-1]
+    first = api.get("/runs", params={"limit": 3}).json()
+    assert [run["run_id"] for run in first["runs"]] == mine[:3]
+    assert first["has_more"] and first["next"] == mine[2]
+    second = api.get("/runs", params={"limit": 2, "after": first["next"]}).json()
+    assert [run["run_id"] for run in second["runs"]] == mine[3:]
+
+
+def test_runs_are_filtered_by_state(api) -> None:
+    failed, waiting = submitted(api, seed=FAILS).run_id, submitted(api, seed=WAITS).run_id
+    ended(api, failed)
+    states = {
+        state: {run["run_id"] for run in api.get("/runs", params={"state": state, "limit": 200}).json()["runs"]}
+        for state in ("failed", "running")
+    }
+    assert failed in states["failed"] - states["running"]
+    assert waiting in states["running"] - states["failed"]
+    api.post(f"/runs/{waiting}/cancel")
+
+
+def write_log(service: Service, run_id: str, fence: Fence, events: list) -> None:
+    data = "".join(event.model_dump_json() + "\n" for event in events).encode()
+    service.store.put_bytes(RunKeys(run_id).log("000001", fence), data)
+
+
+@pytest.fixture
+def trained(service: Service, api) -> str:
+    """A run whose step 2 was done by two workers."""
+    run_id = submitted(api, seed=SUCCEEDS).run_id
+    ended(api, run_id)
+    one, two = Fence(epoch=1), Fence(epoch=2)
+    common = {"run_id": run_id, "job_id": "000001", "num_steps": 3, "device": "cpu", "world_size": 1}
+    write_log(
+        service,
+        run_id,
+        one,
+        [
+            Started(seq=1, time=1.0, fence=one, first_step=0, **common),
+            Evaluated(seq=2, time=1.5, step=0, metrics={"eval_loss": 3.0}),
+            Step(seq=3, time=2.0, step=1, metrics={"loss": 2.5}),
+            Saved(seq=4, time=2.5, step=1, path="/x", manifest_sha256="0" * 64),
+            Step(seq=5, time=3.0, step=2, metrics={"loss": 9.0}),
+        ],
+    )
+    write_log(
+        service,
+        run_id,
+        two,
+        [
+            Started(seq=1, time=4.0, fence=two, first_step=1, **common),
+            Step(seq=2, time=5.0, step=2, metrics={"loss": 2.0}),
+            Step(seq=3, time=6.0, step=3, metrics={"loss": 1.5}),
+            Succeeded(seq=4, time=7.0, step=3, device="released"),
+        ],
+    )
+    return run_id
+
+
+def test_metrics_take_the_newest_worker_of_each_step(api, trained: str) -> None:
+    found = api.get(f"/runs/{trained}/metrics").json()
+    assert [(row["step"], row["metrics"]["loss"]) for row in found["steps"]] == [(1, 2.5), (2, 2.0), (3, 1.5)]
+    assert [(row["step"], row["metrics"]["eval_loss"]) for row in found["evaluations"]] == [(0, 3.0)]
+
+
+def test_events_go_on_behind_a_cursor(api, trained: str) -> None:
+    path = f"/runs/{trained}/events"
+    first = api.get(path, params={"limit": 4}).json()
+    second = api.get(path, params={"after": first["next"]}).json()
+    kinds = [item["event"]["event"] for item in first["events"] + second["events"]]
+    assert kinds == ["started", "evaluated", "step", "saved", "step", "started", "step", "step", "succeeded"]
+    end = api.get(path, params={"after": second["next"], "wait_s": 30})  # an ended run is not waited for
+    assert (end.json()["events"], end.json()["next"]) == ([], second["next"])
+    assert end.elapsed.total_seconds() < 5
+    lines = api.get(path, headers={"accept": "application/x-ndjson"}).text.splitlines()
+    assert [json.loads(line)["event"]["event"] for line in lines] == kinds
+    assert api.get(path, params={"after": "nonsense"}).status_code == 422
+
+
+def test_events_are_streamed_to_the_end(api, trained: str) -> None:
+    with api.stream("GET", f"/runs/{trained}/events", headers={"accept": "text/event-stream"}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        fields = [line.partition(": ")[::2] for line in answer.iter_lines() if line]
+    names = [value for field, value in fields if field == "event"]
+    assert names[0] == "started" and names[-2:] == ["succeeded", "end"]
+    assert len([field for field, _ in fields if field == "id"]) == len(names) - 1
+
+
+def test_a_live_stream_brings_events_as_they_come(api, service: Service) -> None:
+    run_id = submitted(api, seed=WAITS).run_id
+    fence = Fence(epoch=1)
+    with api.stream("GET", f"/runs/{run_id}/logs", params={"follow": True}) as answer:
+        lines = answer.iter_lines()
+        part = RunKeys(run_id).log_part("000001", fence, 1)
+        service.store.put_bytes(
+            part, Step(seq=1, time=1.0, step=1, metrics={"loss": 2.5}).model_dump_json().encode() + b"\n"
+        )
+        assert next(lines) == "1970-01-01T00:00:01Z step 1: loss 2.5"
+        with service.http() as other:
+            other.post(f"/runs/{run_id}/cancel")
+        assert next(lines) == "the run was cancelled"
+
+
+def test_checkpoints_are_listed_with_their_hashes(api, service: Service, tmp_path: Path) -> None:
+    run_id = submitted(api, seed=SUCCEEDS).run_id
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "adapter_model.safetensors").write_bytes(b"weights")
+    artifacts.seal(tmp_path)
+    keys = RunKeys(run_id)
+    expected = [
+        artifacts.upload(service.store, keys.checkpoint(Fence(epoch=epoch), step), tmp_path)
+        for epoch, step in ((1, 2), (2, 4))
+    ]
+    service.store.put_bytes(keys.checkpoint(Fence(epoch=2), 6) + "/weights/unsealed", b"")
+    found = api.get(f"/runs/{run_id}/checkpoints").json()
+    assert [(c["step"], c["fence"]["epoch"], c["artifact"]["uri"]) for c in found] == [
+        (2, 1, expected[0].uri),
+        (4, 2, expected[1].uri),
+    ]
+    assert found[0]["artifact"]["sha256"] == expected[0].sha256
+
+
+@pytest.fixture
+def published(service: Service, api, tmp_path: Path) -> str:
+    run_id = submitted(api, seed=SUCCEEDS).run_id
+    status = RunStatus.model_validate(ended(api, run_id).model_dump(exclude={"created_at", "run"}))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 9000)
+    (folder / "README.md").write_text("a card")
+    artifacts.seal(folder)
+    artifact = artifacts.upload(service.store, f"adapters/published/{run_id}/v000001", folder)
+    status = status.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
+    service.store.put_bytes(RunKeys(run_id).result, status.model_dump_json().encode())
+    return run_id
+
+
+def test_published_files_are_read_by_name(api, published: str) -> None:
+    paths = [entry["path"] for entry in api.get(f"/runs/{published}/files").json()]
+    assert paths == ["README.md", "adapter_model.safetensors", "manifest.json"]
+    assert api.get(f"/runs/{published}/files/README.md").text == "a card"
+    assert api.get(f"/runs/{published}/files/adapter_model.safetensors").content == bytes(range(256)) * 9000
+    for name in ("nothing", "..%2f..%2frun.json", "%2fetc%2fpasswd"):
+        assert api.get(f"/runs/{published}/files/{name}").status_code == 404
+
+
+def test_a_download_is_a_tar_of_everything(api, published: str) -> None:
+    with tarfile.open(fileobj=io.BytesIO(api.get(f"/runs/{published}/download").content)) as archive:
+        names = archive.getnames()
+        weights = archive.extractfile(f"{published}/adapter_model.safetensors")
+        assert weights is not None and weights.read() == bytes(range(256)) * 9000
+    assert names == [f"{published}/{n}" for n in ("README.md", "adapter_model.safetensors", "manifest.json")]
+
+
+def test_nothing_can_be_downloaded_of_a_run_that_published_nothing(api) -> None:
+    run_id = submitted(api, seed=FAILS).run_id
+    ended(api, run_id)
+    answer = api.get(f"/runs/{run_id}/download")
+    assert answer.status_code == 409
+    assert "published nothing" in answer.json()["error"]["message"]
+
+
+def test_an_upload_is_stored_under_its_hash(api, service: Service) -> None:
+    data = b'{"messages": []}\n' * 200_000
+    chunks = (data[i : i + 65536] for i in range(0, len(data), 65536))
+    first = api.post("/files", params={"name": "train.jsonl"}, content=chunks)
+    assert first.status_code == 201
+    uri = first.json()["uri"]
+    assert Path(uri.removeprefix("file://")).read_bytes() == data
+    assert api.post("/files", params={"name": "train.jsonl"}, content=data).json()["uri"] == uri
+    assert list((service.settings.root_path / "service" / "uploads").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../train.jsonl", "/etc/passwd", "", ".hidden", "a/b"])
+def test_an_upload_needs_a_plain_name(api, name) -> None:
+    answer = api.post("/files", params={"name": name}, content=b"x")
+    assert answer.status_code == 422
+    assert answer.json()["error"]["place"] == "name"
+
+
+def test_an_empty_upload_is_refused(api) -> None:
+    assert "empty" in api.post("/files", params={"name": "x"}, content=b"").json()["error"]["message"]
+
+
+def test_a_large_body_is_refused(api) -> None:
+    said = api.post("/runs/sft", content=b" " * (2 << 20))
+    unsaid = api.post("/runs/sft", content=(b" " * 65536 for _ in range(32)))
+    assert [said.status_code, unsaid.status_code] == [413, 413]
+    assert unsaid.json()["error"]["type"] == "too_large"
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", f"Basic {KEY}", "Bearer", KEY])
+def test_without_a_key_nothing_is_told(service: Service, header) -> None:
+    headers = {"authorization": header} if header else {}
+    for path in ("/api/v1/runs", "/api/v1/openapi.json", "/api/v1/nothing"):
+        answer = httpx.get(service.url + path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["type"] == "unauthorized"
+
+
+def test_only_the_hash_of_a_key_is_kept(service: Service) -> None:
+    kept = b"".join(p.read_bytes() for p in (service.settings.root_path / "service").rglob("*") if p.is_file())
+    assert kept and KEY.encode() not in kept
+
+
+def test_a_foreign_host_name_is_refused(api) -> None:
+    answer = api.get("/runs", headers={"host": "attacker.example:80"})
+    assert answer.status_code == 403
+    for name in ("localhost:1", "127.0.0.1", "[::1]:8484"):
+        assert api.get("/runs", headers={"host": name}).status_code == 200
+
+
+def test_every_answer_has_a_request_id(api) -> None:
+    assert api.get("/runs").headers["x-request-id"].startswith("req-")
+    assert api.get("/runs", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert api.get("/runs", headers={"x-request-id": "a b(c)"}).headers["x-request-id"].startswith("req-")
+
+
+def test_health_is_open_and_says_what_answers(service: Service) -> None:
+    answer = httpx.get(f"{service.url}/health")
+    assert answer.status_code == 200
+    assert answer.json()["temporal"] == answer.json()["store"] == "ok"
+
+
+def test_the_api_is_described(api) -> None:
+    document = api.get("/openapi.json").json()
+    assert {"/api/v1/runs/sft", "/api/v1/runs/{run_id}/events", "/api/v1/files"} <= set(document["paths"])
+    assert "SFTRun" in document["components"]["schemas"]
+
+
+def test_what_was_accepted_is_started_by_the_sweep(service: Service) -> None:
+    from tests.service.conftest import serving
+
+    run_id = f"sft-{int(time.time() * 1000):011x}lost00"
+    record = RunRecord(run_id=run_id, run=SFTRun.model_validate(sft(seed=SUCCEEDS)), created_at=time.time())
+    service.store.put_bytes(RunKeys(run_id).record, record.model_dump_json().encode())
+    service.store.put_bytes(run_index(run_id), b"")
+    service.store.put_bytes(run_index("sft-0-half"), b"")  # the service died before its record
+    with serving(service.settings) as another, another.http() as api:
+        assert ended(api, run_id).state == "succeeded"
+        assert "sft-0-half" not in api.get("/runs", params={"limit": 200}).text

@@ -1,0 +1,100 @@
+"""What holds of the whole repository: who imports whom, what things are called, what the README says of the files."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.readme_tree import OTHERS, PACKAGES, replaced
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def files() -> list[Path]:
+    """Everything that git knows, or would know after an `add`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def test_imports_run_one_way() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("package", ["shared", "workflows", "activities"])
+def test_import_loads_nothing_heavy(package: str) -> None:
+    heavy = ["torch", "transformers", "megatron", "pyarrow", "boto3", "wandb", "tokenizers", "fastapi"]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / package).glob("[!_]*.py")]
+    assert modules
+    code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
+    code += f"print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_name_says_nothing() -> None:
+    empty = {"utils", "helpers", "common", "manager", "handler", "base", "misc"}
+    assert not [str(path) for path in MODULES if empty & set(path.stem.split("_"))]
+    assert not [str(path) for path in MODULES if empty & set(path.parent.relative_to(ROOT).parts)]
+    for path in MODULES:
+        classes = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        assert not [name for name in classes if re.search(r"(Utils|Helper|Manager|Misc)$", name)], path
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [str(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_no_pickle() -> None:
+    for path in MODULES:
+        text = path.read_text()
+        assert not re.search(r"^\s*(import|from) pickle|torch\.load\(|allow_pickle=True", text, re.MULTILINE), path
+
+
+def test_no_file_names_a_package_or_image_registry() -> None:
+    hosts = ["pypi" + ".org", "pythonhosted" + ".org", "docker" + ".io", "ghcr" + ".io", "nvcr" + ".io", "quay" + ".io"]
+    pattern = re.compile("|".join(re.escape(host) for host in [*hosts, "download.pytorch" + ".org"]))
+    found = [str(path) for path in files() if pattern.search(path.read_text(errors="ignore"))]
+    assert not found
+
+
+def test_readme_tree_is_the_tree() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert replaced(readme) == readme, "python tests/readme_tree.py writes it anew"
+    assert not [name for name in OTHERS if not (ROOT / name).exists()]
+    listed = readme.split("<!-- tree -->")[1]
+    assert all(path.name in listed for path in MODULES if path.name != "__init__.py")
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_lock_holds_every_direct_dependency() -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    locked = {name.lower().replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines)}
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "longshore":
+            version = locked[requirement.name.lower().replace("_", "-")]
+            assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is locked to {version}"
+            assert "+" not in version, "a local version is no public one"

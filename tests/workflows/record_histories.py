@@ -1,0 +1,64 @@
+"""Record the histories that test_replay.py replays: `python -m tests.workflows.record_histories TEMPORAL_ADDRESS`.
+
+Do so only when runs that are under way need not survive the change: a history that no longer replays means that a
+deployed workflow would break.
+"""
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from activities.worker_process import processes_of
+from tests.workflows.test_sft import Stack, eventually, failure_of, has_checkpoint, started
+
+HISTORIES = Path(__file__).parent / "histories"
+
+
+async def main(address: str) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        async with started(address, Path(root)) as stack:
+            await stack.add_gpu_host(step_s=0.03)
+            await _record(stack, "succeeded", await _succeeded(stack))
+            await _record(stack, "worker_lost", await _worker_lost(stack))
+            await _record(stack, "cancelled", await _cancelled(stack))
+            await _record(stack, "failed", await _failed(stack))
+
+
+async def _record(stack: Stack, name: str, run_id: str) -> None:
+    history = await stack.client.get_workflow_handle(run_id).fetch_history()
+    HISTORIES.mkdir(exist_ok=True)
+    (HISTORIES / f"{name}.json").write_text(history.to_json() + "\n")
+
+
+async def _succeeded(stack: Stack) -> str:
+    handle = await stack.start()
+    await handle.result()
+    return handle.id
+
+
+async def _worker_lost(stack: Stack) -> str:
+    handle = await stack.start(steps=100)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    for process in processes_of(stack.worker_ids()[0]):
+        process.kill()
+    await handle.result()
+    return handle.id
+
+
+async def _cancelled(stack: Stack) -> str:
+    handle = await stack.start(steps=1000)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    await handle.cancel()
+    await failure_of(handle)
+    return handle.id
+
+
+async def _failed(stack: Stack) -> str:
+    handle = await stack.start(dataset="file:///bad.jsonl")
+    await failure_of(handle)
+    return handle.id
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,59 @@
+"""The data activities' places, filled by quick ones of the same names and types, for tests of what comes after them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from temporalio import activity
+
+from activities.download import Downloaded, DownloadRequest
+from activities.pack import Packed, PackRequest
+from activities.resolve_model import ModelRequest, ResolvedModel
+from activities.tokenize import Tokenized, TokenizeRequest
+from activities.track import Tracked, TrackRequest
+from shared.errors import InvalidInput
+from shared.jobs import Artifact
+from shared.layout import ModelShape
+from shared.store import ObjectStore, uri_of
+from tests.workflows.stand_in import artifact
+
+SHAPE = ModelShape(
+    family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=128, vocab_size=512
+)
+
+
+class StandInData:
+    """Every dataset is one small artifact. One whose URI holds `bad` cannot be tokenized."""
+
+    def __init__(self, store: ObjectStore, scratch: Path) -> None:
+        self._store = store
+        self._any = artifact(store, scratch, "any", x_json="{}")
+        store.put_bytes("report.json", b'{"num_rows": 3}')
+        self.num_tokenize_calls = 0
+
+    @property
+    def all(self) -> list[Callable]:
+        return [self.resolve_model, self.download, self.tokenize, self.pack, self.track]
+
+    @activity.defn(name="resolve_model")
+    def resolve_model(self, request: ModelRequest) -> ResolvedModel:
+        return ResolvedModel(model=self._any, shape=SHAPE)
+
+    @activity.defn(name="download")
+    def download(self, request: DownloadRequest) -> Downloaded:
+        return Downloaded(dataset=Artifact(uri=request.source.uri, sha256="0" * 64), num_files=1, num_bytes=1)
+
+    @activity.defn(name="tokenize")
+    def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        self.num_tokenize_calls += 1
+        if "bad" in request.dataset.uri:
+            raise InvalidInput("the last message must be the assistant's", "rows.jsonl:3")
+        report_uri = uri_of(self._store, "report.json")
+        return Tokenized(units=self._any, report_uri=report_uri, num_units=3, num_tokens=9, num_targets=6)
+
+    @activity.defn(name="pack")
+    def pack(self, request: PackRequest) -> Packed:
+        return Packed(plan=self._any, num_steps=request.steps or 1, num_bins=1, packing_efficiency=1.0)
+
+    @activity.defn(name="track")
+    def track(self, request: TrackRequest) -> Tracked:
+        return Tracked()

@@ -1,0 +1,19 @@
+"""A gpu host in a process of its own, with stand-in workers: `python -m tests.workflows.stand_in_host STEP_S`."""
+
+import asyncio
+import signal
+import sys
+
+from service.host import serve
+from shared.settings import Settings
+from tests.workflows.stand_in import StandInCommand
+
+
+async def main(step_s: float) -> None:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    await serve("gpu", Settings(), stopped, StandInCommand(step_s))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(float(sys.argv[1])))

@@ -1,0 +1,55 @@
+"""From a run to its job: everything that a user asked for arrives, and the rest has its default."""
+
+import pytest
+
+from shared.jobs import Artifact, Full, PackedData
+from shared.runs import DatasetSource, RunStart, SFTRun
+from workflows.job_plan import sft_job
+
+ANY = Artifact(uri="file:///any", sha256="0" * 64)
+DATA = PackedData(units=ANY, plan=ANY)
+
+
+def plan_of(num_steps: int = 35, eval_data: PackedData | None = None, **changes):
+    run = SFTRun(model="m", dataset=DatasetSource(uri="d"), steps=num_steps, batch_size=2, **changes)
+    start = RunStart(run_id="r1", run=run, threads_per_rank=2)
+    return sft_job(start, model=ANY, adapter=None, data=DATA, eval_data=eval_data, num_steps=num_steps)
+
+
+@pytest.mark.parametrize(("num_steps", "every"), [(1, 1), (9, 1), (10, 1), (11, 2), (35, 4), (1000, 100)])
+def test_a_checkpoint_is_saved_every_tenth_of_a_run(num_steps: int, every: int) -> None:
+    assert plan_of(num_steps).checkpointing.every_steps == every
+
+
+def test_what_the_user_asked_for_arrives() -> None:
+    plan = plan_of(
+        learning_rate=0.5,
+        schedule="cosine",
+        warmup_steps=3,
+        weight_decay=0.1,
+        clip_norm=2.0,
+        seed=11,
+        dtype="bfloat16",
+        trainable=Full(),
+        checkpoint_every=7,
+        keep_checkpoints=4,
+        eval_every=5,
+        num_samples=2,
+        sample_tokens=9,
+        eval_data=DATA,
+    )
+    assert (plan.schedule.kind, plan.schedule.learning_rate, plan.schedule.warmup_steps) == ("cosine", 0.5, 3)
+    assert (plan.optimizer.weight_decay, plan.optimizer.clip_norm) == (0.1, 2.0)
+    assert (plan.seed, plan.dtype, plan.trainable, plan.threads_per_rank) == (11, "bfloat16", Full(), 2)
+    assert (plan.checkpointing.every_steps, plan.checkpointing.keep) == (7, 4)
+    assert plan.evaluation.model_dump() == {
+        "data": DATA.model_dump(),
+        "every_steps": 5,
+        "num_samples": 2,
+        "sample_tokens": 9,
+    }
+
+
+def test_samples_come_from_held_out_prompts_alone() -> None:
+    assert plan_of(num_samples=4).evaluation.num_samples == 0
+    assert plan_of(num_samples=4, eval_data=DATA).evaluation.num_samples == 4

@@ -1,0 +1,390 @@
+"""Whole runs on a real Temporal server, with stand-in workers: what survives, what is told, and what is left behind."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
+from temporalio.exceptions import ApplicationError, CancelledError
+from temporalio.worker import Worker
+
+from activities.find_checkpoint import FindCheckpoint
+from activities.progress import ProgressReport
+from activities.publish import Publish
+from activities.record_result import RecordResult
+from activities.worker_pool import WorkerPool
+from activities.worker_process import processes_of
+from service.host import _end_idle_workers, connect, gpu_workers
+from shared.events import Step
+from shared.jobs import Fence
+from shared.paths import HostPaths, RunKeys
+from shared.run_events import read_events
+from shared.runs import DatasetSource, RunStart, RunStatus, RunTiming, SFTRun
+from shared.settings import Settings
+from shared.store import ObjectStore, open_store, open_uri
+from tests.workflows.stand_in import REPOSITORY, StandInCommand
+from tests.workflows.stand_in_activities import StandInData
+from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
+from workflows.sft import SFTWorkflow
+from workflows.track import TrackWorkflow
+
+
+@dataclass
+class Stack:
+    """A control host and as many gpu hosts as a test starts, on queues of its own."""
+
+    client: Client
+    settings: Settings
+    store: ObjectStore
+    data: StandInData
+    exits: AsyncExitStack
+    pools: list[WorkerPool] = field(default_factory=list)
+
+    @property
+    def workers(self) -> Path:
+        return HostPaths(self.settings.root_path).workers
+
+    def worker_ids(self) -> list[str]:
+        return [folder.name for folder in self.workers.glob("*")]
+
+    async def add_gpu_host(self, step_s: float = 0.01) -> None:
+        """A host in this process."""
+        threads = self.exits.enter_context(ThreadPoolExecutor(4))
+        environment = {"PYTHONPATH": str(REPOSITORY)}
+        pool = WorkerPool(
+            HostPaths(self.settings.root_path), StandInCommand(step_s), environment, self.settings.worker_idle_s
+        )
+        self.exits.callback(pool.close)
+        self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
+        for worker in gpu_workers(self.client, self.settings, threads, pool):
+            await self.exits.enter_async_context(worker)
+
+    def spawn_gpu_host(self, step_s: float = 0.01) -> subprocess.Popen:
+        """A host in a process of its own, to be killed."""
+        given = self.settings
+        environment = {
+            "PYTHONPATH": str(REPOSITORY),
+            "LONGSHORE_ROOT": str(given.root_path),
+            "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
+            "LONGSHORE_SHAPE": given.shape,
+            "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
+        }
+        command = [sys.executable, "-m", "tests.workflows.stand_in_host", str(step_s)]
+        process = subprocess.Popen(command, env={**os.environ, **environment}, cwd=REPOSITORY)
+        self.exits.callback(lambda: (process.terminate(), process.wait()))
+        return process
+
+    async def start(self, run_id: str | None = None, resumed: bool = False, timing: RunTiming | None = None, **run):
+        run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
+        fields = {"steps": 20, "checkpoint_every": 5, "seed": 7, **run}
+        dataset = DatasetSource(uri=fields.pop("dataset", "file:///rows.jsonl"))
+        start = RunStart(
+            run_id=run_id,
+            run=SFTRun(name=run_id, model="tiny", dataset=dataset, batch_size=2, **fields),
+            timing=timing or RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20),
+            shape=self.settings.shape,
+            resumed=resumed,
+        )
+        return await self.client.start_workflow(
+            SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
+        )
+
+    async def result(self, run_id: str) -> RunStatus:
+        return RunStatus.model_validate_json(await asyncio.to_thread(self.store.get_bytes, RunKeys(run_id).result))
+
+    def weights(self, status: RunStatus) -> bytes:
+        assert status.adapter is not None
+        store, key = open_uri(status.adapter, self.settings.s3)
+        return store.get_bytes(f"{key}/adapter_model.safetensors")
+
+
+@asynccontextmanager
+async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator[Stack]:
+    name = uuid.uuid4().hex[:8]
+    settings = Settings(
+        root=root, temporal_address=temporal_address, shape=name, control_queue=f"control-{name}", **changes
+    )
+    client = await connect(settings)
+    store = open_store(settings.store, settings.s3)
+    data = StandInData(store, root / "scratch-data")
+    record = RecordResult(settings)
+    async with AsyncExitStack() as exits:
+        threads = exits.enter_context(ThreadPoolExecutor(8))
+        control = Worker(
+            client,
+            task_queue=settings.control_queue,
+            workflows=[SFTWorkflow, TrackWorkflow],
+            activities=[
+                *data.all,
+                FindCheckpoint(settings).find_checkpoint,
+                Publish(settings).publish,
+                record.record_result,
+                record.reopen,
+            ],
+            activity_executor=threads,
+        )
+        await exits.enter_async_context(control)
+        yield Stack(client, settings, store, data, exits)
+
+
+@pytest.fixture
+async def stack(temporal_address: str, tmp_path: Path) -> AsyncIterator[Stack]:
+    async with started(temporal_address, tmp_path) as stack:
+        yield stack
+    assert stack.worker_ids() == [], "no worker's folder outlives its host"
+
+
+async def eventually(condition: Callable[[], Awaitable[object] | object], what: str, timeout_s: float = 30.0):
+    """Poll until the condition holds; its truthy answer is returned."""
+    for _ in range(int(timeout_s / 0.05)):
+        answer = condition()
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        if answer:
+            return answer
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"{what}: not within {timeout_s} s")
+
+
+async def has_checkpoint(handle: WorkflowHandle) -> bool:
+    return (await handle.query(SFTWorkflow.status)).checkpoint is not None
+
+
+async def failure_of(handle: WorkflowHandle) -> BaseException | None:
+    with pytest.raises(WorkflowFailureError) as caught:
+        await handle.result()
+    return caught.value.cause
+
+
+async def num_events(handle: WorkflowHandle) -> int:
+    return len([event async for event in handle.fetch_history_events()])
+
+
+async def test_a_run_goes_from_dataset_to_adapter(stack: Stack) -> None:
+    await stack.add_gpu_host()
+    handle = await stack.start()
+    status = await handle.result()
+    assert (status.state, status.phase, status.step, status.num_steps) == ("succeeded", "done", 20, 20)
+    assert (status.epoch, status.version, status.problem) == (1, 1, None)
+    assert status.metrics["loss"] == pytest.approx(1 / 20)
+    assert stack.weights(status) == adapter_bytes(7, 20)
+    assert status == await stack.result(handle.id)
+    assert status == await handle.query(SFTWorkflow.status)
+    assert await num_events(handle) < 100
+
+
+async def test_no_worker_lives_before_a_job_waits_and_none_after_its_idle_time(
+    temporal_address: str, tmp_path: Path
+) -> None:
+    async with started(temporal_address, tmp_path, worker_idle_s=1.0) as stack:
+        await stack.add_gpu_host()
+        await asyncio.sleep(0.5)
+        assert stack.worker_ids() == []
+        handle = await stack.start()
+        await handle.result()
+        [worker_id] = stack.worker_ids()
+        await eventually(lambda: not stack.worker_ids(), "the idle worker's end", 10)
+        assert processes_of(worker_id) == []
+
+
+async def test_a_killed_worker_is_replaced_and_the_run_ends_in_the_same_bits(stack: Stack) -> None:
+    await stack.add_gpu_host(step_s=0.03)
+    handle = await stack.start(steps=100)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    for process in processes_of(stack.worker_ids()[0]):
+        process.kill()
+    status = await handle.result()
+    assert status.epoch == 2
+    assert stack.weights(status) == adapter_bytes(7, 100)
+    steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
+    assert len(steps) < 120, "it went on from a checkpoint, not from the beginning"
+    assert sorted(set(steps)) == list(range(1, 101))
+
+
+async def test_a_killed_host_is_replaced_and_the_run_ends_in_the_same_bits(stack: Stack) -> None:
+    first = stack.spawn_gpu_host(step_s=0.03)
+    handle = await stack.start(steps=100)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    [worker_id] = stack.worker_ids()
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    stack.spawn_gpu_host()
+    status = await handle.result()
+    assert status.epoch == 2
+    assert stack.weights(status) == adapter_bytes(7, 100)
+    assert processes_of(worker_id) == []
+    assert worker_id not in stack.worker_ids()
+
+
+async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> None:
+    first = stack.spawn_gpu_host(step_s=0.03)
+    handle = await stack.start(steps=100)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    first.terminate()
+    assert await asyncio.to_thread(first.wait, 15) == 0
+    assert stack.worker_ids() == []
+    await stack.add_gpu_host()
+    status = await handle.result()
+    assert status.epoch == 2
+    assert stack.weights(status) == adapter_bytes(7, 100)
+
+
+async def test_a_cancelled_run_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack) -> None:
+    await stack.add_gpu_host(step_s=0.05)
+    handle = await stack.start(steps=60, checkpoint_every=20)
+    await eventually(lambda: _is_past(handle, 2), "some steps")
+    loop = asyncio.get_running_loop()
+    asked_at = loop.time()
+    await handle.cancel()
+    assert isinstance(await failure_of(handle), CancelledError)
+    assert loop.time() - asked_at < 5
+    assert (await handle.describe()).status == WorkflowExecutionStatus.CANCELED
+    result = await stack.result(handle.id)
+    assert (result.state, result.problem) == ("cancelled", None)
+    assert result.checkpoint is not None
+    assert 2 <= result.checkpoint.step == result.step < 60
+    [worker_id] = stack.worker_ids()
+
+    resumed = await stack.start(run_id=handle.id, resumed=True, steps=60, checkpoint_every=20)
+    status = await resumed.result()
+    assert status.state == "succeeded"
+    assert status.epoch == 2, "epochs go on where the execution before stopped"
+    assert stack.worker_ids() == [worker_id], "the free worker was warm"
+    assert stack.weights(status) == adapter_bytes(7, 60)
+    steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
+    assert steps == list(range(1, 61)), "no step was done twice"
+
+
+async def _is_past(handle: WorkflowHandle, step: int) -> bool:
+    return (await handle.query(SFTWorkflow.status)).step > step
+
+
+async def test_a_run_that_waits_for_a_host_can_be_cancelled(stack: Stack) -> None:
+    handle = await stack.start()
+    await eventually(lambda: _is_in(handle, "waiting_for_worker"), "the lease")
+    await handle.cancel()
+    assert isinstance(await failure_of(handle), CancelledError)
+    assert (await stack.result(handle.id)).state == "cancelled"
+
+
+async def _is_in(handle: WorkflowHandle, phase: str) -> bool:
+    return (await handle.query(SFTWorkflow.status)).phase == phase
+
+
+async def test_a_users_mistake_is_told_at_once_and_asks_for_no_worker(stack: Stack) -> None:
+    await stack.add_gpu_host()
+    handle = await stack.start(dataset="file:///bad.jsonl")
+    cause = await failure_of(handle)
+    assert isinstance(cause, ApplicationError)
+    assert (cause.type, cause.message) == ("invalid_input", "rows.jsonl:3: the last message must be the assistant's")
+    assert stack.data.num_tokenize_calls == 1
+    result = await stack.result(handle.id)
+    assert (result.state, result.phase) == ("failed", "tokenizing")
+    assert result.problem is not None
+    assert result.problem.message == cause.message
+    assert stack.worker_ids() == []
+    assert not list(stack.store.list(RunKeys(handle.id).leases))
+
+
+async def test_a_mistake_that_the_worker_finds_ends_the_run_at_once(stack: Stack) -> None:
+    await stack.add_gpu_host()
+    handle = await stack.start(seed=SEEDS["invalid_input"])
+    cause = await failure_of(handle)
+    assert isinstance(cause, ApplicationError)
+    assert cause.message == "layout.tp: tp=3 does not divide 4 heads"
+    result = await stack.result(handle.id)
+    assert (result.epoch, result.state) == (1, "failed")
+
+
+@pytest.mark.parametrize(
+    ("seed", "words"), [("dies", "the stand-in dies of its seed"), ("error", "RuntimeError: the stand-in cannot")]
+)
+async def test_nothing_is_tried_for_ever(stack: Stack, seed: str, words: str) -> None:
+    await stack.add_gpu_host()
+    timing = RunTiming(heartbeat_timeout_s=4, max_losses=2)
+    handle = await stack.start(seed=SEEDS[seed], timing=timing)
+    cause = await failure_of(handle)
+    assert isinstance(cause, ApplicationError)
+    assert "lost 2 times in a row without a new checkpoint" in cause.message
+    assert words in cause.message
+    result = await stack.result(handle.id)
+    assert result.problem is not None
+    assert (result.epoch, result.problem.kind) == (2, "worker_lost")
+    assert len(list(stack.store.list(RunKeys(handle.id).leases))) == 2
+
+
+async def test_a_run_that_gets_ahead_outlives_any_number_of_losses(stack: Stack) -> None:
+    """Its worker dies after every step, with a checkpoint each."""
+    await stack.add_gpu_host()
+    timing = RunTiming(heartbeat_timeout_s=4, max_losses=1)
+    handle = await stack.start(seed=SEEDS["dies_saved"], steps=4, checkpoint_every=1, timing=timing)
+    status = await handle.result()
+    assert stack.weights(status) == adapter_bytes(SEEDS["dies_saved"], 4)
+    assert status.epoch == 4
+
+
+async def test_a_terminated_run_gives_its_worker_back(stack: Stack) -> None:
+    await stack.add_gpu_host(step_s=0.05)
+    handle = await stack.start(steps=1000)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    [worker_id] = stack.worker_ids()
+    await handle.terminate()
+    other = await stack.start()
+    status = await other.result()
+    assert status.state == "succeeded"
+    assert stack.worker_ids() == [worker_id], "the same worker, warm"
+
+
+@pytest.mark.slow
+async def test_random_kills_of_workers_and_hosts_change_no_bit(stack: Stack) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed of the kills: {seed}")
+    kills = random.Random(seed)
+    host = stack.spawn_gpu_host(step_s=0.02)
+    timing = RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=3, max_losses=10)
+    handle = await stack.start(steps=300, checkpoint_every=10, timing=timing)
+    num_kills = 0
+    while num_kills < 6 and (await handle.query(SFTWorkflow.status)).state == "running":
+        await asyncio.sleep(kills.uniform(0.0, 3.0))
+        if kills.random() < 0.5:
+            host.kill()
+            host.wait()
+            host = stack.spawn_gpu_host(step_s=0.02)
+        else:
+            for process in [p for worker_id in stack.worker_ids() for p in processes_of(worker_id)]:
+                process.kill()
+        num_kills += 1
+    status = await handle.result()
+    assert stack.weights(status) == adapter_bytes(7, 300)
+    assert {worker_id for worker_id in stack.worker_ids() if not processes_of(worker_id)} == set()
+
+
+async def test_signals_of_another_fence_change_nothing(stack: Stack) -> None:
+    await stack.add_gpu_host(step_s=0.1)
+    handle = await stack.start(steps=30)
+    await eventually(lambda: _is_in(handle, "training"), "training")
+    lie = ProgressReport(fence=Fence(epoch=9), step=29, num_steps=30, metrics={"loss": -1.0}, checkpoint=None)
+    await handle.signal(SFTWorkflow.progress, lie)
+    status = await handle.query(SFTWorkflow.status)
+    assert status.step < 29
+    assert status.metrics.get("loss") != -1.0
+    await handle.cancel()
+    await failure_of(handle)
+
+
+async def test_an_archived_result_tells_when_it_began_and_ended(stack: Stack) -> None:
+    await stack.add_gpu_host()
+    status = await (await stack.start()).result()
+    assert status.started_at is not None
+    assert status.ended_at is not None
+    assert 0 < status.ended_at - status.started_at < 30
