@@ -4,6 +4,7 @@ Legend: R rows of a block, T tokens of a block, one row behind the other.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +28,11 @@ class Block:
     def start_R(self) -> NDArray[np.int64]:
         return np.cumsum(self.num_tokens_R) - self.num_tokens_R
 
-    @property
+    @cached_property
     def row_T(self) -> NDArray[np.int64]:
         return np.repeat(np.arange(len(self.num_tokens_R)), self.num_tokens_R)
 
-    @property
+    @cached_property
     def position_T(self) -> NDArray[np.int64]:
         return np.arange(len(self.id_T)) - np.repeat(self.start_R, self.num_tokens_R)
 

@@ -5,6 +5,7 @@ not depend on packing. Legend: U units.
 """
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 
-_WINDOW = 256  # a step of `batch_tokens` looks this far ahead for units that fill it
-_SLACK = 2000  # and leaves a two-thousandth free, or else its last bin could be filled only by luck
+_WINDOW = 64  # a step of `batch_tokens` looks this far ahead for units that fill it
+_PART_UNITS = 2  # a part of a step holds two units of the usual length, or more
 _MAX_REPACKED_BINS = 1024  # beyond, a bin more than needed is lost in the noise
 _REPACK_PASSES = 4
 
@@ -36,43 +37,73 @@ def steps_by_count(order_U: Indices, batch_size: int) -> Iterator[Indices]:
 def steps_by_tokens(order_U: Indices, tokens_U: Indices, batch_tokens: int) -> Iterator[Indices]:
     """Cut an order into steps of at most `batch_tokens`, each as full as the next units allow. The last is smaller.
 
-    A unit may be taken up to `_WINDOW` places early, to fill a step; the one at the front always comes next.
+    A step is filled in even parts, one behind the other, so that it can be packed evenly. A unit may be taken up to
+    `_WINDOW` places early, to fill a part; the one at the front always comes next.
     """
     rest = iter(order_U.tolist())
     lengths = tokens_U.tolist()
+    parts = _parts(tokens_U, batch_tokens)
     window = deque(islice(rest, _WINDOW))
     while window:
         step: list[int] = []
-        free = batch_tokens
-        while window and lengths[window[0]] <= free:
-            step.append(window.popleft())
-            free -= lengths[step[-1]]
-            window.extend(islice(rest, 1))
-        assert step, "a unit is longer than batch_tokens"
-        if window:
-            _fill(step, free - batch_tokens // _SLACK, window, lengths)
-            window.extend(islice(rest, _WINDOW - len(window)))
+        for part in parts:
+            step += _take(window, rest, lengths, part)
         yield np.array(step, dtype=np.int64)
 
 
-def _fill(step: list[int], free: int, window: deque[int], lengths: list[int]) -> None:
-    """End a step well: add the unit of the window that fits best, or change the last one for the two that fit best."""
+def _parts(tokens_U: Indices, batch_tokens: int) -> list[int]:
+    """Even shares of a batch, near a power of two that holds the longest unit, and two of the usual ones."""
+    longest, usual = int(tokens_U.max(initial=1)), float(tokens_U.mean()) if len(tokens_U) else 1.0
+    assert longest <= batch_tokens, f"a unit has {longest} tokens, batch_tokens is {batch_tokens}"
+    enough = max(longest, math.ceil(_PART_UNITS * usual))
+    num_parts = -(-batch_tokens // (1 << (enough - 1).bit_length()))
+    if batch_tokens // num_parts < longest:
+        num_parts = batch_tokens // longest
+    return [batch_tokens // num_parts] * num_parts
+
+
+def _take(window: deque[int], rest: Iterator[int], lengths: list[int], room: int) -> list[int]:
+    """Take units from the window, in order and then as they fit, until nothing fits. Refills the window."""
+    part: list[int] = []
+    while window and lengths[window[0]] <= room:
+        part.append(window.popleft())
+        room -= lengths[part[-1]]
+        window.extend(islice(rest, 1))
+    if window and part:
+        _fill(part, room, window, lengths)
+        window.extend(islice(rest, max(0, _WINDOW - len(window))))
+    return part
+
+
+def _fill(part: list[int], free: int, window: deque[int], lengths: list[int]) -> None:
+    """End a part well: with the one or two units of the window that fill it best, in place of up to two taken last.
+
+    The first unit stays, or it might be put off for ever.
+    """
     by_length = sorted((lengths[u], k) for k, u in enumerate(window))
-    one = bisect_left(by_length, (free + 1, -1)) - 1
-    chosen = [by_length[one][1]] if one >= 0 else []
-    left = free - by_length[one][0] if one >= 0 else free
-    two = _best_pair(by_length, free + lengths[step[-1]])
-    if two is not None and two[0] < left:
-        window.appendleft(step.pop())
-        chosen = [two[1] + 1, two[2] + 1]  # one further back now
-    step.extend(window[k] for k in chosen)
+    left, num_back, chosen = free, 0, list[int]()
+    for back in range(min(3, len(part))):
+        room = free + sum(lengths[u] for u in part[len(part) - back :])
+        for found in (_best_one(by_length, room), _best_pair(by_length, room)):
+            if found is not None and found[0] < left:
+                left, num_back, chosen = found[0], back, found[1]
+    taken = [window[k] for k in chosen]
     for k in sorted(chosen, reverse=True):
         del window[k]
+    for _ in range(num_back):
+        window.appendleft(part.pop())
+    part.extend(taken)
 
 
-def _best_pair(by_length: list[tuple[int, int]], room: int) -> tuple[int, int, int] | None:
-    """(what stays free, k, l): the two units that fill `room` best."""
-    best: tuple[int, int, int] | None = None
+def _best_one(by_length: list[tuple[int, int]], room: int) -> tuple[int, list[int]] | None:
+    """(what stays free, [k]): the unit that fills `room` best."""
+    at = bisect_left(by_length, (room + 1, -1)) - 1
+    return (room - by_length[at][0], [by_length[at][1]]) if at >= 0 else None
+
+
+def _best_pair(by_length: list[tuple[int, int]], room: int) -> tuple[int, list[int]] | None:
+    """(what stays free, [k, l]): the two units that fill `room` best."""
+    best: tuple[int, list[int]] | None = None
     low, high = 0, len(by_length) - 1
     while low < high:
         free = room - by_length[low][0] - by_length[high][0]
@@ -80,7 +111,7 @@ def _best_pair(by_length: list[tuple[int, int]], room: int) -> tuple[int, int, i
             high -= 1
             continue
         if best is None or free < best[0]:
-            best = (free, by_length[low][1], by_length[high][1])
+            best = (free, [by_length[low][1], by_length[high][1]])
         low += 1
     return best
 
@@ -112,13 +143,31 @@ def best_fit_decreasing(tokens: list[int], capacity: int) -> list[list[int]]:
 
 
 def pack(tokens: list[int], capacity: int) -> list[list[int]]:
-    """Bins for a step: best fit decreasing, and where that takes more bins than the tokens need, an exact refilling."""
+    """Bins for a step: best fit decreasing, or a way that takes fewer bins than that where there is one.
+
+    Steps of tokens are made of even parts, so the order they come in may do; else bins are refilled exactly.
+    """
     bins = best_fit_decreasing(tokens, capacity)
     fewest = -(-sum(tokens) // capacity)
+    if len(bins) > fewest:
+        bins = min(bins, next_fit(tokens, capacity), key=len)
     if len(bins) <= _MAX_REPACKED_BINS:
         for num_bins in range(fewest, min(len(bins), fewest + 3)):
             if (fewer := _refill(tokens, num_bins, capacity)) is not None:
                 return fewer
+    return bins
+
+
+def next_fit(tokens: list[int], capacity: int) -> list[list[int]]:
+    """In order, each into the last bin, or a new one when that is full."""
+    bins: list[list[int]] = [[]]
+    free = capacity
+    for item, size in enumerate(tokens):
+        if size > free:
+            bins.append([])
+            free = capacity
+        bins[-1].append(item)
+        free -= size
     return bins
 
 

@@ -4,6 +4,7 @@ import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ class ModelTokenizer:
         assert self._widths is not None
         ids_by_text = [encoding.ids for encoding in encodings]
         num_tokens_R = np.array([len(ids) for ids in ids_by_text], dtype=np.int64)
-        id_T = np.array([i for ids in ids_by_text for i in ids], dtype=np.uint32)
+        id_T = np.fromiter(chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(num_tokens_R.sum()))
         end_T = np.cumsum(self._widths[id_T])
         end_R = np.concatenate([[0], end_T])[np.cumsum(num_tokens_R)]
         sizes_R = np.array([len(t) if t.isascii() else len(t.encode()) for t in texts])

@@ -17,7 +17,7 @@ import psutil
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, WorkerPaths, write_atomically
 
-_TERM_GRACE_S = 3.0
+_TERM_GRACE_S = 1.0
 _STOP_GRACE_S = 5.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
@@ -74,9 +74,17 @@ class WorkerProcess:
         """
         if polite and self.is_alive():
             write_atomically(self.paths.stop, b"")
-            _wait_for_exit(self._process, _STOP_GRACE_S)
+            self._wait_for_ranks(_STOP_GRACE_S)
         end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
         self._process.wait()
+
+    def _wait_for_ranks(self, timeout_s: float) -> None:
+        """Not for torchrun, which takes five seconds more to say goodbye to itself."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and time.monotonic() < deadline:
+            if all(process.pid == self._process.pid for process in processes_of(self.worker_id)):
+                break
+            time.sleep(0.05)
 
     def remove(self) -> None:
         """Delete its folder, after its end."""
@@ -101,8 +109,14 @@ def launch(paths: HostPaths, key: WorkerKey, command: WorkerCommand, environment
         key=key,
     )
     write_atomically(worker.record, record.model_dump_json().encode())
-    threads = str(key.threads_per_rank)
-    marks = {WORKER_ID_VARIABLE: worker_id, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    temporary = worker.root / "tmp"  # torchrun leaves folders there, which go with the worker's own
+    temporary.mkdir()
+    marks = {
+        WORKER_ID_VARIABLE: worker_id,
+        "OMP_NUM_THREADS": str(key.threads_per_rank),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(temporary),
+    }
     with worker.output.open("wb") as output:
         process = subprocess.Popen(
             command(worker.root, key),
@@ -165,11 +179,6 @@ def tail(path: Path) -> str:
 def _signal(process: psutil.Process, kill: bool) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill() if kill else process.terminate()
-
-
-def _wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout_s)
 
 
 def _wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> None:

@@ -27,31 +27,36 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=GSM8K)
     parser.add_argument("--prompt-field", default="question")
     parser.add_argument("--completion-field", default="answer")
+    parser.add_argument("--copies", type=int, default=4, help="of the rows, for a file long enough to measure")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     source = DatasetSource(
         uri=options.rows.as_uri(), prompt_field=options.prompt_field, completion_field=options.completion_field
     )
-    print(json.dumps(measure(options.rows, source, options.repeats), indent=1))
+    print(json.dumps(measure(options.rows, source, options.copies, options.repeats), indent=1))
 
 
-def measure(rows: Path, source: DatasetSource, repeats: int) -> dict[str, object]:
+def measure(rows: Path, source: DatasetSource, copies: int, repeats: int) -> dict[str, object]:
     tokenizer = make_tokenizer(rows.read_text().splitlines())
     unused = Artifact(uri="file:///", sha256="0" * 64)
     request = TokenizeRequest(dataset=unused, source=source, model=unused, max_tokens=2048)
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as dataset:
-            (Path(dataset) / rows.name).symlink_to(rows.resolve())
-            started = time.perf_counter()
+            for k in range(copies):
+                (Path(dataset) / f"{k}-{rows.name}").symlink_to(rows.resolve())
+            started, cpu_before = time.perf_counter(), sum(os.times()[:4])
             report = write_units(Path(dataset), tokenizer, request, Path(folder))
             seconds.append(time.perf_counter() - started)
+            cpu_seconds.append(sum(os.times()[:4]) - cpu_before)
     return {
         "rows": report.num_rows,
         "tokens": report.num_tokens,
         "seconds": [round(s, 3) for s in seconds],
+        "cpu_seconds": [round(s, 3) for s in cpu_seconds],
         "tokens_per_s_best": round(report.num_tokens / min(seconds)),
         "tokens_per_s_median": round(report.num_tokens / sorted(seconds)[len(seconds) // 2]),
+        "tokens_per_cpu_s": round(report.num_tokens / min(cpu_seconds)),
         "cores": os.cpu_count(),
         "machine": platform.platform(),
         "load_average": os.getloadavg()[0],

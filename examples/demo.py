@@ -26,7 +26,10 @@ DATA = Path(__file__).parent / "data"
 NUM_SHOWN = 5
 
 MODEL = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_dim": 32}
-COMMON = ["--max-tokens", "128", "--schedule", "linear", "--warmup", "10", "--samples", "8"]
+COMMON = [
+    *("--max-tokens", "128", "--bin-tokens", "1024", "--schedule", "linear", "--warmup", "10"),
+    *("--samples", "8", "--sample-tokens", "24"),
+]
 BASE_RUN = ["--full", "--name", "harbour", "--epochs", "10", "--batch-size", "32", "--learning-rate", "3e-3", *COMMON]
 RADIO_RUN = [
     *("--lora-rank", "16", "--lora-alpha", "32", "--name", "harbour-radio"),

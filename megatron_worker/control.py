@@ -85,10 +85,10 @@ class Control:
         self.settle(fault, SETUP_PATIENCE)
         return result  # type: ignore[return-value]
 
-    def agree_on(self, error: Exception) -> JobFailed:
+    def agree_on(self, error: Exception, patience: timedelta = STEP_PATIENCE) -> JobFailed:
         """The fault of a step, if every rank has one; else the error itself is raised again, and this process ends."""
         try:
-            self.settle(_told(error), STEP_PATIENCE)
+            self.settle(_told(error), patience)
         except JobFailed as failed:
             return failed
         except dist.DistError:

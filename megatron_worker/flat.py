@@ -1,4 +1,4 @@
-"""Named tensors one after another in one buffer: one copy offloads them, one collective reduces them, one loop updates them."""
+"""Named tensors one after another in one buffer: one copy offloads them, one collective reduces them."""
 
 import math
 

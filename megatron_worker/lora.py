@@ -1,9 +1,10 @@
 """LoRA beside megatron's fused, sharded linears, as PEFT's separate matrices (Hu et al. 2021, arXiv:2106.09685).
 
-A fused linear (query, key and value; gate and up) meets the stacked A matrices of its parts in one product, and their B
-matrices, each in its own rows and columns of an otherwise empty matrix, in another. Under tensor parallelism the B of a
-column-parallel linear is sharded with its rows, the A of a row-parallel one with its columns; the other of the two is whole
-on every rank, and its gradient is complete because the rank-r activations, the smallest thing there is, are summed over tp.
+A fused linear (query, key and value; gate and up) meets the stacked A matrices of its parts in one product, and their
+B matrices, each in its own rows and columns of an otherwise empty matrix, in another. Under tensor parallelism the B
+of a column-parallel linear is sharded with its rows, the A of a row-parallel one with its columns; the other of the
+two is whole on every rank, and its gradient is complete because the rank-r activations, the smallest thing there is,
+are summed over tp.
 
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
@@ -64,7 +65,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.beside is None:
-            return super().forward(input_, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _beside(input_, self.weight, self.bias, self.beside, None, group), None
 
@@ -76,7 +77,7 @@ class AdaptedRowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.beside is None:
-            return super().forward(input_)  # type: ignore[no-any-return]
+            return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _beside(input_, self.weight, None, self.beside, group, None), None
 
@@ -93,14 +94,14 @@ def _beside(
     output_TO = _LoraLinear.apply(
         flat_TI, weight_OI, bias_O, beside, forward_group, backward_group, beside.a_RI, *beside.b_parts
     )
-    return output_TO.view(*input_.shape[:-1], -1)  # type: ignore[no-any-return]
+    return output_TO.view(*input_.shape[:-1], -1)
 
 
 class _LoraLinear(torch.autograd.Function):
     """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         input_TI: Tensor,
         weight_OI: Tensor,
@@ -123,7 +124,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         input_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
         beside: Beside = ctx.beside
         grad_low_TR = (grad_TO @ b_OR).mul_(beside.scale)
@@ -166,7 +167,7 @@ class Adapter:
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
-        """A Kaiming-uniform with a = sqrt 5, B zero, as PEFT does; each A from the seed and its own name, whole, then cut."""
+        """As PEFT: A Kaiming-uniform (a = sqrt 5), B zero. Each A from the seed and its own name, whole, then cut."""
         for piece in self.pieces:
             if ".lora_A." in piece.name:
                 whole = _uniform(piece, seed)

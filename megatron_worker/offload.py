@@ -1,7 +1,7 @@
 """Host memory for what leaves the device: declared buffers, pinned where there is a device to copy to.
 
-A frozen buffer is copied once and its host copy kept for good: afterwards offloading only drops, reloading only copies back.
-Whatever is trained is copied each time, and its host copy given back on reload.
+A frozen buffer is copied once and its host copy kept for good: afterwards offloading only drops, reloading only copies
+back. Whatever is trained is copied each time, and its host copy given back on reload.
 """
 
 import torch

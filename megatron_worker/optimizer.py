@@ -1,6 +1,6 @@
 """AdamW on float32 masters: one flat buffer each for weights, gradients and both moments.
 
-Update (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2, with the learning rate folded into the decay, as in torch):
+Update (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate):
 
     m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2
     w = (1 - lr * decay) w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -24,8 +24,8 @@ _CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are u
 class Optimizer:
     """Trains parameters that are views of one `Flat`, whose first `num_sharded` elements differ between tp ranks.
 
-    Gradients are accumulated in float32, whatever the weights' dtype. `partial`: parameters that are replicated over tp, but
-    see only this rank's heads, so that their gradients must be added up over tp.
+    Gradients are accumulated in float32, whatever the weights' dtype. `partial`: parameters that are replicated over
+    tp, but see only this rank's heads, so that their gradients must be added up over tp.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        """Reduce, divide, clip, update, zero. A norm that is not finite changes nothing but the gradients, which are zeroed."""
+        """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
         self._reduce()
         grad = self.grad.buffer.div_(denominator)
         norm = self._norm()

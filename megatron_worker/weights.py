@@ -1,4 +1,4 @@
-"""Safetensors in and out, one tensor at a time: slices read straight from the files, whole tensors streamed into new ones.
+"""Safetensors in and out, a tensor at a time: slices read from files as they lie, whole tensors streamed into new ones.
 
 No pickle, and no more than one whole tensor in memory.
 """
@@ -185,7 +185,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
@@ -202,7 +202,7 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
 
 
 def write_model(folder: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor], max_bytes: int) -> None:
-    """Hugging Face's layout: `model.safetensors`, or numbered files and an index when it would be larger than `max_bytes`."""
+    """Hugging Face's layout: `model.safetensors`, or numbered files and an index where that would pass `max_bytes`."""
     shards = shards_of(entries, max_bytes)
     if len(shards) == 1:
         write_safetensors(folder and folder / "model.safetensors", entries, tensors)

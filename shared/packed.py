@@ -190,7 +190,9 @@ class Units:
         expected |= {"token_offsets": header.num_units, "target_offsets": header.num_units}
         for name, count in found.items():
             if count != expected[name]:
-                raise CorruptArtifact(f"{name}.bin holds {count} entries, units.json says {expected[name]}", str(folder))
+                raise CorruptArtifact(
+                    f"{name}.bin holds {count} entries, units.json says {expected[name]}", str(folder)
+                )
 
     @staticmethod
     def read_lengths(folder: Path) -> NDArray[np.int64]:

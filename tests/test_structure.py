@@ -54,7 +54,8 @@ def test_no_name_says_nothing() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert not [str(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))]
+    written = [path for path in MODULES if path.stat().st_size]
+    assert not [str(path) for path in written if not ast.get_docstring(ast.parse(path.read_text()))]
 
 
 def test_no_pickle() -> None:

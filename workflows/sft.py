@@ -176,7 +176,7 @@ class SFTWorkflow:
         await workflow.start_child_workflow(
             TrackWorkflow.run,
             TrackRequest(run_id=self._start.run_id, run=self._start.run),
-            id=f"{self._start.run_id}-track-{workflow.info().run_id[:8]}",
+            id=f"{self._start.run_id}-track-{workflow.info().run_id}",
             parent_close_policy=workflow.ParentClosePolicy.ABANDON,
         )
 

@@ -19,7 +19,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over whole heads, halves rotated against each other."""
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) over whole heads, half against half."""
 
     theta: float
     scaling: Llama3Scaling | None = None

@@ -1,4 +1,4 @@
-"""The part of a Hugging Face `config.json` that the dense families share, read strictly: what we do not compute is refused."""
+"""The part of a Hugging Face `config.json` that the dense families share. What we do not compute is refused."""
 
 from typing import Any, Literal
 

@@ -1,8 +1,8 @@
 """Pieces: where each Hugging Face tensor lies in the engine's parameters, under tensor parallelism, both ways.
 
-The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over the
-tensor-parallel ranks. A piece is one Hugging Face tensor: the slice of it that a rank holds, and the rows of the rank's
-parameter where that slice stands.
+The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over
+the tensor-parallel ranks. A piece is one Hugging Face tensor: the slice of it that a rank holds, and the rows of the
+rank's parameter where that slice stands.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,13 @@
 """Attention within the sequences of a bin: no mask is made, no token sees another sequence.
 
-A bin's `BinPlan` is made once and used by all layers: where its sequences begin, and the rotary tables of its own positions.
+A bin's `BinPlan` is made once and used by all layers: where its sequences begin, and the rotary tables of its
+positions.
 
-Shape suffixes: T tokens of a bin, G key/value heads of this rank, Q query heads a group, D size of a head, S tokens of a sequence.
+Shape suffixes: T tokens of a bin, S sequences, H query heads of this rank, G key/value heads, X either, D size of a
+head, E half of it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,19 +47,21 @@ def chain_lengths(parent_T: Tensor) -> tuple[int, ...]:
     index_T = torch.arange(len(parent_T), device=parent_T.device)
     starts_T = parent_T == -1
     if not bool((starts_T | (parent_T == index_T - 1)).all()) or (len(parent_T) and not bool(starts_T[0])):
-        raise InvalidInput("sequences that branch (shared prefixes) are not built yet: a parent is the token before", "parent")
+        raise InvalidInput(
+            "sequences that branch (shared prefixes) are not built yet: a parent is the token before", "parent"
+        )
     bounds = [*starts_T.nonzero()[:, 0].tolist(), len(parent_T)]
-    return tuple(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(b - a for a, b in itertools.pairwise(bounds))
 
 
 class PackedSelfAttention(SelfAttention):
     """Megatron's projections and head norms around our own rotation and attention.
 
-    `forward` takes a `BinPlan` where megatron passes an attention mask; megatron's own would build rotary tables in every
-    layer and knows no sequences without Transformer Engine.
+    `forward` takes a `BinPlan` where megatron passes an attention mask; megatron's own would build rotary tables in
+    every layer and knows no sequences without Transformer Engine.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
         plan = attention_mask
         mixed_T1X, _bias = self.linear_qkv(hidden_states)
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
@@ -99,8 +104,8 @@ def _split(heads_TXD: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # CUDA only
 
-    longest = max(plan.lengths)
-    starts = plan.start_S1
+    longest, starts = max(plan.lengths), plan.start_S1
+    assert starts is not None
     output = varlen_attn(
         query_THD, key_TGD, value_TGD, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True
     )
@@ -122,14 +127,15 @@ class _Rotate(torch.autograd.Function):
     """One product and two fused multiply-adds; the backward is the rotation by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_T1D, sin_T1D)
         return _rotated(heads_TXD, cos_T1D, sin_T1D, sign=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TXD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _rotated(grad_TXD, *ctx.saved_tensors, sign=-1), None, None
+    def backward(ctx: Any, grad_TXD: Tensor) -> tuple[Tensor, None, None]:
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _rotated(grad_TXD, cos_T1D, sin_T1D, sign=-1), None, None
 
 
 def _rotated(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:

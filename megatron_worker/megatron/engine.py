@@ -1,4 +1,4 @@
-"""MegatronEngine: the Engine Protocol on megatron-core. Reads as the Protocol does; the parts are in the files beside it."""
+"""MegatronEngine: the Engine Protocol on megatron-core. It reads as the Protocol does; the parts are beside it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ class MegatronEngine:
         assert self._training is not None, "nothing is being trained"
         assert self._training.slot == self._active, "the active adapter is not the one being trained"
         sums = loss.sums(self.forward(batch, loss.outputs), batch)
-        sums.loss.backward()  # type: ignore[no-untyped-call]
+        sums.loss.backward()
         return sums.detached()
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -270,7 +270,7 @@ def shape_of(architecture: Architecture) -> ModelShape:
 
 
 def _refuse_unknown(files: TensorFiles, pieces: list[Piece], folder: Path) -> None:
-    """A tensor that we would leave out means a model that we would compute wrongly. A tied output may be written twice."""
+    """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
     known = {piece.name for piece in pieces} | {"lm_head.weight"}
     unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
     if unknown:

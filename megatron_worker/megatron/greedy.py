@@ -1,4 +1,4 @@
-"""Greedy continuations by running every sequence again for each token: for a few samples an evaluation, not for serving."""
+"""Greedy continuations, every sequence run again for each token: for an evaluation's few samples, not for serving."""
 
 import torch
 from torch import Tensor

@@ -55,7 +55,7 @@ class Mesh:
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """All ranks leave the block alike: when one raised, all do. No collective may be skipped by the one that raises."""
+        """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
         error: Exception | None = None
         try:
             yield
@@ -104,7 +104,7 @@ def _decoded(text: str) -> Exception:
 
 
 def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
-    """Take this process's place. Collective. A single process needs no process group beforehand, torchrun's ranks do."""
+    """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
     if not dist.is_initialized():
         assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

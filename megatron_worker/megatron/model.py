@@ -1,6 +1,8 @@
 """megatron-core's GPTModel for an architecture, with our norm, linears and attention in its layer spec.
 
-The model is built without initialising anything, then all its parameters become views of one flat buffer on the device.
+The model is built on the CPU without initialising anything, then all its parameters become views of one flat buffer on
+the device. So nothing here meets megatron's hard calls of CUDA: those are in its initialisers, random state, optimizer,
+schedules and checkpoints.
 
 Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank's vocabulary shard.
 """
@@ -24,12 +26,11 @@ from megatron_worker.flat import Flat
 from megatron_worker.head import VocabShard
 from megatron_worker.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Beside
 from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention, plan_bin
-from megatron_worker.megatron.cpu import cuda_answers
 from megatron_worker.megatron.mesh import Mesh
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (Zhang & Sennrich 2019, arXiv:1910.07467); megatron's torch norm refuses parallel layouts."""
+    """Root mean square norm (Zhang & Sennrich 2019, arXiv:1910.07467); megatron's own refuses parallel layouts."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class SwigluMLP(MLP):
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor | None]:
         gate_up, _bias = self.linear_fc1(hidden_states)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.linear_fc2(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.linear_fc2(F.silu(gate) * up)
 
 
 class Model:
@@ -59,8 +60,7 @@ class Model:
         self.shard = VocabShard(mesh.tp_rank * share, share, a.vocab_size, mesh.tp_group)
         self._dtype = dtype
         self._frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(mesh.device)
-        with cuda_answers():
-            self._gpt = _build(a, mesh, dtype, share * mesh.tp_size)
+        self._gpt = _build(a, mesh, dtype, share * mesh.tp_size)
         self.parameters: dict[str, Parameter] = dict(self._gpt.named_parameters())
         self.flat = self._flatten(mesh.device)
         self.num_sharded = min(
@@ -94,11 +94,10 @@ class Model:
     def hidden_states(self, batch: Batch) -> Tensor:
         """Hidden states after the final norm, [T, H]."""
         plan = plan_bin(batch.position_T, batch.parent_T, self._frequency_D2, self._dtype)
-        with cuda_answers():
-            embedded_T1H = self._gpt.embedding(batch.token_id_T[None], None)
-            hidden_T1H = self._gpt.decoder(embedded_T1H, attention_mask=plan)
+        embedded_T1H = self._gpt.embedding(batch.token_id_T[None], None)
+        hidden_T1H = self._gpt.decoder(embedded_T1H, attention_mask=plan)
         # Two dimensions from here on: the gradient of a sliced [T, 1, H] has strides that slow every product below it.
-        return hidden_T1H.reshape(-1, self.architecture.hidden_size)  # type: ignore[no-any-return]
+        return hidden_T1H.reshape(-1, self.architecture.hidden_size)
 
 
 def _is_sharded(name: str) -> bool:

@@ -52,7 +52,12 @@ def read_adapter(folder: Path, adapter: Adapter, weights: Flat, mesh: Mesh) -> N
 
 
 def write_full(
-    folder: Path | None, model: Path, pieces: Sequence[Piece], weights: Flat, mesh: Mesh, max_bytes: int = _MAX_FILE_BYTES
+    folder: Path | None,
+    model: Path,
+    pieces: Sequence[Piece],
+    weights: Flat,
+    mesh: Mesh,
+    max_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Hugging Face's folder: weights in their dtype, config with that dtype, tokenizer and templates as they were."""
     dtype = weights.buffer.dtype
@@ -68,7 +73,9 @@ def write_full(
     write_model(folder, entries, _whole(pieces, weights, mesh), max_bytes)
 
 
-def write_optimizer(folder: Path | None, optimizer: Optimizer, pieces: Sequence[Piece], mesh: Mesh, master: bool) -> None:
+def write_optimizer(
+    folder: Path | None, optimizer: Optimizer, pieces: Sequence[Piece], mesh: Mesh, master: bool
+) -> None:
     """Both moments and the step count; the float32 masters too where `weights/` are not those."""
     flats = _flats(optimizer, master)
     entries = [Entry(f"{kind}.{p.name}", torch.float32, p.shape) for kind in flats for p in pieces]

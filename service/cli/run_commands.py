@@ -94,6 +94,7 @@ def events(
     run_id: RunId,
     follow: Follow = False,
     after: Annotated[str | None, typer.Option(help="The cursor of the last event that is known.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Lines of JSON, as without it.")] = True,
 ) -> None:
     """The workers' events, one JSON object a line."""
     with connect(context, patience_s=20 if follow else 2) as client:

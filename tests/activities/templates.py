@@ -147,7 +147,9 @@ def tokenizer_json(normalizer: object = None, vocab_size: int = 700) -> str:
         vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    )
     return tokenizer.to_str()
 
 

@@ -158,7 +158,8 @@ def test_generation_blocks_equal_the_masks_of_transformers(models: dict[str, Pat
     mask = theirs["assistant_masks"]
     # This template leaves the terminator out of its blocks; we train it all the same.
     expected = [
-        m or int(i == end and k > 0 and mask[k - 1]) for k, (i, m) in enumerate(zip(theirs["input_ids"], mask, strict=True))
+        m or int(i == end and k > 0 and mask[k - 1])
+        for k, (i, m) in enumerate(zip(theirs["input_ids"], mask, strict=True))
     ]
     assert (ours.weight_T > 0).astype(int).tolist() == expected
 

@@ -120,12 +120,21 @@ def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
         ('{"messages": [{"role": "bot", "content": "q"}]}', "rows.jsonl:2: messages[0].role must be one of system,"),
         ('{"messages": [{"role": "user"}]}', "rows.jsonl:2: messages[0].content is missing"),
         ('{"messages": [{"role": "user", "content": 7}]}', "messages[0].content must be text, not a number"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "messages[0].content[0] must be a text part"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "messages[0].content[0] must be a text part",
+        ),
         ('{"messages": [{"role": "user", "content": "q"}]}', "rows.jsonl:2: messages has no assistant turn"),
         ('{"messages": [{"role": "assistant", "content": "q", "weight": -1}]}', "messages[0].weight must be a number"),
-        ('{"messages": [{"role": "assistant", "content": "q", "weight": true}]}', "messages[0].weight must be a number"),
+        (
+            '{"messages": [{"role": "assistant", "content": "q", "weight": true}]}',
+            "messages[0].weight must be a number",
+        ),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "t"}', "tools must be a list of objects"),
-        ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "rows.jsonl:2: a text holds half of a surrogate"),
+        (
+            '{"messages": [{"role": "assistant", "content": "\\ud800"}]}',
+            "rows.jsonl:2: a text holds half of a surrogate",
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_field_and_rule(tmp_path: Path, second_line: str, message: str) -> None:
@@ -175,7 +184,9 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     assert "rows.parquet: the Parquet file cannot be read" in refusal(tmp_path)
 
 
-def test_an_absurdly_long_line_is_refused_without_reading_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absurdly_long_line_is_refused_without_reading_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
     lines(tmp_path, {"text": "ok"}, {"text": "x" * (2 << 20)})
     assert "rows.jsonl:2: the line is longer than 1 MiB" in refusal(tmp_path)

@@ -56,7 +56,8 @@ def test_steps_go_round_the_epochs_and_stop_when_told(tmp_path: Path) -> None:
 def test_what_a_step_holds_does_not_depend_on_the_bins(tmp_path: Path) -> None:
     for k, batch in enumerate([{"batch_size": 16}, {"batch_tokens": 700}]):
         plans = [
-            steps_of(tmp_path / f"{k}-{size}", a_request(epochs=1, bin_tokens=size, **batch)) for size in (64, 128, 1000)
+            steps_of(tmp_path / f"{k}-{size}", a_request(epochs=1, bin_tokens=size, **batch))
+            for size in (64, 128, 1000)
         ]
         held = [[sorted(flat([step])) for step in plan] for plan in plans]
         assert held[0] == held[1] == held[2]

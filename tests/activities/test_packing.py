@@ -52,7 +52,9 @@ def test_best_fit_decreasing_is_exact(tokens: list[int], capacity: int) -> None:
 
 @settings(deadline=None)
 @given(lengths, st.integers(100, 300))
-def test_packing_holds_every_unit_once_and_never_takes_more_bins_than_first_fit(tokens: list[int], capacity: int) -> None:
+def test_packing_holds_every_unit_once_and_never_takes_more_bins_than_first_fit(
+    tokens: list[int], capacity: int
+) -> None:
     bins = pack(tokens, capacity)
     assert sorted(i for each in bins for i in each) == list(range(len(tokens)))
     assert max(sum(tokens[i] for i in each) for each in bins) <= capacity
@@ -100,16 +102,22 @@ def test_steps_hold_every_unit_once_and_no_more_tokens_than_asked(tokens: list[i
     assert all(len(step) == 7 for step in by_count[:-1])
 
 
-@pytest.mark.parametrize("batch_tokens", [4096, 8192, 16384, 65536])
-def test_steps_of_tokens_and_their_bins_are_nearly_full(batch_tokens: int) -> None:
-    lengths = np.clip(np.random.Generator(np.random.PCG64(0)).lognormal(5.0, 0.4, 8000), 50, 450).astype(np.int64)
+@pytest.mark.parametrize("batch_tokens", [2048, 4096, 10_000, 16384])
+@pytest.mark.parametrize(("usual", "spread"), [(150, 0.4), (400, 0.5), (200, 1.0)])
+def test_steps_of_tokens_and_their_bins_are_nearly_full(batch_tokens: int, usual: int, spread: float) -> None:
+    drawn = np.random.Generator(np.random.PCG64(0)).lognormal(np.log(usual), spread, 8000)
+    lengths = np.clip(drawn, 20, 1990).astype(np.int64)
     steps = list(steps_by_tokens(epoch_order(len(lengths), 0, 0), lengths, batch_tokens))
-    num_bins = sum(len(pack(lengths[step].tolist(), 2048)) for step in steps)
-    assert lengths.sum() / (num_bins * 2048) >= 0.995
+    capacity = batch_tokens // -(-batch_tokens // 2048)  # an even share, as the activity has it
+    num_bins = sum(len(pack(lengths[step].tolist(), capacity)) for step in steps)
+    assert lengths.sum() / (num_bins * capacity) >= 0.995
 
 
-def test_looking_ahead_delays_no_unit_for_long() -> None:
-    lengths = np.array([90] + [30] * 5000)
-    order = np.arange(len(lengths))
-    for k, step in enumerate(steps_by_tokens(order, lengths, 100)):
-        assert abs(int(step[0]) - 3 * k) <= 4, "each step begins where the order has come to"
+def test_looking_ahead_puts_no_unit_off_for_long() -> None:
+    """Long units, which rarely fit beside others, come out near their place all the same."""
+    lengths = np.array([150, 140, 130, 120, 110] * 200)
+    order = epoch_order(len(lengths), 0, 0)
+    taken = np.concatenate(list(steps_by_tokens(order, lengths, 256)))
+    place = np.empty(len(order), dtype=np.int64)
+    place[taken] = np.arange(len(order))
+    assert np.abs(place[order] - np.arange(len(order))).max() <= 2 * 64

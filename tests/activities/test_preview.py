@@ -53,7 +53,7 @@ def test_only_so_many_rows_are_counted(tmp_path: Path) -> None:
 
 def test_a_preview_fits_into_a_payload(tmp_path: Path) -> None:
     long = {"prompt": "船" * 20_000, "completion": "é🚢" * 20_000}
-    preview = look(tmp_path, [long] * 60, num_rows=60, max_tokens=10**6)
+    preview = look(tmp_path, [long] * 6, num_rows=6, max_tokens=10**6)
     assert len(preview.model_dump_json().encode()) < 200_000
     assert preview.rows[0].is_cut and preview.rows[0].num_tokens > 40_000
 

@@ -201,6 +201,15 @@ def test_what_a_dying_worker_saved_is_carried_and_its_last_words_are_told(host: 
     assert host.worker_ids() == []
 
 
+def test_a_checkpoint_that_a_worker_saved_with_its_last_breath_counts(host: Host, tmp_path: Path) -> None:
+    plan = plan_for(host, tmp_path, num_steps=10, every_steps=1, seed=SEEDS["dies_saved"])
+    lease = HeldLease(host, plan, epoch=1)
+    with pytest.raises(WorkerLost):
+        Running(host, lease, plan).ended()
+    assert weights(host, newest(host.store, "r1")) == adapter_bytes(SEEDS["dies_saved"], 1)
+    lease.ended()
+
+
 def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     with Host(tmp_path, step_s=0.02) as host:
         plan = plan_for(host, tmp_path, num_steps=200, every_steps=10)

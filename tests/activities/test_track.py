@@ -15,8 +15,8 @@ import pytest
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
-from activities.track import Track, Tracked, TrackRequest
-from activities.wandb_writer import STEP, rows
+from activities.track import Track, Tracked, TrackRequest, Writer, WriterLost
+from activities.wandb_writer import STEP, WriterStart, rows
 from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
 from shared.jobs import Fence, Lora
 from shared.paths import RunKeys
@@ -273,3 +273,19 @@ def test_cancelled_activity_writes_what_is_there(settings: Settings, store: Obje
         environment.run(Track(settings, finish_timeout_s=2.0).track, TrackRequest(run_id="sft-8", run=RUN))
     timer.join()
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-8")[1], "train/loss")) == {1, 2, 3, 4, 5}
+
+
+def test_writer_that_hangs_holds_up_nobody_and_is_ended(tmp_path: Path) -> None:
+    start = WriterStart(
+        run_id="r", name="r", project="p", mode="offline", folder=tmp_path / "r", init_timeout_s=5.0, config={}
+    )
+    with Writer(start) as writer:
+        [process] = psutil.Process().children()
+        process.suspend()
+        begun = time.monotonic()
+        writer.send([step(number) for number in range(1, 2000)])  # more than a pipe holds
+        assert time.monotonic() - begun < 2
+        with pytest.raises(WriterLost, match="did not finish"):
+            writer.finish(1.0)
+        assert time.monotonic() - begun < 5
+    assert not process.is_running()

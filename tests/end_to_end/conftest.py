@@ -24,7 +24,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def chat_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 one-turn chats about a harbour."""
+    """256 one-turn chats about a harbour."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
     rows = [
         {
@@ -33,7 +33,7 @@ def chat_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"role": "assistant", "content": f"{n * 7 % 50} crates."},
             ]
         }
-        for n in range(64)
+        for n in range(256)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -41,11 +41,11 @@ def chat_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sft_options(tiny_model: Path, chat_dataset: Path) -> list[str]:
-    """The run that the kill tests disturb: 24 steps, a checkpoint every 4."""
+    """The run that the kill tests disturb: 60 steps, seconds long, a checkpoint every 10."""
     return [
         *("submit", "sft", "--json", "--model", str(tiny_model), "--dataset", str(chat_dataset)),
-        *("--lora-rank", "4", "--steps", "24", "--batch-size", "8", "--max-tokens", "256", "--learning-rate", "0.01"),
-        *("--checkpoint-every", "4", "--seed", "7"),
+        *("--lora-rank", "4", "--steps", "60", "--batch-size", "64", "--max-tokens", "256", "--learning-rate", "0.01"),
+        *("--checkpoint-every", "10", "--seed", "7"),
     ]
 
 

@@ -66,8 +66,16 @@ def between_save_and_manifest(stack: Stack, run_id: str) -> bool:
 
 
 def _unsealed_checkpoints(stack: Stack, run_id: str) -> list[Path]:
-    folders = stack.host_paths.workers.glob(f"*/outputs/{run_id}/*/*/checkpoints/*")
-    return [f for f in folders if any(f.iterdir()) and not (f / "manifest.json").exists()]
+    """Checkpoints grow in the scratch folder of the job, and move with their manifest. One worker: one job."""
+    folders = stack.host_paths.workers.glob("*/scratch/*/step-*")
+    return [f for f in folders if any(_listed(f)) and not (f / "manifest.json").exists()]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 Point = Callable[[Stack, str], bool]
@@ -75,9 +83,11 @@ Point = Callable[[Stack, str], bool]
 
 # Who dies.
 
+LAUNCHER = "torch.distributed.run"  # what `torchrun` runs
+
 
 def _ranks(stack: Stack) -> list[psutil.Process]:
-    return [p for p in stack.processes("megatron_worker") if "torchrun" not in " ".join(p.cmdline())]
+    return [p for p in stack.processes("megatron_worker") if LAUNCHER not in p.cmdline()]
 
 
 def a_rank(stack: Stack) -> list[psutil.Process]:
@@ -85,7 +95,7 @@ def a_rank(stack: Stack) -> list[psutil.Process]:
 
 
 def torchrun(stack: Stack) -> list[psutil.Process]:
-    return stack.processes("torchrun", "megatron_worker")[:1]
+    return stack.processes(LAUNCHER, "megatron_worker")[:1]
 
 
 def gpu_host(stack: Stack) -> list[psutil.Process]:

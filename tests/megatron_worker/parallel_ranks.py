@@ -1,7 +1,7 @@
 """What the ranks of a parallel test do: `torchrun ... -m tests.megatron_worker.parallel_ranks MODEL OUT LAYOUT...`.
 
-Every layout's results go to `OUT/<layout>/`; the test compares them with those of one rank, which it makes with the same
-functions in its own process.
+Every layout's results go to `OUT/<layout>/`; the test compares them with those of one rank, which it makes with the
+same functions in its own process.
 """
 
 import argparse
@@ -90,7 +90,9 @@ def run_mutated(model: Path, layout: Layout, out: Path) -> None:
         engine.save(out / name / "middle")
 
     if layout.dp > 1:
-        with mutated(Mesh, "sum_over_dp", lambda original: lambda self, t: original(self, t) if t.numel() < 3 else None):
+        with mutated(
+            Mesh, "sum_over_dp", lambda original: lambda self, t: original(self, t) if t.numel() < 3 else None
+        ):
             lora("skip-dp")
         with mutated(Mesh, "sum_over_dp", lambda original: lambda self, t: (original(self, t), t.div_(2))[0]):
             lora("average-dp")

@@ -12,7 +12,14 @@ from shared.errors import InvalidInput
 from shared.jobs import Adam, Full, Lora
 from shared.layout import Layout
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, LOSS, accumulate, train
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, reference_loss, reference_steps, total_weight
+from tests.megatron_worker.rows import (
+    bin_of,
+    distinct_model,
+    random_rows,
+    reference_loss,
+    reference_steps,
+    total_weight,
+)
 
 LORA = Lora(rank=4, alpha=8)
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
@@ -175,6 +182,24 @@ def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, full, dtype):
     assert len(files) >= 3
     for file in files:
         assert (tmp_path / "end" / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+
+
+def test_twenty_bfloat16_lora_steps_follow_peft_s(model, tmp_path):
+    """PEFT keeps its adapters in float32 beside a bfloat16 base, we float32 masters of bfloat16 ones."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    engine = MegatronEngine(model, Layout(), "bfloat16")
+    engine.add_adapter("run", LORA, seed=3)
+    engine.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    reference = PeftModel.from_pretrained(base, tmp_path / "weights", is_trainable=True)
+    expected = reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
+    history = train(engine, [as_bins(rows) for rows in STEPS])
+    losses, reference_losses = ([loss for loss, _ in h] for h in (history, expected))
+    print("largest relative difference", max(abs(a / b - 1) for a, b in zip(losses, reference_losses, strict=True)))
+    assert losses[-1] < losses[0] - 0.05
+    assert losses == pytest.approx(reference_losses, rel=2e-3)
 
 
 def test_bfloat16_training_follows_float32(model):

@@ -102,7 +102,11 @@ def test_a_starts_kaiming_uniform_and_b_zero(model, tmp_path):
         bound = tensor.shape[1] ** -0.5
         assert tensor.abs().max() <= bound
         assert float(tensor.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
-    first, second = [t for n, t in tensors.items() if n.endswith("0.self_attn.q_proj.lora_A.weight") or "1.self_attn.q_proj.lora_A" in n]
+    first, second = [
+        t
+        for n, t in tensors.items()
+        if n.endswith("0.self_attn.q_proj.lora_A.weight") or "1.self_attn.q_proj.lora_A" in n
+    ]
     assert not torch.equal(first, second)
 
 

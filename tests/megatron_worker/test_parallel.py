@@ -1,4 +1,4 @@
-"""Two and four ranks give what one gives: losses, norms, weights, files; and the tests notice when something is broken."""
+"""Two and four ranks give what one gives: losses, norms, weights, files; and the tests notice what is broken."""
 
 import json
 import os

@@ -182,6 +182,33 @@ def test_a_warm_engine_is_built_once_and_offloaded_between_jobs(workshop: Worksh
     assert len(built) == 1
 
 
+@pytest.mark.parametrize("ending", ["succeeded", "failed", "cancelled"])
+def test_the_end_comes_in_the_order_that_is_promised(workshop: Workshop, ending: str):
+    """Seen from the moment of archiving: everything before it is done, and the terminal event is not there yet."""
+    engines: list[TinyEngine] = []
+
+    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
+        engines.append((Diverging if ending == "failed" else TinyEngine)(model))
+        return engines[-1]
+
+    job, seen = workshop.job("a", workshop.plan(checkpointing=Checkpointing(every_steps=1))), []
+
+    def archive() -> None:
+        events = [event.event for event in read_log(job.log_path)]
+        assert events[-1] == "offloaded"
+        assert events.index("saved") < events.index("offloaded")
+        assert not Path(job.scratch_dir).exists()
+        assert engines[0].memory().device_bytes == 0
+        assert str(workshop.root) not in Path("/proc/self/maps").read_text()
+        seen.append(True)
+
+    worker = new_worker(workshop.root, build_one)
+    cancelled = ending == "cancelled"
+    worker.run(job, Report(Path(job.log_path)), cancelled=lambda: cancelled, archive=archive)
+    assert seen
+    assert read_log(job.log_path)[-1].event == ending
+
+
 def test_keep_holds_the_device_and_says_so(workshop: Workshop):
     events = read_log(do(workshop, "a", workshop.plan(after="keep")).log_path)
     assert events[-1].device == "held"

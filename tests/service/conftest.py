@@ -22,12 +22,14 @@ from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
 
+from activities.preview import PreviewDataset
 from activities.record_result import RecordResult
 from service.app import create_app
 from service.auth import keys_path, remember_key
-from shared.settings import Settings
+from shared.settings import DownloadSettings, Settings
 from shared.store import ObjectStore, open_store
 from tests.service.stand_in import StandIn
+from workflows.preview import PreviewWorkflow
 
 KEY = "ls-test-key"
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
@@ -120,8 +122,8 @@ def polling(settings: Settings) -> Iterator[None]:
             async with Worker(
                 client,
                 task_queue=settings.control_queue,
-                workflows=[StandIn],
-                activities=[record.record_result, record.reopen],
+                workflows=[StandIn, PreviewWorkflow],
+                activities=[record.record_result, record.reopen, PreviewDataset(settings).preview],
                 activity_executor=threads,
             ):
                 ready.set()
@@ -140,7 +142,12 @@ def polling(settings: Settings) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     root = tmp_path_factory.mktemp("service")
-    return Settings(root=root, temporal_address=temporal_address, control_queue=f"control-{root.name}")
+    return Settings(
+        root=root,
+        temporal_address=temporal_address,
+        control_queue=f"control-{root.name}",
+        download=DownloadSettings(file_roots=(root.parent,)),
+    )
 
 
 @pytest.fixture(scope="module")

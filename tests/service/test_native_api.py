@@ -211,6 +211,17 @@ def test_events_are_streamed_to_the_end(api, trained: str) -> None:
     assert len([field for field, _ in fields if field == "id"]) == len(names) - 1
 
 
+def test_a_long_log_is_read_to_its_end(api, service: Service) -> None:
+    run_id = submitted(api, seed=SUCCEEDS).run_id
+    ended(api, run_id)
+    steps = [Step(seq=n, time=float(n), step=n, metrics={"loss": 1.0}) for n in range(1, 2502)]
+    write_log(service, run_id, Fence(epoch=1), steps)
+    lines = api.get(f"/runs/{run_id}/logs").text.splitlines()
+    assert len(lines) == 2502
+    assert lines[-2:] == ["1970-01-01T00:41:41Z step 2501: loss 1", "the run succeeded"]
+    assert len(api.get(f"/runs/{run_id}/metrics").json()["steps"]) == 2501
+
+
 def test_a_live_stream_brings_events_as_they_come(api, service: Service) -> None:
     run_id = submitted(api, seed=WAITS).run_id
     fence = Fence(epoch=1)
@@ -265,7 +276,7 @@ def test_published_files_are_read_by_name(api, published: str) -> None:
     assert paths == ["README.md", "adapter_model.safetensors", "manifest.json"]
     assert api.get(f"/runs/{published}/files/README.md").text == "a card"
     assert api.get(f"/runs/{published}/files/adapter_model.safetensors").content == bytes(range(256)) * 9000
-    for name in ("nothing", "..%2f..%2frun.json", "%2fetc%2fpasswd"):
+    for name in ("nothing", "md", "..%2f..%2frun.json", "%2fetc%2fpasswd"):
         assert api.get(f"/runs/{published}/files/{name}").status_code == 404
 
 

@@ -1,5 +1,6 @@
 """The data activities' places, filled by quick ones of the same names and types, for tests of what comes after them."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from activities.track import Tracked, TrackRequest
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
 from shared.layout import ModelShape
+from shared.paths import RunKeys
 from shared.store import ObjectStore, uri_of
 from tests.workflows.stand_in import artifact
 
@@ -56,4 +58,9 @@ class StandInData:
 
     @activity.defn(name="track")
     def track(self, request: TrackRequest) -> Tracked:
+        """Follows the run to its result, as the real one does, and takes a moment more."""
+        result = RunKeys(request.run_id).result
+        while self._store.head(result) is None and not activity.is_worker_shutdown():
+            time.sleep(0.05)
+        activity.wait_for_worker_shutdown_sync(1.0)
         return Tracked()

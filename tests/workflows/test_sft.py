@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
 from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.worker import Worker
@@ -170,6 +171,11 @@ async def num_events(handle: WorkflowHandle) -> int:
     return len([event async for event in handle.fetch_history_events()])
 
 
+async def num_failed_activities(handle: WorkflowHandle) -> int:
+    kinds = [event.event_type async for event in handle.fetch_history_events()]
+    return kinds.count(EventType.EVENT_TYPE_ACTIVITY_TASK_FAILED)
+
+
 async def test_a_run_goes_from_dataset_to_adapter(stack: Stack) -> None:
     await stack.add_gpu_host()
     handle = await stack.start()
@@ -259,6 +265,7 @@ async def test_a_cancelled_run_frees_its_worker_and_resumes_to_the_same_bits(sta
     status = await resumed.result()
     assert status.state == "succeeded"
     assert status.epoch == 2, "epochs go on where the execution before stopped"
+    assert await num_failed_activities(resumed) == 0
     assert stack.worker_ids() == [worker_id], "the free worker was warm"
     assert stack.weights(status) == adapter_bytes(7, 60)
     steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
