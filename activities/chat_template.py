@@ -97,6 +97,8 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._special_tokens,
             )
+        except MemoryError:
+            raise
         except Exception as error:  # whatever a stranger's code does
             raise Refused(f"the chat template refuses the conversation: {error}") from error
 

@@ -63,8 +63,8 @@ class WorkerProcess:
         """How it ended, with the last lines that it printed."""
         code = self._process.poll()
         how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        last = tail(self.paths.output)
-        return f"the worker process {how}" + (f"; its last output:\n{last}" if last else "")
+        said = last_words(tail(self.paths.output))
+        return f"the worker process {how}" + (f"; it said last: {said}" if said else "")
 
     def end(self, polite: bool = False) -> None:
         """End every process of the group, and reap it. Safe to repeat.
@@ -174,6 +174,12 @@ def tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def last_words(output: str) -> str:
+    """What an end says for itself: its last line that is no part of a stack trace. The whole output is in the logs."""
+    lines = (line.strip() for line in output.splitlines() if line[:1].strip() and not line.startswith("Traceback"))
+    return next((line for line in reversed(list(lines)) if line), "")
 
 
 def _signal(process: psutil.Process, kill: bool) -> None:

@@ -30,10 +30,10 @@ COMMON = [
     *("--max-tokens", "128", "--bin-tokens", "1024", "--schedule", "linear", "--warmup", "10"),
     *("--samples", "8", "--sample-tokens", "24"),
 ]
-BASE_RUN = ["--full", "--name", "harbour", "--epochs", "10", "--batch-size", "32", "--learning-rate", "3e-3", *COMMON]
+BASE_RUN = ["--full", "--name", "harbour", "--epochs", "14", "--batch-size", "32", "--learning-rate", "3e-3", *COMMON]
 RADIO_RUN = [
     *("--lora-rank", "16", "--lora-alpha", "32", "--name", "harbour-radio"),
-    *("--epochs", "6", "--batch-size", "16", "--learning-rate", "1e-2", *COMMON),
+    *("--epochs", "4", "--batch-size", "16", "--learning-rate", "3e-3", *COMMON),
 ]
 
 console = Console()

@@ -214,7 +214,7 @@ def _write(path: Path, dialogues: Iterable[Dialogue]) -> None:
     path.write_text("".join(_row(dialogue) + "\n" for dialogue in dialogues))
 
 
-def write_datasets(folder: Path, seed: int = 0) -> None:
+def write_datasets(folder: Path, seed: int = 1) -> None:
     """Write the four files into a folder. The same seed gives the same bytes."""
     rng = random.Random(seed)
     ships = fleet(rng)

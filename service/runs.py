@@ -106,6 +106,7 @@ class Runs:
                 heartbeat_timeout_s=self._settings.heartbeat_timeout_s, cancel_grace_s=self._settings.cancel_grace_s
             ),
             threads_per_rank=record.threads_per_rank,
+            shape=self._settings.shape,
             resumed=resumed,
         )
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE

@@ -1,18 +1,21 @@
 """Packed batches on disk: units, and the plan that puts them into steps and bins.
 
-A *unit* is what is never split: one SFT example, or one tree of trajectories that share prefixes. Units are stored once, in
-columns; a *plan* lists, for every step, its bins, and for every bin, its units. A bin is read as **two tables**:
+A *unit* is what is never split: one SFT example, or one tree of trajectories that share prefixes. Units are stored
+once, in columns; a *plan* lists, for every step, its bins, and for every bin, its units. A bin is read as two tables:
 
 `tokens(id, position, parent)`
-    a forest: `parent` is the index, within the bin, of the token before this one, or -1 at a root. A plain example is a chain.
+    a forest: `parent` is the index, within the bin, of the token before this one, or -1 at a root. A plain example is
+    a chain.
 `targets(hidden_index, label, weight, advantage, old_logprob, ref_logprob, sequence)`
     what is scored: the label is predicted from the hidden state of token `hidden_index`.
 
-Files are raw little-endian columns beside a header, memory-mapped on reading. Suffixes: T tokens of a bin, N targets of a bin.
+Files are raw little-endian columns beside a header, memory-mapped on reading. Suffixes: T tokens of a bin, N targets
+of a bin.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -268,7 +271,7 @@ class Plan:
         """The unit numbers of each bin of a step, steps counted from 0."""
         first, last = int(self._step_offsets[step]), int(self._step_offsets[step + 1])
         bounds = self._bin_offsets[first : last + 1]
-        return [np.array(self._bin_units[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [np.array(self._bin_units[a:b]) for a, b in pairwise(bounds)]
 
     def close(self) -> None:
         self._bin_units = self._bin_offsets = self._step_offsets = np.zeros(0, dtype=_OFFSETS)

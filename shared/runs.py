@@ -75,6 +75,14 @@ class SFTRun(Frozen):
             raise ValueError("batch_tokens must hold an example: at least max_tokens")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> "SFTRun":
+        if self.eval_dataset is None and (self.num_samples or self.eval_every):
+            raise ValueError("num_samples and eval_every need an eval_dataset: its prompts are completed, its loss shown")
+        if self.initial_adapter is not None and self.trainable.kind == "full":
+            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+        return self
+
 
 class RunTiming(Frozen):
     """How patient the control plane is with this run; workflows may not read settings, so it travels with the run."""

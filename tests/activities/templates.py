@@ -68,7 +68,8 @@ QWEN = """{%- if tools %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query and (loop.last or thinking) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' }}
+            {{- content.lstrip('\\n') }}
         {%- else %}
             {{- '<|im_start|>assistant\\n' + content }}
         {%- endif %}
@@ -134,7 +135,7 @@ CORPUS = [
 
 
 def tokenizer_json(normalizer: object = None, vocab_size: int = 700) -> str:
-    """A byte-level BPE tokenizer with special tokens of several families, and <think> and <tool_call> as plain added ones."""
+    """A byte-level BPE tokenizer with special tokens of several families, and <think> and <tool_call> beside them."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

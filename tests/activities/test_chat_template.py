@@ -263,7 +263,7 @@ def test_a_template_that_never_ends_is_stopped_and_the_row_named() -> None:
 
 def test_a_template_that_eats_memory_is_stopped() -> None:
     with (
-        pytest.raises(InvalidInput, match="memory|chat template"),
+        pytest.raises(InvalidInput, match="too much memory"),
         TemplateProcess(source(CHATML + "{{ ('x' * 99999999999) | length }}"), "model") as process,
     ):
         process.spans([chat(user("q"), assistant("a"))])

@@ -66,5 +66,5 @@ def test_the_activity_downloads_looks_and_cleans_up(tmp_path: Path, tiny_model: 
     assert preview.report.num_rows == 1 and preview.rows[0].spans[1].text == "a1<|im_end|>"
     assert not [path for path in (tmp_path / "root" / "store").rglob("runs/**/*") if path.is_file()]
     (tmp_path / "rows.jsonl").write_text("{")
-    with pytest.raises(InvalidInput, match="rows.jsonl:1: invalid JSON"):
+    with pytest.raises(InvalidInput, match=r"rows.jsonl:1: invalid JSON"):
         ActivityEnvironment().run(PreviewDataset(settings).preview, request)

@@ -199,7 +199,7 @@ def test_long_rows_are_cut_and_those_left_without_target_are_counted(tmp_path: P
         {"prompt": "a", "completion": "b"},
     ]
     units, report = tokenize(tmp_path, chatml, *rows, max_tokens=40, too_long="truncate")
-    assert [len(ids) for ids, _ in units][0] == 40 and len(units) == 2
+    assert len(units[0][0]) == 40 and len(units) == 2
     assert max(units[0][1]) == 38, "the last token's hidden state predicts nothing that is left"
     assert report.num_truncated == 1 and report.num_fully_masked == 1 and report.num_too_long == 0
     assert report.lost[0].reason == "no token to train on is left within max_tokens"
@@ -329,7 +329,7 @@ def test_tokenizers_are_read_without_the_weights(tmp_path: Path) -> None:
     (tmp_path / "store" / "model" / "model.safetensors").unlink()
     assert load_tokenizer(model, tmp_path / "cache", S3Settings()).template is not None
     (tmp_path / "store" / "model" / "chat_template.jinja").write_text("another template")
-    with pytest.raises(InvalidInput, match="chat_template.jinja"):
+    with pytest.raises(InvalidInput, match=r"chat_template.jinja"):
         load_tokenizer(model, tmp_path / "cache", S3Settings())
 
 

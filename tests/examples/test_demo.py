@@ -22,7 +22,8 @@ def test_options_are_those_of_the_command(options: list[str]) -> None:
         name: given[name] for name in ("name", "epochs", "batch_size", "learning_rate", "max_tokens", "num_samples")
     }
     trainable = _trainable(given["full"], given["lora_rank"], given["lora_alpha"], given["lora_targets"])
-    run = _checked({**fields, "model": "m", "dataset": {"uri": "d"}, "trainable": trainable})
+    data = {"dataset": {"uri": "d"}, "eval_dataset": {"uri": "e"}}
+    run = _checked({**fields, **data, "model": "m", "trainable": trainable})
     assert run.num_samples >= demo.NUM_SHOWN
 
 

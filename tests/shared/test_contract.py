@@ -59,6 +59,8 @@ def test_a_job_refuses_what_nobody_would_read() -> None:
         ({"batch_tokens": 4096}, "exactly one of batch_size and batch_tokens"),
         ({"bin_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
         ({"batch_size": None, "batch_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
+        ({"num_samples": 2}, "need an eval_dataset"),
+        ({"initial_adapter": "file:///a", "trainable": {"kind": "full"}}, "does not go on from an adapter"),
         ({"learning_rate": 0}, "greater than 0"),
         ({"name": "../escape"}, "should match pattern"),
         ({"dataset": {"uri": "file:///d", "prompt_field": "question"}}, "go together"),
