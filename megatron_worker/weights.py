@@ -184,7 +184,8 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    # A copy: torch never again resizes a storage that numpy has seen, and offload resizes the engine's to nothing.
+    flat = tensor.detach().cpu().reshape(-1).clone()
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

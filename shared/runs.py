@@ -78,7 +78,7 @@ class SFTRun(Frozen):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "SFTRun":
         if self.eval_dataset is None and (self.num_samples or self.eval_every):
-            raise ValueError("num_samples and eval_every need an eval_dataset: its prompts are completed, its loss shown")
+            raise ValueError("num_samples and eval_every need an eval_dataset: its rows are what is shown")
         if self.initial_adapter is not None and self.trainable.kind == "full":
             raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
         return self

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def submit(stack: Stack, model: Path | str, dataset: Path | str, *more: str) -> Answer:
     return stack.cli(
         *("submit", "sft", "--wait", "--json", "--timeout", "100", "--model", str(model), "--dataset", str(dataset)),
-        *("--steps", "2", "--batch-size", "4", "--max-tokens", "128", *more),
+        *("--max-tokens", "128", *(more if "--steps" in more else ("--steps", "2", "--batch-size", "4", *more))),
         check=False,
     )
 
@@ -117,20 +117,18 @@ def test_an_adapter_that_is_missing_or_corrupted(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
-    stack: Stack, tiny_model: Path, chat_dataset: Path
+    stack: Stack, tiny_model: Path, tmp_path: Path
 ) -> None:
-    answer = stack.cli(
-        *("submit", "sft", "--wait", "--json", "--timeout", "100", "--model", str(tiny_model)),
-        *("--dataset", str(chat_dataset), "--full", "--steps", "30", "--batch-size", "8", "--max-tokens", "128"),
-        *("--learning-rate", "10", "--schedule", "linear", "--warmup", "30", "--checkpoint-every", "1"),
-        *("--dtype", "bfloat16"),
-        check=False,
+    """One row whose weight overflows, which seed 3 puts into a later step."""
+    poison = chat(("user", "How many crates?"), ("assistant", "Seven."))
+    poison["messages"][1]["weight"] = 3e38  # type: ignore[index]
+    data = jsonl(tmp_path / "data.jsonl", [GOOD] * 63 + [poison])
+    answer = submit(
+        stack, tiny_model, data, "--steps", "8", "--batch-size", "8", "--checkpoint-every", "1", "--seed", "3"
     )
-    if answer.code == 0:
-        pytest.skip("this learning rate did not make the tiny model diverge")
-    assert_refused(answer, "finite")
+    assert_refused(answer, "the loss is", "learning rate", "broken rows")
     checkpoints = stack.cli("checkpoints", answer.json["run_id"], "--json").json
-    assert checkpoints, "the last good checkpoint stays"
+    assert checkpoints[-1]["step"] == answer.json["steps"] > 0, "the last good checkpoint stays"
 
 
 def test_two_model_layout_rules_are_named(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:

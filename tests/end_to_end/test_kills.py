@@ -19,13 +19,11 @@ pytestmark = pytest.mark.slow
 # Where in the run: each finds its moment by looking at the worker's folder, as an outsider can.
 
 
-def _worker_folders(stack: Stack) -> list[Path]:
-    return sorted(stack.host_paths.workers.glob("*"))
-
-
 def _log_lines(stack: Stack, run_id: str) -> list[str]:
+    """The log of the run's newest fence, as far as it is written."""
     logs = stack.host_paths.workers.glob(f"*/outputs/{run_id}/*/*/log.jsonl")
-    return [line for log in sorted(logs) for line in _read(log).splitlines()]
+    newest = max(logs, key=lambda log: log.parent.name, default=None)
+    return _read(newest).splitlines() if newest else []
 
 
 def _read(path: Path) -> str:
@@ -36,13 +34,12 @@ def _read(path: Path) -> str:
 
 
 def before_the_claim(stack: Stack, run_id: str) -> bool:
-    return any(
-        (folder / "lease.json").exists() and run_id in _read(folder / "lease.json") for folder in _worker_folders(stack)
-    )
+    leases = stack.host_paths.workers.glob("*/lease.json")
+    return any(run_id in _read(lease) for lease in leases)
 
 
 def mid_step(stack: Stack, run_id: str) -> bool:
-    return sum('"event":"step"' in line for line in _log_lines(stack, run_id)) >= 6
+    return sum('"event":"step"' in line for line in _log_lines(stack, run_id)) >= 3
 
 
 def after_save(stack: Stack, run_id: str) -> bool:
@@ -141,35 +138,27 @@ def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
     wait_until(lambda: not list(stack.host_paths.workers.glob("*/scratch/*")), "scratch folders are gone", timeout_s=30)
 
 
-@pytest.mark.parametrize(
-    ("point", "victim"),
-    [
-        (before_the_claim, a_rank),
-        (before_the_claim, gpu_host),
-        (mid_step, a_rank),
-        (mid_step, torchrun),
-        (mid_step, gpu_host),
-        (mid_step, control_host),
-        (mid_step, web_service),
-        (mid_step, temporal_server),
-        (between_save_and_manifest, a_rank),
-        (between_save_and_manifest, gpu_host),
-        (after_save, torchrun),
-        (after_save, gpu_host),
-        (at_the_sentinel, gpu_host),
-        (at_the_sentinel, temporal_server),
-    ],
-    ids=lambda part: part.__name__,
-)
-def test_a_kill_changes_nothing(
-    stack: Stack, undisturbed: Answer, sft_options: list[str], point: Point, victim: Victim
-) -> None:
-    run_id = _submit(stack, sft_options)
+POINTS: list[Point] = [before_the_claim, mid_step, between_save_and_manifest, after_save, at_the_sentinel]
+VICTIMS: list[Victim] = [a_rank, torchrun, gpu_host, control_host, web_service, temporal_server]
+
+
+def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
     wait_until(lambda: point(stack, run_id), f"{point.__name__} of {run_id}", timeout_s=90, every_s=0.001)
     killed = wait_until(lambda: victim(stack), f"a living {victim.__name__}", timeout_s=30)
+    print(f"{point.__name__}: killing {victim.__name__}, {[process.pid for process in killed]}")
     _signal_all(killed, signal.SIGKILL)
     if point is between_save_and_manifest:
         _signal_all(_ranks(stack), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("turn", range(len(VICTIMS)))
+def test_a_kill_at_every_point_changes_nothing(
+    stack: Stack, undisturbed: Answer, sft_options: list[str], turn: int
+) -> None:
+    """Five kills a run, one at each point. The victims take turns: in six runs each dies at each point."""
+    run_id = _submit(stack, sft_options)
+    for place, point in enumerate(POINTS):
+        _kill(stack, run_id, point, VICTIMS[(turn + place) % len(VICTIMS)])
     _assert_undisturbed(stack, run_id, undisturbed)
 
 
@@ -183,9 +172,9 @@ def test_kills_at_random_moments_change_nothing(
     run_id = _submit(stack, sft_options)
     for _ in range(3):
         time.sleep(chance.uniform(1, 9))
-        victims = chance.choice([a_rank, torchrun, gpu_host, control_host, web_service, temporal_server])
-        killed = victims(stack)
-        print(f"killing {victims.__name__}: {[p.pid for p in killed]}")
+        victim = chance.choice(VICTIMS)
+        killed = victim(stack)
+        print(f"killing {victim.__name__}: {[process.pid for process in killed]}")
         _signal_all(killed, signal.SIGKILL)
     _assert_undisturbed(stack, run_id, undisturbed)
 
@@ -195,8 +184,8 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
 ) -> None:
     run_id = _submit(stack, sft_options)
     wait_until(lambda: mid_step(stack, run_id), "mid-step", timeout_s=90, every_s=0.005)
-    asked = time.time()
     stack.cli("cancel", run_id)
+    asked = time.time()
     cancelled = wait_until(
         lambda: (
             [json.loads(line) for line in _log_lines(stack, run_id) if '"event":"cancelled"' in line]
@@ -205,8 +194,8 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
         "the cancelled event",
         timeout_s=30,
     )
-    if isinstance(cancelled, list):
-        assert cancelled[0]["time"] - asked < 5 + 2  # 5 s from the end of a step; the CLI's own start is in it
+    if isinstance(cancelled, list):  # steps last milliseconds here: one has ended by the time that the CLI answers
+        assert cancelled[0]["time"] - asked < 5
     ended = stack.cli("watch", run_id, "--json", "--timeout", "60", check=False)
     assert ended.code == 103
     checkpoints = stack.cli("checkpoints", run_id, "--json").json

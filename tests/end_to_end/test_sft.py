@@ -47,15 +47,31 @@ def test_no_worker_process_is_left_after_the_idle_time(stack: Stack, undisturbed
     assert list(stack.host_paths.workers.glob("*/scratch/*")) == []
 
 
-def test_two_ranks_give_the_same_losses_as_one(stack: Stack, undisturbed: Answer, sft_options: list[str]) -> None:
-    """Losses, not weights: Adam turns a rounding error of a gradient near zero into a whole step."""
-    sharded = stack.cli(*sft_options, "--tp", "2", "--wait", "--timeout", "200", timeout_s=240)
+def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
+    stack: Stack, sft_options: list[str], tiny_model: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    answer = stack.cli(*sft_options, "--full", "--learning-rate", "0.001", "--wait", "--timeout", "150").json
+    published = answer["adapter"].removeprefix("file://")
+    model, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (published, tiny_model))
+    text = "<|im_start|>user\nHow many crates are on quay 3?<|im_end|>\n<|im_start|>assistant\n21 crates.<|im_end|>\n"
+    ids = torch.tensor([AutoTokenizer.from_pretrained(published)(text)["input_ids"]])
+    with torch.no_grad():
+        after, before = (float(m(input_ids=ids, labels=ids).loss) for m in (model, base))
+    assert after < before - 1
+
+
+def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[str]) -> None:
+    gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait", "--timeout", "200"]
     one, two = (
-        [point["metrics"]["loss"] for point in stack.cli("metrics", answer.json["run_id"], "--json").json["steps"]]
-        for answer in (undisturbed, sharded)
+        stack.cli("metrics", stack.cli(*gentle, "--tp", ranks).json["run_id"], "--json").json["steps"]
+        for ranks in ("1", "2")
     )
-    assert len(one) == len(two) == 60
-    assert two[:8] == pytest.approx(one[:8], rel=1e-5)
+    assert len(one) == len(two) == 10
+    assert [s["metrics"]["loss"] for s in two] == pytest.approx([s["metrics"]["loss"] for s in one], rel=1e-5)
+    assert [s["metrics"]["grad_norm"] for s in two] == pytest.approx([s["metrics"]["grad_norm"] for s in one], rel=1e-4)
 
 
 def test_an_archived_job_run_by_hand_gives_the_same_bits(stack: Stack, undisturbed: Answer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from megatron_worker.vigil import is_alive
 from shared.artifacts import sha256_file
 from shared.events import Cancelled, Failed, Saved, Started, Step, Succeeded
-from shared.jobs import Artifact, Checkpointing, Fence, Job
+from shared.jobs import Artifact, Fence, Job
 from shared.layout import Layout
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.paths import WorkerPaths, write_atomically
@@ -219,7 +219,7 @@ def test_an_archived_job_run_again_by_hand_gives_the_same_bytes(host: Host, work
     assert not (tmp_path / "scratch").exists()
 
 
-def test_stop_lets_the_job_in_hand_end_and_then_leaves(new_host, workshop: Workshop):
+def test_stop_lets_the_job_in_hand_end_and_then_leaves(new_host: Callable[..., Host], workshop: Workshop):
     host = new_host(1)
     job = submit(host.paths, workshop.plan())
     host.wait_for(lambda: Path(job.log_path).exists())
@@ -230,12 +230,13 @@ def test_stop_lets_the_job_in_hand_end_and_then_leaves(new_host, workshop: Works
 
 
 @pytest.mark.parametrize("victim", ["launcher", "host", "rank"])
-def test_no_rank_outlives_its_launcher_its_host_or_its_peer(new_host, workshop: Workshop, victim: str):
-    """In the middle of a step, where the others wait in a collective."""
-    stand_in = subprocess.Popen(["sleep", "600"])
+def test_no_rank_is_left_behind_by_the_death_of(
+    new_host: Callable[..., Host], stand_in: subprocess.Popen, workshop: Workshop, victim: str
+):
+    """In the middle of a step, where the others wait in a collective; five more seconds of steps are to come."""
     host = new_host(2, TINY_ENGINE_SECONDS_PER_BIN="0.5")
     write_atomically(host.paths.record, record_of(host, stand_in.pid, workshop).model_dump_json().encode())
-    job = submit(host.paths, workshop.plan(layout=Layout(dp=2), checkpointing=Checkpointing(every_steps=1)))
+    job = submit(host.paths, workshop.plan(layout=Layout(dp=2)))
     host.wait_for_step(job, 1)
     assert len(host.ranks()) == 2
     killed = {"launcher": host.process.pid, "host": stand_in.pid, "rank": host.ranks()[0].pid}[victim]
@@ -249,8 +250,30 @@ def test_no_rank_outlives_its_launcher_its_host_or_its_peer(new_host, workshop: 
     print(f"{victim}: no rank is left after {time.monotonic() - began:.1f} s")
     assert time.monotonic() - began < 4
     assert not isinstance(read_log(job.log_path)[-1], TERMINAL), "nobody was left to agree on an end"
-    stand_in.kill()
-    stand_in.wait()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "host"])
+def test_an_idle_worker_is_not_left_behind_either(
+    new_host: Callable[..., Host], stand_in: subprocess.Popen, workshop: Workshop, victim: str
+):
+    host = new_host(1)
+    write_atomically(host.paths.record, record_of(host, stand_in.pid, workshop).model_dump_json().encode())
+    host.wait_for(host.paths.ready.exists)
+    (stand_in if victim == "host" else host.process).kill()
+    (stand_in if victim == "host" else host.process).wait()
+    began = time.monotonic()
+    while host.ranks():
+        assert time.monotonic() - began < 4, host.paths.output.read_text()
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def stand_in() -> Iterator[subprocess.Popen]:
+    """A process in the place of the host that launched the worker."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def record_of(host: Host, host_pid: int, workshop: Workshop) -> WorkerRecord:
