@@ -40,13 +40,18 @@ def chat_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sft_options(tiny_model: Path, chat_dataset: Path) -> list[str]:
-    """The run that the kill tests disturb: 60 steps, seconds long, a checkpoint every 10."""
+def options(tiny_model: Path, chat_dataset: Path) -> list[str]:
+    """60 steps, seconds long, a checkpoint every 10."""
     return [
         *("submit", "sft", "--json", "--model", str(tiny_model), "--dataset", str(chat_dataset)),
-        *("--lora-rank", "4", "--steps", "60", "--batch-size", "64", "--max-tokens", "256", "--learning-rate", "0.01"),
-        *("--checkpoint-every", "10", "--seed", "7"),
+        *("--steps", "60", "--batch-size", "64", "--max-tokens", "256", "--checkpoint-every", "10", "--seed", "7"),
     ]
+
+
+@pytest.fixture(scope="session")
+def sft_options(options: list[str]) -> list[str]:
+    """The run that the kill tests disturb."""
+    return [*options, "--lora-rank", "4", "--learning-rate", "0.01"]
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,17 @@ pytestmark = pytest.mark.slow
 
 def _log_lines(stack: Stack, run_id: str) -> list[str]:
     """The log of the run's newest fence, as far as it is written."""
-    logs = stack.host_paths.workers.glob(f"*/outputs/{run_id}/*/*/log.jsonl")
+    logs = _found(stack, f"*/outputs/{run_id}/*/*/log.jsonl")
     newest = max(logs, key=lambda log: log.parent.name, default=None)
     return _read(newest).splitlines() if newest else []
+
+
+def _found(stack: Stack, pattern: str) -> list[Path]:
+    """Files of the host's workers; none if a folder vanished under the search."""
+    try:
+        return list(stack.host_paths.workers.glob(pattern))
+    except FileNotFoundError:
+        return []
 
 
 def _read(path: Path) -> str:
@@ -34,7 +42,7 @@ def _read(path: Path) -> str:
 
 
 def before_the_claim(stack: Stack, run_id: str) -> bool:
-    leases = stack.host_paths.workers.glob("*/lease.json")
+    leases = _found(stack, "*/lease.json")
     return any(run_id in _read(lease) for lease in leases)
 
 
@@ -64,7 +72,7 @@ def between_save_and_manifest(stack: Stack, run_id: str) -> bool:
 
 def _unsealed_checkpoints(stack: Stack, run_id: str) -> list[Path]:
     """Checkpoints grow in the scratch folder of the job, and move with their manifest. One worker: one job."""
-    folders = stack.host_paths.workers.glob("*/scratch/*/step-*")
+    folders = _found(stack, "*/scratch/*/step-*")
     return [f for f in folders if any(_listed(f)) and not (f / "manifest.json").exists()]
 
 

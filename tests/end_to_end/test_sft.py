@@ -48,12 +48,12 @@ def test_no_worker_process_is_left_after_the_idle_time(stack: Stack, undisturbed
 
 
 def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
-    stack: Stack, sft_options: list[str], tiny_model: Path
+    stack: Stack, options: list[str], tiny_model: Path
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    answer = stack.cli(*sft_options, "--full", "--learning-rate", "0.001", "--wait", "--timeout", "150").json
+    answer = stack.cli(*options, "--full", "--learning-rate", "0.001", "--wait", "--timeout", "150").json
     published = answer["adapter"].removeprefix("file://")
     model, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (published, tiny_model))
     text = "<|im_start|>user\nHow many crates are on quay 3?<|im_end|>\n<|im_start|>assistant\n21 crates.<|im_end|>\n"
