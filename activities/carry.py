@@ -15,18 +15,20 @@ from shared.artifacts import upload
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
 from shared.events import Saved
 from shared.jobs import Job
-from shared.paths import MANIFEST, RunKeys
+from shared.paths import RunKeys
 from shared.runs import CheckpointRef
 from shared.store import ObjectStore
 
-_PATIENCE_S = (1.0, 2.0, 4.0, 8.0)
+_PATIENCE_S = 300.0
+_PAUSE_S = 2.0
 _PART_SHARE = 0.02
 
 
 class Carrier:
     """Works in a thread of its own, in order, so that a slow store holds up neither the log nor a cancellation.
 
-    Leaving the block waits for what was begun. `durable` is the newest checkpoint that stands in the store.
+    A store that is away for some minutes costs the job nothing: the worker trains on. Leaving the block waits for the
+    call in hand, and drops what `finish` did not wait for. `durable` is the newest checkpoint that stands in the store.
     """
 
     def __init__(self, store: ObjectStore, job: Job, durable: CheckpointRef | None) -> None:
@@ -39,8 +41,8 @@ class Carrier:
         self._carried_at = 0.0
         self._lines: list[LogLine] = []
         self._parts: list[str] = []
-        self._local: list[Path] = []
         self._num_saved = 0
+        self._away_since: float | None = None
         self._pending: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="carry")
 
@@ -48,7 +50,7 @@ class Carrier:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def job(self) -> None:
         """Carry the job file, so that the job can be run again by hand whatever becomes of it."""
@@ -87,7 +89,7 @@ class Carrier:
         self._pending.clear()
 
     def _begin(self, carry: Callable[[], None]) -> None:
-        self._pending.append(self._thread.submit(_patiently, carry))
+        self._pending.append(self._thread.submit(self._patiently, carry))
 
     def _part(self) -> None:
         self._carried_at = time.monotonic()
@@ -100,19 +102,20 @@ class Carrier:
         self._begin(lambda: self._store.put_bytes(key, data))
 
     def _checkpoint(self, saved: Saved, number: int) -> None:
-        """Copy one checkpoint, its manifest last; only then do older ones go, here and in the store."""
+        """Copy one checkpoint, its manifest last; only then does it go here, and do older ones go in the store.
+
+        One that `keep` newer ones wait behind goes at once: a slow store must not fill the host's disk.
+        """
         folder = Path(saved.path)
-        if self._num_saved - number >= self._keep and not (folder / MANIFEST).exists():
-            return  # the worker has dropped it for newer ones, which are on their way
+        if self._num_saved - number >= self._keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
         artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
         if artifact.sha256 != saved.manifest_sha256:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
         self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
+        shutil.rmtree(folder, ignore_errors=True)
         prune(self._store, self._job.plan.run_id, self._keep, self._job.fence)
-        self._local.append(folder)
-        for old in self._local[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
-        del self._local[: -self._keep]
 
     def _whole_log(self, output: Path | None) -> None:
         job_id, fence = self._job.plan.job_id, self._job.fence
@@ -125,14 +128,17 @@ class Carrier:
         if output is not None:
             self._store.put_bytes(self._keys.output(job_id, fence), tail(output).encode())
 
-
-def _patiently(carry: Callable[[], None]) -> None:
-    """A store that is away for some seconds costs the job nothing but time."""
-    for delay_s in _PATIENCE_S:
-        try:
-            return carry()
-        except DiskFull:
-            raise
-        except StoreUnavailable:
-            time.sleep(delay_s)
-    return carry()
+    def _patiently(self, carry: Callable[[], None]) -> None:
+        """Until it is done, or the store has been away for `_PATIENCE_S`: patience is one for all that waits."""
+        while True:
+            try:
+                carry()
+                self._away_since = None
+                return
+            except DiskFull:
+                raise
+            except StoreUnavailable:
+                self._away_since = self._away_since or time.monotonic()
+                if time.monotonic() - self._away_since > _PATIENCE_S:
+                    raise
+            time.sleep(_PAUSE_S)

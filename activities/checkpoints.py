@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shared.artifacts import Manifest, find
 from shared.errors import NotFound
-from shared.jobs import Fence
+from shared.jobs import Fence, JobPlan
 from shared.paths import MANIFEST, RunKeys
 from shared.runs import CheckpointRef
 from shared.store import ObjectStore
@@ -35,22 +35,51 @@ def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
     return None
 
 
+def own(plan: JobPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
+    """A run's newest checkpoint, if it is this job's own and not the one that the job before it ended with."""
+    if plan.initial_checkpoint is None or (checkpoint is not None and checkpoint.step > plan.first_step):
+        return checkpoint
+    return None
+
+
+def last_epoch(store: ObjectStore, run_id: str) -> int:
+    """The highest epoch that was ever leased for a run; 0 for one that never had a lease."""
+    keys = (info.key for info in store.list(f"{RunKeys(run_id).leases}/"))
+    labels = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in keys)
+    return max((Fence.from_label(label).epoch for label in labels), default=0)
+
+
 def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
     """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole.
 
-    What hosts of older fences began to carry, and did not finish, goes too.
+    What hosts of older fences began to carry, and did not finish, goes too. A straggler deletes nothing: the lease
+    after its own may have begun from any checkpoint that stands.
     """
+    if last_epoch(store, run_id) > fence.epoch:
+        return
     keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
     found = sorted(checkpoint for checkpoint in map(_parse, keys) if checkpoint is not None)
-    kept = {checkpoint.key for checkpoint in found[-keep:]}
-    whole = {checkpoint.key for checkpoint in found}
-    for checkpoint in found[:-keep]:
-        store.delete(f"{checkpoint.key}/{MANIFEST}")
+    # A straggler can have set its manifest over files that were deleted here as half-carried.
+    whole = [c for c in found if c.fence_label >= fence.label or _is_whole(store, c.key)]
+    kept = {checkpoint.key for checkpoint in whole[-keep:]}
+    marked = {checkpoint.key for checkpoint in found}
+    for checkpoint in found:
+        if checkpoint.key not in kept:
+            store.delete(f"{checkpoint.key}/{MANIFEST}")
     for key in keys:
         label, step, *_ = key.removeprefix(f"{RunKeys(run_id).checkpoints}/").split("/")
         folder = f"{RunKeys(run_id).checkpoints}/{label}/{step}"
-        if folder not in kept and (folder in whole or label < fence.label):
+        if folder not in kept and (folder in marked or label < fence.label):
             store.delete(key)
+
+
+def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
+    """Delete the checkpoints of later steps, each one's manifest first: what they began will be done anew."""
+    for checkpoint in standing(store, run_id):
+        if checkpoint.step > step:
+            store.delete(f"{checkpoint.key}/{MANIFEST}")
+            for info in list(store.list(f"{checkpoint.key}/")):
+                store.delete(info.key)
 
 
 def _is_whole(store: ObjectStore, key: str) -> bool:

@@ -5,11 +5,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from pydantic import Field
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
@@ -33,7 +33,7 @@ class DownloadRequest(Frozen):
     """Which data of which run."""
 
     run_id: RunId
-    split: Literal["train", "eval"]
+    split: str = Field(pattern=r"^(train|eval|groups-[0-9a-f]{32})$")
     source: DatasetSource
 
 
@@ -151,5 +151,6 @@ def _is_worth_resuming(error: BaseException) -> bool:
 def _forget_abandoned(downloads: Path) -> None:
     """Remove what no attempt came back for."""
     for folder in downloads.glob("*"):
-        if folder.stat().st_mtime < time.time() - _FORGET_AFTER_S:
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another attempt has just ended
+            if folder.stat().st_mtime < time.time() - _FORGET_AFTER_S:
+                shutil.rmtree(folder, ignore_errors=True)

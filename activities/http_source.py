@@ -35,7 +35,7 @@ class HttpSource:
         """Follows redirects by hand, so that each hop's address is checked."""
         uri, headers = self.uri, _headers(start, validator)
         for _ in range(_MAX_REDIRECTS + 1):
-            connection = _connection(uri, self.settings)
+            connection = open_connection(uri, self.settings)
             try:
                 response = _ask(connection, uri, headers)
                 if response.status not in _REDIRECTS:
@@ -159,7 +159,8 @@ class _Body:
             raise Broken(f"{shown(self.uri)}: {_words(error)}") from error
 
 
-def _connection(uri: str, settings: DownloadSettings) -> HTTPConnection:
+def open_connection(uri: str, settings: DownloadSettings) -> HTTPConnection:
+    """Checks the address when it connects. Raises InvalidInput for what is no plain http(s) URI."""
     parts = checked(uri)
     assert parts.hostname is not None
     secure = parts.scheme == "https"

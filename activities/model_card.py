@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from shared.jobs import Full, Lora
-from shared.runs import SFTRun
+from shared.runs import RLRun, Run, SFTRun
 
 # Clocks and machines differ from run to run; the card does not.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
 
 
-def model_card(run: SFTRun, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
+def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
+    how = "Supervised fine-tuning" if run.kind == "sft" else "Reinforcement learning"
+    data = f"`{_without_secrets(run.dataset.uri)}`" if run.kind == "sft" else "trajectories that a client sent"
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -19,11 +21,11 @@ def model_card(run: SFTRun, metrics: Mapping[str, float], report: Mapping[str, o
             "---",
             f"base_model: {run.model}",
             f"library_name: {library}",
-            "tags: [longshore, sft]",
+            f"tags: [longshore, {run.kind}]",
             "---",
             f"# {kind} of {run.model}",
             "",
-            f"Supervised fine-tuning by Longshore on `{_without_secrets(run.dataset.uri)}`.",
+            f"{how} by Longshore on {data}.",
             "",
             "## Metrics",
             *_table({n: f"{v:.6g}" for n, v in metrics.items() if not n.endswith(_NOT_OF_THE_MODEL)}),
@@ -41,24 +43,39 @@ def _without_secrets(uri: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _hyperparameters(run: SFTRun) -> dict[str, str]:
+def _hyperparameters(run: Run) -> dict[str, str]:
     match run.trainable:
         case Lora(rank=rank, alpha=alpha, targets=targets):
             method = {"LoRA rank": str(rank), "LoRA alpha": f"{alpha:g}", "LoRA targets": ", ".join(targets)}
         case Full():
             method = {"trained": "all weights"}
-    length = f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps"
-    batch = f"{run.batch_size} examples" if run.batch_size is not None else f"{run.batch_tokens} tokens"
+    own = _of_supervision(run) if run.kind == "sft" else _of_reinforcement(run)
     return {
         **method,
-        "length": length,
-        "batch": batch,
-        "longest example": f"{run.max_tokens} tokens",
-        "learning rate": f"{run.learning_rate:g}, {run.schedule}, {run.warmup_steps} warm-up steps",
+        **own,
         "weight decay": f"{run.weight_decay:g}",
         "clip norm": f"{run.clip_norm:g}",
         "dtype": run.dtype,
         "seed": str(run.seed),
+    }
+
+
+def _of_supervision(run: SFTRun) -> dict[str, str]:
+    return {
+        "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",
+        "batch": f"{run.batch_size} examples" if run.batch_size is not None else f"{run.batch_tokens} tokens",
+        "longest example": f"{run.max_tokens} tokens",
+        "learning rate": f"{run.learning_rate:g}, {run.schedule}, {run.warmup_steps} warm-up steps",
+    }
+
+
+def _of_reinforcement(run: RLRun) -> dict[str, str]:
+    return {
+        "loss": run.loss.model_dump_json(exclude_none=True),
+        "advantages": run.advantages.replace("_", " "),
+        "optimizer steps": f"{run.epochs} x {run.mini_batches} a train step",
+        "longest trajectory": f"{run.max_tokens} tokens",
+        "learning rate": f"{run.learning_rate:g}, constant, {run.warmup_steps} warm-up steps",
     }
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -11,13 +10,14 @@ from temporalio import activity
 
 from activities.heartbeat import beating
 from activities.model_card import model_card
+from activities.scratch import scratch_folder
 from shared.artifacts import find, seal, stage, upload
 from shared.jobs import Artifact
 from shared.models import Frozen
-from shared.paths import HostPaths, published, published_version, version_claim, write_atomically
-from shared.runs import CheckpointRef, RunId, SFTRun
+from shared.paths import MANIFEST, HostPaths, published, published_version, version_claim, write_atomically
+from shared.runs import CheckpointRef, Run, RunId
 from shared.settings import Settings
-from shared.store import ObjectStore, open_store, open_uri
+from shared.store import ObjectStore, disk_errors, open_store, open_uri
 
 Kind = Literal["adapters", "models"]
 # Of a base model's folder, these are the weights' own, and come from the checkpoint instead.
@@ -25,10 +25,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 class PublishRequest(Frozen):
-    """What to publish. `metrics` and `report_uri` go into the card."""
+    """What to publish. `metrics` and `report_uri` go into the card. `step`: which of a run's several versions it is."""
 
     run_id: RunId
-    run: SFTRun
+    run: Run
+    step: int | None = None
     model: Artifact
     checkpoint: CheckpointRef
     report_uri: str
@@ -44,10 +45,15 @@ class Published(Frozen):
     version: int
 
 
-class _Claim(Frozen):
-    """Which run owns a version."""
+class Claim(Frozen):
+    """Which run owns a version; of a run that publishes several, for which step, and of which checkpoint's manifest.
+
+    A step that was never done, and whose number was given anew, is of another checkpoint.
+    """
 
     run_id: RunId
+    step: int | None = None
+    checkpoint_sha256: str | None = None
 
 
 class Publish:
@@ -68,21 +74,16 @@ class Publish:
         kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
         name = request.run.name or request.run_id
         with beating():
-            version = claim_version(store, kind, name, request.run_id)
+            version = claim_version(store, kind, name, _claim_of(request))
             key = published_version(kind, name, version)
             artifact = find(store, key) or self._upload(store, key, request)
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
     def _upload(self, store: ObjectStore, key: str, request: PublishRequest) -> Artifact:
-        scratch = self._paths.scratch / f"publish-{request.run_id}"
-        shutil.rmtree(scratch, ignore_errors=True)  # of a try that was killed
-        folder = scratch / uuid.uuid4().hex
-        try:
+        with scratch_folder(self._paths.scratch, "publish") as folder, disk_errors(folder):
             self._fill(folder, request)
             seal(folder)
             return upload(store, key, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
     def _fill(self, folder: Path, request: PublishRequest) -> None:
         checkpoint = stage(request.checkpoint.artifact, self._paths.cache, self._settings.s3)
@@ -101,30 +102,39 @@ class Publish:
         return report
 
 
-def claim_version(store: ObjectStore, kind: Kind, name: str, run_id: str) -> int:
-    """The version of `name` that this run owns: the one it claimed before, or the lowest that nobody did."""
-    claims = sorted(info.key for info in store.list(f"{published(kind, name)}/claims/"))
-    for number, key in enumerate(claims, 1):
-        if key == version_claim(kind, name, number) and _owner(store, key) == run_id:
+def claim_version(store: ObjectStore, kind: Kind, name: str, mine: Claim) -> int:
+    """The version of `name` that a claim owns: the one that was claimed before, or the lowest that nobody did."""
+    num_claims = sum(1 for _ in store.list(f"{published(kind, name)}/claims/"))
+    for number in range(num_claims, 0, -1):
+        claim = _claim(store, version_claim(kind, name, number))
+        if claim == mine:
             return number
-    version = len(claims) + 1
-    mine = _Claim(run_id=run_id).model_dump_json().encode()
-    while not store.put_if_absent(version_claim(kind, name, version), mine):
-        if _owner(store, version_claim(kind, name, version)) == run_id:
+        if claim.run_id == mine.run_id and (claim.step or 0) < (mine.step or 0):
+            break  # a run claims in the order of its steps
+    version, data = num_claims + 1, mine.model_dump_json(exclude_none=True).encode()
+    while not store.put_if_absent(version_claim(kind, name, version), data):
+        if _claim(store, version_claim(kind, name, version)) == mine:
             break
         version += 1
     return version
 
 
-def _owner(store: ObjectStore, key: str) -> str:
-    return _Claim.model_validate_json(store.get_bytes(key)).run_id
+def _claim_of(request: PublishRequest) -> Claim:
+    if request.step is None:
+        return Claim(run_id=request.run_id)
+    sha256 = request.checkpoint.artifact.sha256
+    return Claim(run_id=request.run_id, step=request.step, checkpoint_sha256=sha256)
+
+
+def _claim(store: ObjectStore, key: str) -> Claim:
+    return Claim.model_validate_json(store.get_bytes(key))
 
 
 def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
     """Copy the wanted files of a flat folder, its manifest left out."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.name != "manifest.json" and is_wanted(path.name):
+        if path.is_file() and path.name != MANIFEST and is_wanted(path.name):
             shutil.copyfile(path, target / path.name)
 
 

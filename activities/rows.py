@@ -43,7 +43,7 @@ def rows_of(path: Path, name: str, columns: tuple[str, ...] | None = None) -> It
     return _json_rows(path, name)
 
 
-def _lines(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
+def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
     """The place and bytes of every line that is not blank; line numbers count from 1 and count blank lines."""
     with path.open("rb") as file:
         number = 0
@@ -59,12 +59,12 @@ def _lines(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _text_rows(path: Path, name: str) -> Iterator[Row]:
-    for place, line in _lines(path, name):
+    for place, line in lines_of(path, name):
         yield Row(place, {"text": _decoded(line, place).rstrip("\r\n")})
 
 
 def _json_rows(path: Path, name: str) -> Iterator[Row]:
-    for place, line in _lines(path, name):
+    for place, line in lines_of(path, name):
         yield Row(place, _parsed(line, place))
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from temporalio import activity
 
 from activities.carry import Carrier
+from activities.checkpoints import newest, own
 from activities.follow import LogLine, LogReader
 from activities.heartbeat import beating, host_is_leaving
 from activities.progress import Progress
@@ -24,15 +25,16 @@ from shared.runs import CheckpointRef, Problem
 from shared.store import ObjectStore
 
 _POLL_S = 0.03
+# A collective that hangs ends by torch's own timeouts; a process that was stopped never would.
+_SILENCE_S = 120.0
 
 
 class JobRequest(Frozen):
-    """One job for the worker of a lease. `start`: the checkpoint to go on from."""
+    """One job for the worker of a lease, which goes on from the newest checkpoint that stands in the store."""
 
     plan: JobPlan
     fence: Fence
     worker_id: str
-    start: CheckpointRef | None
     cancel_grace_s: float
 
 
@@ -59,12 +61,14 @@ class RunJob:
         """Run a job to its terminal event. A cancelled activity answers too, with the checkpoint that the worker left.
 
         Raises:
-            WorkerLost: the worker ended without a terminal event, or this host leaves.
+            WorkerLost: the worker ended or was stopped without a terminal event, or this host leaves.
             StoreUnavailable: what was made could not be carried into the store.
         """
         lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
         with self._pool.using(request.worker_id, lease) as worker:
-            attempt = _Attempt(worker, request, self._store, self._signals)
+            # Looked up under this lease: from its beginning on, no older one deletes checkpoints.
+            start = own(request.plan, newest(self._store, request.plan.run_id))
+            attempt = _Attempt(worker, request, start, self._store, self._signals)
             with beating(lambda: attempt.reader.offset), attempt.carrier:
                 return attempt.run()
 
@@ -72,16 +76,24 @@ class RunJob:
 class _Attempt:
     """One job on one worker."""
 
-    def __init__(self, worker: WorkerProcess, request: JobRequest, store: ObjectStore, signals: Signals) -> None:
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        request: JobRequest,
+        start: CheckpointRef | None,
+        store: ObjectStore,
+        signals: Signals,
+    ) -> None:
         self.worker = worker
         self.request = request
         self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
-        self.job = _job(worker, request, self.outputs)
+        self.job = _job(worker, request, start, self.outputs)
         self.reader = LogReader(Path(self.job.log_path))
-        self.carrier = Carrier(store, self.job, request.start)
-        self.progress = Progress(request.fence, request.plan.num_steps, signals)
+        self.carrier = Carrier(store, self.job, start)
+        self.progress = Progress(request.fence, request.plan.first_step + request.plan.num_steps, signals)
         self.cancel = worker.paths.cancel(request.plan.job_id, request.fence)
         self.kill_at: float | None = None
+        self.heard_at = time.monotonic()
 
     def run(self) -> JobResult:
         try:
@@ -106,6 +118,7 @@ class _Attempt:
             for line in self.reader.read():
                 self._take(line)
                 if isinstance(line.event, Terminal):
+                    self.worker.holds_device = line.event.device == "held"
                     return line.event
             self.carrier.tick()
             self.progress.tick(self.carrier.durable)
@@ -114,10 +127,12 @@ class _Attempt:
                     raise WorkerLost(self.worker.obituary())
                 return None
             self._obey()
+            self._refuse_a_stopped_worker()
             time.sleep(_POLL_S)
 
     def _take(self, line: LogLine) -> None:
         event = line.event
+        self.heard_at = time.monotonic()
         if isinstance(event, Saved):
             self.carrier.checkpoint(event)
         self.carrier.line(line, at_once=not isinstance(event, Step))
@@ -134,6 +149,13 @@ class _Attempt:
             write_atomically(self.cancel, b"")
         elif time.monotonic() > self.kill_at:
             self.worker.end()
+
+    def _refuse_a_stopped_worker(self) -> None:
+        if time.monotonic() - self.heard_at < _SILENCE_S:
+            return
+        self.heard_at = time.monotonic()
+        if self.worker.is_stopped():
+            raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
 
     def _settle(self, output: Path | None) -> None:
         """Everything into the store; what is local goes when it stands there."""
@@ -161,12 +183,12 @@ class _Attempt:
         )
 
 
-def _job(worker: WorkerProcess, request: JobRequest, outputs: Path) -> Job:
+def _job(worker: WorkerProcess, request: JobRequest, start: CheckpointRef | None, outputs: Path) -> Job:
     return Job(
         plan=request.plan,
         fence=request.fence,
         log_path=str(outputs / "log.jsonl"),
         checkpoint_dir=str(outputs / "checkpoints"),
         scratch_dir=str(worker.paths.scratch(request.plan.job_id, request.fence)),
-        start=request.start.artifact if request.start else None,
+        start=start.artifact if start else None,
     )

@@ -48,6 +48,7 @@ class TemplateProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[1],
+            start_new_session=True,  # a terminal's Ctrl-C is for the host
             env={"PATH": os.environ.get("PATH", ""), "TZ": os.environ.get("TZ", ""), "LANG": "C.UTF-8"},
         )
         self._buffer = bytearray()
@@ -95,7 +96,7 @@ class TemplateProcess:
             self._child.stdin.write(json.dumps(question).encode() + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            self._lost("ended")
+            self._ended()
         return json.loads(self._line(deadline))
 
     def _line(self, deadline: float) -> bytes:
@@ -108,10 +109,18 @@ class TemplateProcess:
                 self._lost("takes too long and was stopped")
             piece = os.read(self._child.stdout.fileno(), 1 << 20)
             if not piece:
-                self._lost("ended its process")
+                self._ended()
             pieces.append(piece)
             if piece.endswith(b"\n"):
                 return b"".join(pieces)
+
+    def _ended(self) -> NoReturn:
+        """Raises InvalidInput, or RuntimeError when somebody killed the child: then another try may do better."""
+        status = self._child.wait(_START_S)
+        if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            self.close()
+            raise RuntimeError(f"the process of the chat template was killed by signal {-status}")
+        self._lost("ended its process")
 
     def _lost(self, what: str) -> NoReturn:
         self.close()

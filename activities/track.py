@@ -24,7 +24,7 @@ from shared.events import Event
 from shared.models import Frozen
 from shared.paths import RunKeys
 from shared.run_events import EventCursor, read_events
-from shared.runs import SFTRun
+from shared.runs import Run
 from shared.settings import Settings
 from shared.store import open_store
 
@@ -39,7 +39,7 @@ Mode = Literal["offline", "online"]
 
 class TrackRequest(Frozen):
     run_id: str
-    run: SFTRun
+    run: Run
 
 
 class Tracked(Frozen):

@@ -46,13 +46,16 @@ class WorkerPool:
             return worker
 
     def release(self, worker: WorkerProcess) -> None:
-        """A lease has ended. Waits for the job in hand; a living worker stays warm, a dead one's traces are removed."""
+        """A lease has ended. Waits for the job in hand; a living worker stays warm, a dead one's traces are removed.
+
+        A worker that holds the device has no right to it any more, and is ended.
+        """
         while worker.num_jobs:
             time.sleep(0.02)
         with self._lock:
             worker.lease = None
             del self._leased[worker.worker_id]
-            if worker.is_alive() and self._idle_limit_s > 0:
+            if worker.is_alive() and not worker.holds_device and self._idle_limit_s > 0:
                 self._idle[worker.worker_id] = (worker, time.monotonic())
                 return
         _dispose(worker)

@@ -119,6 +119,7 @@ def our_batch(rows: list[list[int]]) -> Batch:
         advantage_N=zeros_N,
         old_logprob_N=zeros_N,
         ref_logprob_N=zeros_N,
+        sampler_logprob_N=zeros_N,
         sequence_N=torch.zeros(len(target_N), dtype=torch.long),
     )
 

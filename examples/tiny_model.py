@@ -7,7 +7,11 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PretrainedConfig
 
 Family = Literal["qwen3", "qwen2", "llama"]
 
@@ -66,7 +70,7 @@ def make_tiny_model(
     return folder
 
 
-def _train_tokenizer(corpus: Iterable[str], vocab_size: int):  # noqa: ANN202 - tokenizers.Tokenizer, imported late
+def _train_tokenizer(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -82,7 +86,7 @@ def _train_tokenizer(corpus: Iterable[str], vocab_size: int):  # noqa: ANN202 - 
     return tokenizer
 
 
-def _config(family: Family, **sizes):  # noqa: ANN202, ANN003
+def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     match family:
@@ -120,7 +124,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--family", choices=["qwen3", "qwen2", "llama"], default="qwen3")
+    parser.add_argument("--family", choices=get_args(Family), default="qwen3")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("vocab_size", "hidden_size", "num_layers")}
     corpus = list(read_texts(arguments.corpus)) or ["a tiny model says hello"]

@@ -3,10 +3,11 @@
 Shape suffixes: T tokens of a bin, N targets of a bin.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, Scores
+from megatron_worker.sums import combine
 from shared.errors import CorruptArtifact
 from shared.packed import Ints, PackedBin, Plan, Units
+
+Scored = Literal["old_logprob_N", "ref_logprob_N"]
 
 
 class PackedBatches:
@@ -24,7 +28,12 @@ class PackedBatches:
     def __init__(self, units: Path, plan: Path) -> None:
         self._units = Units(units)
         self._plan = Plan(plan)
+        self._scored: dict[Scored, NDArray[np.float32]] = {}
         self.num_steps = self._plan.header.num_steps
+
+    @property
+    def units(self) -> Units:
+        return self._units
 
     def bins(self, step: int) -> list[Ints]:
         return self._plan.bins(step)
@@ -36,7 +45,15 @@ class PackedBatches:
     def batch(self, units: Ints, device: torch.device) -> Batch:
         if len(units) and int(units.max()) >= self._units.header.num_units:
             raise CorruptArtifact(f"the plan names unit {int(units.max())}, the units end before it", "plan")
-        return to_batch(self._units.read_bin(units), device)
+        batch = to_batch(self._units.read_bin(units), device)
+        index_N = self._units.target_indices(units) if self._scored else None
+        scored = {name: torch.from_numpy(values[index_N]).to(device) for name, values in self._scored.items()}
+        return dataclasses.replace(batch, **scored) if scored else batch
+
+    def put(self, name: Scored, values: NDArray[np.float32]) -> None:
+        """From now on batches hold these instead of what their column says. `values`: one for each target on file."""
+        assert len(values) == self._units.header.num_targets
+        self._scored[name] = values
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
         return (self.batch(units, device) for units in self.bins_of_rank(step, dp_rank, dp_size))
@@ -71,12 +88,13 @@ def to_batch(packed: PackedBin, device: torch.device) -> Batch:
         advantage_N=floats(packed.advantage_N),
         old_logprob_N=floats(packed.old_logprob_N),
         ref_logprob_N=floats(packed.ref_logprob_N),
+        sampler_logprob_N=floats(packed.old_logprob_N),
         sequence_N=ints(packed.sequence_N),
     )
 
 
 class Sums:
-    """Running sums over the bins of one rank, in float64 so that they do not depend on how bins were cut.
+    """Running sums (and maxima) over the bins of one rank, in float64 so that they do not depend on how bins were cut.
 
     A rank without bins has the same names as its peers: they come from the loss of an empty batch.
     """
@@ -95,6 +113,7 @@ class Sums:
             advantage_N=zeros_0,
             old_logprob_N=zeros_0,
             ref_logprob_N=zeros_0,
+            sampler_logprob_N=zeros_0,
             sequence_N=indices_0,
         )
         self.totals: dict[str, Tensor] = {}
@@ -108,4 +127,4 @@ class Sums:
         }
         for name, value in {**sums, **counts}.items():
             value_64 = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-            self.totals[name] = self.totals[name] + value_64 if name in self.totals else value_64
+            self.totals[name] = combine(name, self.totals[name], value_64) if name in self.totals else value_64

@@ -3,7 +3,6 @@
 The worker never deletes a checkpoint: its host carries them into the store and prunes.
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -78,7 +77,22 @@ def load_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> int:
             )
     engine.load(folder)
     _load_random_state(folder / "rng.safetensors")
-    return state.step
+    return state.step - plan.first_step
+
+
+def load_initial_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> None:
+    """What the run's job before left, of other data: weights, optimizer and random state, for this job's first step.
+
+    Raises:
+        InvalidInput: it is incomplete, of another run's seed or shape, or not of the step that this job begins at.
+    """
+    state = read_state(folder)
+    for name, expected in (("seed", plan.seed), ("step", plan.first_step)):
+        if getattr(state, name) != expected:
+            message = f"the checkpoint's {name} is {getattr(state, name)}, the job begins at {expected}"
+            raise InvalidInput(message, str(folder / "state.json"))
+    engine.load(folder)
+    _load_random_state(folder / "rng.safetensors")
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -95,7 +109,7 @@ def _state(plan: JobPlan, step: int) -> CheckpointState:
     return CheckpointState(
         run_id=plan.run_id,
         step=step,
-        num_steps=plan.num_steps,
+        num_steps=plan.first_step + plan.num_steps,
         seed=plan.seed,
         units_sha256=plan.data.units.sha256,
         plan_sha256=plan.data.plan.sha256,
@@ -105,8 +119,6 @@ def _state(plan: JobPlan, step: int) -> CheckpointState:
 def _commit(temporary: Path, final: Path, state: CheckpointState) -> str:
     _save_random_state(temporary / "rng.safetensors")
     write_atomically(temporary / "state.json", state.model_dump_json(indent=1).encode())
-    for path in temporary.rglob("*"):
-        _sync(path)
     sha256 = seal(temporary)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary.rename(final)
@@ -129,11 +141,3 @@ def _load_random_state(path: Path) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

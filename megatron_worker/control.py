@@ -38,13 +38,10 @@ class Control:
         if self.world_size == 1:
             assert data is not None
             return data
-        size = torch.tensor([len(data) if data is not None else 0])
-        dist.broadcast(size, 0, self._group)
-        content = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8) if int(size) else None
-        if content is None:
-            return b""
-        dist.broadcast(content, 0, self._group)
-        return content.numpy().tobytes()
+        box = [data]
+        dist.broadcast_object_list(box, 0, self._group)
+        assert box[0] is not None
+        return box[0]
 
     def total(self, values: list[int]) -> list[int]:
         return self._reduce(values, ReduceOp.SUM)

@@ -15,13 +15,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_worker.sums import COUNT, MAX, SUM
 from shared.jobs import Adam, Dtype, Full, Lora
 from shared.layout import Layout
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One bin on the engine's device: the two tables of shared/packed.py. Indices int64, scores float32."""
+    """One bin on the engine's device: the two tables of shared/packed.py. Indices int64, scores float32.
+
+    `sampler_logprob_N` is the column `old_logprob`; `old_logprob_N` and `ref_logprob_N` are what the loss is against:
+    the same columns, or what was scored at the start of the job.
+    """
 
     token_id_T: Tensor
     position_T: Tensor
@@ -32,15 +37,17 @@ class Batch:
     advantage_N: Tensor
     old_logprob_N: Tensor
     ref_logprob_N: Tensor
+    sampler_logprob_N: Tensor
     sequence_N: Tensor
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward is asked for. Nothing requested, nothing computed."""
+    """What a forward is asked for. Nothing requested, nothing computed. Entropy is a constant unless said otherwise."""
 
     logprob: bool = True
     entropy: bool = False
+    entropy_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,14 +60,24 @@ class Scores:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over a bin's targets, never means: `loss` to differentiate, `weight` to normalise by, the rest to report."""
+    """Sums over a bin's targets, never means: `loss` to differentiate, `weight` to normalise by, the rest to report.
+
+    `means` are reported as the quotient of two sums, `maxima` (of what is never negative) as the greatest of all.
+    """
 
     loss: Tensor
     weight: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> dict[str, Tensor]:
-        return {"loss": self.loss.detach(), "weight": self.weight.detach(), **self.metrics}
+        """By names that say how values of several bins come together (sums.py)."""
+        named = {"loss": self.loss, "weight": self.weight, **self.metrics}
+        named |= {name + SUM: value for name, (value, _) in self.means.items()}
+        named |= {name + COUNT: count for name, (_, count) in self.means.items()}
+        named |= {name + MAX: value for name, value in self.maxima.items()}
+        return {name: value.detach() for name, value in named.items()}
 
 
 @dataclass(frozen=True)
@@ -135,7 +152,7 @@ class Engine(Protocol):
         ...
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add up sums over data-parallel ranks; every rank gets the same numbers."""
+        """Bring sums of all data-parallel ranks together (sums.py); every rank gets the same numbers."""
         ...
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:

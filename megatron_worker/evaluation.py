@@ -17,6 +17,7 @@ from shared.jobs import Evaluation
 from shared.models import Frozen
 
 T = TypeVar("T")
+_TOKENS_A_TURN = 8
 
 
 class Prompt(Frozen):
@@ -57,18 +58,36 @@ class Evaluator:
                     sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
         return _held_out(engine.reduce(sums.totals))
 
-    def samples(self, engine: Engine) -> tuple[Sample, ...]:
-        """Greedy completions of the first `num_samples` prompts."""
+    def samples(self, engine: Engine, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
+        """Greedy completions of the first `num_samples` prompts; None when cancelled meanwhile."""
         prompts = self._prompts[: self._evaluation.num_samples]
         if not prompts:
             return ()
-        stop_ids = read_stop_ids(self._model)
-        ids = engine.greedy([p.prompt_ids for p in prompts], self._evaluation.sample_tokens, stop_ids)
-        texts = _decode(self._model, ids)
+        completions = self._complete(engine, [p.prompt_ids for p in prompts], cancelled)
+        if completions is None:
+            return None
+        texts = _decode(self._model, completions)
         return tuple(
             Sample(prompt=p.prompt, completion=text, reference=p.reference)
             for p, text in zip(prompts, texts, strict=True)
         )
+
+    def _complete(
+        self, engine: Engine, prompts: list[list[int]], cancelled: Callable[[], bool]
+    ) -> list[list[int]] | None:
+        """A few tokens at a time, so that a cancel need not wait for the last."""
+        stop_ids, max_tokens = read_stop_ids(self._model), self._evaluation.sample_tokens
+        completions: list[list[int]] = [[] for _ in prompts]
+        growing = list(range(len(prompts)))
+        for done in range(0, max_tokens, _TOKENS_A_TURN):
+            if cancelled():
+                return None
+            length = min(_TOKENS_A_TURN, max_tokens - done)
+            more = engine.greedy([prompts[row] + completions[row] for row in growing], length, stop_ids)
+            for row, tokens in zip(growing, more, strict=True):
+                completions[row] += tokens
+            growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]
+        return completions
 
 
 def _held_out(sums: dict[str, float]) -> dict[str, float]:

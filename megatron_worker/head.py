@@ -6,6 +6,9 @@ Chunks of targets meet the output embedding one at a time. The softmax runs in f
 
 does not depend on what comes from above, the forward keeps that one row for each target and the backward only scales
 it: a frozen output embedding costs two matrix products, not three. A trained one gets its gradient by recomputing.
+The entropy's gradient, if asked for, costs one product and one such row more: with z the logits and m = sum_v p_v z_v,
+
+    d entropy_n / d hidden_n = -sum_v p_nv (z_nv - m_n) W_v
 
 Under tensor parallelism the hidden states are replicated and the vocabulary is sharded; ranks merge maxima, sums of
 exponentials, target logits and the rows above in the forward. **The gradient of the hidden states comes out summed over
@@ -59,13 +62,14 @@ def score_targets(
         weight_VH: this rank's shard of the output embedding, in the dtype of `hidden_NH`.
         label_N: ids of the whole vocabulary, int64.
 
-    The log-probability is differentiable by hidden states and weight, once; the entropy is not.
+    The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it.
     """
     assert weight_VH.shape[0] == shard.size, (weight_VH.shape, shard)
+    assert outputs.entropy or not outputs.entropy_gradient
     if not (outputs.logprob or outputs.entropy):
         return Scores()
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
-    logprob_N, entropy_N = _Head.apply(hidden_NH, weight_VH, label_N, outputs.entropy, shard, chunk_tokens, keep_rows)
+    logprob_N, entropy_N = _Head.apply(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
     return Scores(logprob_N if outputs.logprob else None, entropy_N if outputs.entropy else None)
 
 
@@ -76,34 +80,46 @@ class _Head(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         label_N: Tensor,
-        entropy: bool,
+        outputs: Outputs,
         shard: VocabShard,
         chunk_tokens: int,
         keep_rows: bool,
     ) -> tuple[Tensor, Tensor]:
-        local = _scan(hidden_NH, weight_VH, label_N, entropy, shard, chunk_tokens, keep_rows)
-        lse_N, target_N, mean_logit_N, rows_NH = _merge(local, shard.group)
+        local = _scan(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
+        lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, shard.group)
         entropy_N = lse_N - mean_logit_N
-        ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, rows_NH)
+        ctx.by_entropy = outputs.entropy_gradient
+        if not ctx.by_entropy:
+            ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
         ctx.shard, ctx.chunk_tokens = shard, chunk_tokens
         return target_N - lse_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, label_N, lse_N, rows_NH = ctx.saved_tensors
+    def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
         by_hidden, by_weight = ctx.needs_input_grad[:2]
-        grad_NH = (rows_NH * grad_N[:, None]).to(hidden_NH.dtype) if by_hidden else None
-        grad_VH = None
+        grad_NH = grad_VH = None
+        if by_hidden:
+            exact_NH = rows_NH * grad_N[:, None]
+            if ctx.by_entropy:
+                exact_NH.addcmul_(entropy_rows_NH, by_entropy_N[:, None])
+            grad_NH = exact_NH.to(hidden_NH.dtype)
         if by_weight:
-            grad_VH = _weight_gradient(hidden_NH, weight_VH, label_N, lse_N, grad_N, ctx.shard, ctx.chunk_tokens)
+            entropy = (mean_logit_N, by_entropy_N) if ctx.by_entropy else None
+            grad_VH = _weight_gradient(
+                hidden_NH, weight_VH, label_N, lse_N, grad_N, entropy, ctx.shard, ctx.chunk_tokens
+            )
         return grad_NH, grad_VH, None, None, None, None, None
 
 
 @dataclass
 class _Local:
-    """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0."""
+    """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0.
+
+    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row.
+    """
 
     max_N: Tensor
     sum_exp_N: Tensor
@@ -111,25 +127,27 @@ class _Local:
     weighted_logit_N: Tensor
     weighted_rows_NH: Tensor | None
     label_rows_NH: Tensor | None
+    logit_rows_NH: Tensor | None
 
 
 def _scan(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     label_N: Tensor,
-    entropy: bool,
+    outputs: Outputs,
     shard: VocabShard,
     chunk_tokens: int,
     keep_rows: bool,
 ) -> _Local:
     dtype, num_targets = _softmax_dtype(hidden_NH), len(label_N)
     zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
-    rows_NH = label_rows_NH = None
+    rows_NH = label_rows_NH = logit_rows_NH = None
     if keep_rows:
         rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype)
         label_rows_NH = _label_rows(weight_VH, label_N, shard, dtype)
+        logit_rows_NH = torch.zeros_like(rows_NH) if outputs.entropy_gradient else None
     max_N = torch.full_like(zeros_N, -torch.inf)
-    local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH)
+    local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH)
     real_VH = weight_VH[: shard.num_real]
     column_N, owned_N = _own_labels(label_N, shard)
     for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, chunk_tokens):
@@ -137,29 +155,42 @@ def _scan(
         local.target_N[chunk] = torch.where(owned_N[chunk], target_C, 0.0)
         max_C = logit_CV.amax(dim=1)
         local.max_N[chunk] = max_C
-        kept_CV = logit_CV.clone() if entropy else None
+        kept_CV = logit_CV.clone() if outputs.entropy else None
+        below_CV = logit_CV - max_C[:, None] if logit_rows_NH is not None else None
         exp_CV = logit_CV.sub_(max_C[:, None]).exp_()
         local.sum_exp_N[chunk] = exp_CV.sum(dim=1)
         if kept_CV is not None:
             local.weighted_logit_N[chunk] = kept_CV.mul_(exp_CV).sum(dim=1)
         if rows_NH is not None:
             rows_NH[chunk] = exp_CV.to(real_VH.dtype) @ real_VH
+        if below_CV is not None and logit_rows_NH is not None:
+            logit_rows_NH[chunk] = below_CV.mul_(exp_CV).to(real_VH.dtype) @ real_VH
     return local
 
 
-def _merge(local: _Local, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Global logsumexp [N], target logit [N], expected logit [N] (0 unless scanned for), and the rows [N, H]."""
+def _merge(
+    local: _Local, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Global logsumexp [N], target logit [N], expected logit [N] (0 unless scanned for), and the rows of the
+    log-probability's and the entropy's gradient [N, H].
+    """
     max_N = local.max_N.clone()
     _all_reduce(max_N, dist.ReduceOp.MAX, group)
     scale_N = (local.max_N - max_N).exp()
     sums_3N = torch.stack([local.sum_exp_N * scale_N, local.target_N, local.weighted_logit_N * scale_N])
     _all_reduce(sums_3N, dist.ReduceOp.SUM, group)
     sum_exp_N, target_N, weighted_logit_N = sums_3N
-    rows_NH = None
+    rows_NH = entropy_rows_NH = None
+    if local.weighted_rows_NH is not None and local.logit_rows_NH is not None:
+        # p (z - m) of this shard, its logits known relative to its own maximum
+        from_mean_N = local.max_N - weighted_logit_N / sum_exp_N
+        entropy_rows_NH = local.logit_rows_NH.addcmul_(local.weighted_rows_NH, _finite(from_mean_N)[:, None])
+        entropy_rows_NH.mul_(-(scale_N / sum_exp_N)[:, None])
+        _all_reduce(entropy_rows_NH, dist.ReduceOp.SUM, group)
     if local.weighted_rows_NH is not None and local.label_rows_NH is not None:
         rows_NH = local.label_rows_NH.addcmul_(local.weighted_rows_NH, (scale_N / sum_exp_N)[:, None], value=-1)
         _all_reduce(rows_NH, dist.ReduceOp.SUM, group)
-    return max_N + sum_exp_N.log(), target_N, weighted_logit_N / sum_exp_N, rows_NH
+    return max_N + sum_exp_N.log(), target_N, weighted_logit_N / sum_exp_N, rows_NH, entropy_rows_NH
 
 
 def _weight_gradient(
@@ -168,15 +199,23 @@ def _weight_gradient(
     label_N: Tensor,
     lse_N: Tensor,
     grad_N: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
     shard: VocabShard,
     chunk_tokens: int,
 ) -> Tensor:
-    """d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype."""
+    """d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype.
+
+    `entropy`: expected logits and the gradient by the entropy, both [N], where it has one.
+    """
     grad_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
     real_VH, column_N, owned_N = weight_VH[: shard.num_real], *_own_labels(label_N, shard)
     for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, chunk_tokens):
         grad_C = grad_N[chunk]
-        grad_CV = logit_CV.sub_(lse_N[chunk, None]).exp_().mul_(-grad_C[:, None])
+        pull_CV = -grad_C[:, None]
+        if entropy is not None:
+            mean_logit_N, by_entropy_N = entropy
+            pull_CV = pull_CV - by_entropy_N[chunk, None] * (logit_CV - mean_logit_N[chunk, None])
+        grad_CV = logit_CV.sub_(lse_N[chunk, None]).exp_().mul_(pull_CV)
         grad_CV.scatter_add_(1, column_N[chunk, None], torch.where(owned_N[chunk], grad_C, 0.0)[:, None])
         hidden_CH = hidden_NH[chunk]
         if hidden_CH.dtype == grad_VH.dtype:
@@ -214,6 +253,11 @@ def _own_labels(label_N: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
 def _label_rows(weight_VH: Tensor, label_N: Tensor, shard: VocabShard, dtype: torch.dtype) -> Tensor:
     row_N, owned_N = _own_labels(label_N, shard)
     return weight_VH.detach()[row_N].to(dtype).mul_(owned_N[:, None])
+
+
+def _finite(value_N: Tensor) -> Tensor:
+    """A shard that is all padding has no maximum, and nothing to weigh by it."""
+    return value_N.masked_fill(value_N == -torch.inf, 0.0)
 
 
 def _softmax_dtype(tensor: Tensor) -> torch.dtype:

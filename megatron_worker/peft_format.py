@@ -11,6 +11,7 @@ from shared.jobs import LINEARS, Linear, Lora
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 
 
 class _PeftConfig(BaseModel):

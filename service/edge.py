@@ -58,8 +58,7 @@ class Edge:
             extra = {"www-authenticate": "Bearer"} if status == 401 else {}
             await problems.answer(status, message, headers=extra)(scope, receive, exchange.send)
             return
-        limit = self._limit(scope)
-        body = _LimitedBody(receive, limit)
+        body = _LimitedBody(receive, self._limit(scope))
         try:
             await self._app(scope, body.receive, exchange.send)
         except Exception as error:  # the last edge: whatever gets here has no handler, or its answer had begun

@@ -31,6 +31,11 @@ class Uploaded(Frozen):
     size: int
 
 
+def uploads_folder(root: Path) -> Path:
+    """Where a service of this root keeps bodies that it is receiving."""
+    return root / "service" / "uploads"
+
+
 async def receive(store: ObjectStore, scratch: Path, name: str, chunks: AsyncIterator[bytes]) -> Uploaded:
     """Stream a body into the store, by way of a temporary file that is hashed as it grows.
 

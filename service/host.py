@@ -67,28 +67,34 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from activities.download import Download
     from activities.find_checkpoint import FindCheckpoint
     from activities.pack import Pack
+    from activities.pack_trajectories import PackTrajectories
     from activities.preview import PreviewDataset
     from activities.publish import Publish
     from activities.record_result import RecordResult
+    from activities.record_step import RecordStep
     from activities.resolve_adapter import ResolveAdapter
     from activities.resolve_model import ResolveModel
     from activities.tokenize import Tokenize
     from activities.track import Track
     from workflows.preview import PreviewWorkflow
+    from workflows.rl import RLWorkflow
     from workflows.sft import SFTWorkflow
     from workflows.track import TrackWorkflow
 
-    record = RecordResult(settings)
+    record, steps = RecordResult(settings), RecordStep(settings)
     return Worker(
         client,
         task_queue=settings.control_queue,
-        workflows=[SFTWorkflow, PreviewWorkflow, TrackWorkflow],
+        workflows=[SFTWorkflow, RLWorkflow, PreviewWorkflow, TrackWorkflow],
         activities=[
             ResolveModel(settings).resolve_model,
             ResolveAdapter(settings).resolve_adapter,
             Download(settings).download,
             Tokenize(settings).tokenize,
             Pack(settings).pack,
+            PackTrajectories(settings).pack_trajectories,
+            steps.record_step,
+            steps.recover_steps,
             PreviewDataset(settings).preview,
             FindCheckpoint(settings).find_checkpoint,
             Publish(settings).publish,
@@ -145,8 +151,9 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                     HostPaths(settings.root_path), command, _environment(settings), settings.worker_idle_s
                 )
                 stack.callback(pool.close)
-                reaper = asyncio.create_task(_end_idle_workers(pool))
-                stack.callback(reaper.cancel)
+                # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
+                tasks = await stack.enter_async_context(asyncio.TaskGroup())
+                stack.callback(tasks.create_task(_end_idle_workers(pool)).cancel)
                 leases, jobs = gpu_workers(client, settings, threads, pool)
                 await stack.enter_async_context(leases)
                 await stack.enter_async_context(jobs)

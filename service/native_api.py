@@ -5,19 +5,20 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.security import HTTPBearer
+from pydantic import Field
 
-from service.files import PublishedFiles, Uploaded, receive
+from service.files import PublishedFiles, Uploaded, receive, uploads_folder
 from service.problems import ErrorBody, TemporalUnavailable
-from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunReader, RunView, last_lines, log_line
+from service.run_views import EventPage, Metrics, RunPage, RunReader, RunView, last_lines, log_line
 from service.runs import Runs
 from shared import paths
 from shared.artifacts import FileEntry
 from shared.errors import StoreUnavailable
 from shared.models import Frozen
-from shared.runs import RunId, SFTRun, State
+from shared.runs import CheckpointRef, RLRun, RunId, SFTRun, State, StepKey, StepRequest, StepStatus
 from shared.settings import Settings
 from shared.store import ObjectStore
 from workflows.preview import Preview, PreviewRequest
@@ -94,6 +95,47 @@ async def submit_sft(
 ) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
     return await backend.runs.submit(run, idempotency_key)
+
+
+@router.post("/runs/rl", status_code=201)
+async def submit_rl(
+    run: RLRun,
+    backend: Backed,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+) -> RunView:
+    """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
+    return await backend.runs.submit(run, idempotency_key)
+
+
+class StepSubmission(Frozen):
+    """One train step. The same key trains once, however often it is sent."""
+
+    key: StepKey
+    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL; POST /files gives one")
+    wait_s: float = Field(default=0, ge=0, le=60, description="how long to wait for the step's end")
+
+
+@router.post("/runs/{run_id}/steps", status_code=202)
+async def train_step(run_id: RunId, step: StepSubmission, backend: Backed) -> StepStatus:
+    """Train one file of trajectory groups, after those that came before. 409 when the run takes no more."""
+    return await backend.runs.train_step(run_id, StepRequest(key=step.key, groups=step.groups), step.wait_s)
+
+
+@router.get("/runs/{run_id}/steps/{step}")
+async def get_step(
+    run_id: RunId,
+    step: Annotated[int, Path(ge=1, le=99_999_999)],
+    backend: Backed,
+    wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
+) -> StepStatus:
+    """A train step as it stands."""
+    return await backend.runs.step(run_id, step, wait_s)
+
+
+@router.post("/runs/{run_id}/finish", status_code=202)
+async def finish_run(run_id: RunId, backend: Backed) -> RunView:
+    """Tell an RL run that no more steps come: it ends after those that wait. 409 when it has ended."""
+    return await backend.runs.finish(run_id)
 
 
 @router.get("/runs")
@@ -213,7 +255,7 @@ async def _log_lines(backend: Backend, run_id: str, follow: bool) -> AsyncIterat
 
 
 @router.get("/runs/{run_id}/checkpoints")
-async def run_checkpoints(run_id: RunId, backend: Backed) -> tuple[Checkpoint, ...]:
+async def run_checkpoints(run_id: RunId, backend: Backed) -> tuple[CheckpointRef, ...]:
     """Checkpoints that stand in the store, oldest first."""
     await backend.runs.record(run_id)
     return await backend.reader.checkpoints(run_id)
@@ -252,8 +294,7 @@ async def upload_file(
     request: Request, backend: Backed, name: Annotated[str, Query(description="a plain file name")]
 ) -> Uploaded:
     """Put the request's body into the store; its URI is a dataset's. The same file again gives the same URI."""
-    scratch = backend.settings.root_path / "service" / "uploads"
-    return await receive(backend.store, scratch, name, request.stream())
+    return await receive(backend.store, uploads_folder(backend.settings.root_path), name, request.stream())
 
 
 @router.post("/validate")

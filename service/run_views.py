@@ -1,20 +1,17 @@
 """Runs as the API shows them, and what their events and checkpoints say. Imports no Temporal and no web framework."""
 
 import asyncio
-import hashlib
-import re
 import time
 from collections.abc import Iterable
 
-from shared import paths
+from shared.artifacts import find
 from shared.events import Evaluated, Event, Failed, Offloaded, Sample, Saved, Started, Step, Succeeded
-from shared.jobs import Artifact, Fence
 from shared.models import Frozen
+from shared.paths import MANIFEST, RunKeys
 from shared.run_events import EventCursor, RunEvent, read_run_events
-from shared.runs import RunStatus, SFTRun
-from shared.store import ObjectStore, uri_of
+from shared.runs import CheckpointRef, Run, RunStatus
+from shared.store import ObjectStore
 
-_CHECKPOINT = re.compile(r"/e(?P<epoch>\d{6})-a(?P<attempt>\d{2,})/step-(?P<step>\d{8})/manifest\.json$")
 _LOOKED_FOR = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_s")
 
 
@@ -22,7 +19,7 @@ class RunView(RunStatus):
     """A run as the API shows it: its status, with what was asked for and when."""
 
     created_at: float
-    run: SFTRun
+    run: Run
 
 
 class RunPage(Frozen):
@@ -62,14 +59,6 @@ class Metrics(Frozen):
     evaluations: tuple[EvaluationMetrics, ...]
 
 
-class Checkpoint(Frozen):
-    """A checkpoint that stands in the store."""
-
-    step: int
-    fence: Fence
-    artifact: Artifact
-
-
 class RunReader:
     """Reads what a run left in the store. Events come from the control plane's own copy of the workers' logs."""
 
@@ -100,20 +89,20 @@ class RunReader:
             evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
         )
 
-    async def checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
+    async def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
         """In order of step; of a step that two workers saved, both."""
         return await asyncio.to_thread(self._checkpoints, run_id)
 
-    def _checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
+    def _checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+        keys = RunKeys(run_id)
         found = []
-        for item in self._store.list(paths.RunKeys(run_id).checkpoints + "/"):
-            if match := _CHECKPOINT.search(item.key):
-                key = item.key.removesuffix(f"/{paths.MANIFEST}")
-                sha256 = hashlib.sha256(self._store.get_bytes(item.key)).hexdigest()
-                fence = Fence(epoch=int(match["epoch"]), attempt=int(match["attempt"]))
-                artifact = Artifact(uri=uri_of(self._store, key), sha256=sha256)
-                found.append(Checkpoint(step=int(match["step"]), fence=fence, artifact=artifact))
-        return tuple(sorted(found, key=lambda c: (c.step, c.fence.epoch, c.fence.attempt)))
+        for item in self._store.list(f"{keys.checkpoints}/"):
+            if place := keys.checkpoint_of(item.key):
+                fence, step = place
+                artifact = find(self._store, item.key.removesuffix(f"/{MANIFEST}"))
+                if artifact is not None:  # else it was pruned since it was listed
+                    found.append(CheckpointRef(step=step, fence=fence, artifact=artifact))
+        return tuple(sorted(found, key=lambda c: (c.step, c.fence.label)))
 
 
 def log_line(item: RunEvent) -> str:

@@ -10,12 +10,20 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from pydantic import Field
-from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
+from pydantic import Field, ValidationError
+from temporalio.client import (
+    Client,
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
@@ -24,9 +32,22 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.problems import Conflict, TemporalUnavailable
 from service.run_views import RunPage, RunView
 from shared import paths
-from shared.errors import InvalidInput, NotFound
+from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.models import Frozen
-from shared.runs import Problem, RunRecord, RunStart, RunStatus, RunTiming, SFTRun, State
+from shared.runs import (
+    Problem,
+    RLRun,
+    RLStart,
+    Run,
+    RunRecord,
+    RunStart,
+    RunStatus,
+    RunTiming,
+    SFTRun,
+    State,
+    StepRequest,
+    StepStatus,
+)
 from shared.settings import Settings
 from shared.store import ObjectStore
 from workflows.preview import Preview, PreviewRequest
@@ -34,10 +55,13 @@ from workflows.preview import Preview, PreviewRequest
 logger = logging.getLogger("longshore.service")
 
 SFT_WORKFLOW = "SFTWorkflow"
+RL_WORKFLOW = "RLWorkflow"
 PREVIEW_WORKFLOW = "PreviewWorkflow"
-PATIENCE = timedelta(seconds=5)
-PREVIEW_PATIENCE = timedelta(minutes=5)
+_PATIENCE = timedelta(seconds=5)
+_PREVIEW_PATIENCE = timedelta(minutes=5)
 _QUERY_PATIENCE = timedelta(seconds=2)
+_UPDATE_PATIENCE = timedelta(seconds=20)
+_STEP_POLL_S = 0.2
 _CONCURRENT = 16
 _AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
 
@@ -61,24 +85,25 @@ class Runs:
 
     # Submitting.
 
-    async def submit(self, run: SFTRun, idempotency_key: str | None = None) -> RunView:
+    async def submit(self, run: Run, idempotency_key: str | None = None) -> RunView:
         """Accept a run and start it. The same key gives the same run.
 
         Raises:
             InvalidInput: the key was used for another request.
         """
-        run_id = new_run_id()
+        run_id = new_run_id(run.kind)
         if idempotency_key:
             run_id = await self._claim(idempotency_key, run_id, run)
-        record = await self._accept(run_id, run)
+        record, is_new = await self._accept(run_id, run)
         try:
-            await self._start(record)
+            # A repeated key may name a run that ended long ago, and that Temporal has forgotten.
+            await (self._start(record) if is_new else self._make_sure(record))
         except TemporalUnavailable as error:  # accepted all the same: the sweep starts it when Temporal is back
             logger.warning("%s waits to be started: %s", run_id, error)
             self._waiting.add(run_id)
         return await self.view(run_id)
 
-    async def _claim(self, key: str, run_id: str, run: SFTRun) -> str:
+    async def _claim(self, key: str, run_id: str, run: Run) -> str:
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(run.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(key)
         if await asyncio.to_thread(self._store.put_if_absent, place, mine.model_dump_json().encode()):
@@ -88,41 +113,127 @@ class Runs:
             raise InvalidInput(f"this key was used for another request, which made {first.run_id}", "Idempotency-Key")
         return first.run_id
 
-    async def _accept(self, run_id: str, run: SFTRun) -> RunRecord:
+    async def _accept(self, run_id: str, run: Run) -> tuple[RunRecord, bool]:
+        """Put a run on record. Returns what stands there, and whether this call wrote it."""
         record = RunRecord(
             run_id=run_id, run=run, created_at=time.time(), threads_per_rank=self._settings.threads_per_rank
         )
         data = record.model_dump_json(indent=1).encode()
         await asyncio.to_thread(self._store.put_bytes, paths.run_index(run_id), b"")
         if await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run_id).record, data):
-            return record
-        return await self.record(run_id)
+            return record, True
+        return await self.record(run_id), False
 
     async def _start(self, record: RunRecord, *, resumed: bool = False) -> None:
-        start = RunStart(
-            run_id=record.run_id,
-            run=record.run,
-            timing=RunTiming(
-                heartbeat_timeout_s=self._settings.heartbeat_timeout_s, cancel_grace_s=self._settings.cancel_grace_s
-            ),
-            threads_per_rank=record.threads_per_rank,
-            shape=self._settings.shape,
-            resumed=resumed,
-        )
+        """Start a run's workflow. Raises Conflict when it is to be resumed and is running."""
+        name, start = self._workflow(record, resumed)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
         async with self._temporal() as client:
             try:
                 await client.start_workflow(
-                    SFT_WORKFLOW,
+                    name,
                     start,
                     id=record.run_id,
                     task_queue=self._settings.control_queue,
                     id_reuse_policy=policy,
-                    rpc_timeout=PATIENCE,
+                    rpc_timeout=_PATIENCE,
                 )
             except WorkflowAlreadyStartedError:
                 if resumed:
                     raise Conflict(f"{record.run_id} is running") from None
+
+    def _workflow(self, record: RunRecord, resumed: bool) -> tuple[str, RunStart | RLStart]:
+        """The name and input of the workflow that does a run."""
+        timing = RunTiming(
+            heartbeat_timeout_s=self._settings.heartbeat_timeout_s, cancel_grace_s=self._settings.cancel_grace_s
+        )
+        given: dict[str, Any] = {
+            "run_id": record.run_id,
+            "timing": timing,
+            "threads_per_rank": record.threads_per_rank,
+            "shape": self._settings.shape,
+            "resumed": resumed,
+        }
+        match record.run:
+            case SFTRun() as run:
+                return SFT_WORKFLOW, RunStart(run=run, **given)
+            case RLRun() as run:
+                return RL_WORKFLOW, RLStart(run=run, **given)
+
+    # Train steps of an RL run.
+
+    async def train_step(self, run_id: str, request: StepRequest, wait_s: float = 0) -> StepStatus:
+        """Hand a step to its run. The same key is the same step.
+
+        Args:
+            wait_s: how long to wait for the step's end; it is answered as it stands then.
+
+        Raises:
+            InvalidInput: the key was used for other groups.
+            Conflict: the run takes no more steps, or too many wait.
+        """
+        step = StepStatus.model_validate(await self._update(run_id, "train_step", request))
+        return await self.step(run_id, step.step, wait_s)
+
+    async def finish(self, run_id: str) -> RunView:
+        """Tell an RL run that no more steps come. Raises Conflict when it has ended."""
+        await self._update(run_id, "finish")
+        return await self.view(run_id)
+
+    async def step(self, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
+        """A step as it stands, within `wait_s` as it ended. Raises NotFound for one that never came."""
+        record = await self._of_reinforcement(run_id)
+        end = time.monotonic() + wait_s
+        while True:
+            step = await self._step(record, number)
+            if step.is_final or time.monotonic() > end:
+                return step
+            await asyncio.sleep(_STEP_POLL_S)
+
+    async def _step(self, record: RunRecord, number: int) -> StepStatus:
+        try:
+            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(record.run_id).step(number))
+            return StepStatus.model_validate_json(data)
+        except NotFound:
+            pass
+        async with self._temporal() as client:
+            handle = client.get_workflow_handle(record.run_id)
+            try:
+                answer = await handle.query("step", number, rpc_timeout=_QUERY_PATIENCE)
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                answer = None
+        if answer is None:
+            raise NotFound(f"{record.run_id} has no step {number}")
+        return StepStatus.model_validate(answer)
+
+    async def _of_reinforcement(self, run_id: str) -> RunRecord:
+        record = await self.record(run_id)
+        if record.run.kind != "rl":
+            raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
+        return record
+
+    async def _update(self, run_id: str, name: str, *messages: Frozen) -> Any:
+        """An update of an RL run's workflow, asked again when the run has just moved on to a new execution."""
+        record = await self._of_reinforcement(run_id)
+        await self._make_sure(record)
+        async with self._temporal() as client:
+            for _ in range(2):
+                try:
+                    return await client.get_workflow_handle(run_id).execute_update(
+                        name, args=messages, rpc_timeout=_UPDATE_PATIENCE
+                    )
+                except WorkflowUpdateRPCTimeoutOrCancelledError as error:
+                    raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?") from error
+                except WorkflowUpdateFailedError as error:
+                    raise _refusal(error) from None
+                except RPCError as error:
+                    if error.status != RPCStatusCode.NOT_FOUND:
+                        raise
+                if (await self.view(run_id)).state != "running":
+                    break
+            raise Conflict(f"{run_id} has ended")
 
     # Showing.
 
@@ -156,14 +267,14 @@ class Runs:
         async with self._temporal() as client:
             handle = client.get_workflow_handle(record.run_id)
             try:
-                description = await handle.describe(rpc_timeout=PATIENCE)
+                description = await handle.describe(rpc_timeout=_PATIENCE)
             except RPCError as error:
                 if error.status != RPCStatusCode.NOT_FOUND:
                     raise
                 return await self._result(record.run_id) or self._lost(record)
             if description.status == WorkflowExecutionStatus.RUNNING:
                 return await _query(handle, record)
-            return await self._result(record.run_id) or await self._settle(handle, record, description.status)
+            return await self._result(record.run_id) or await self._settle(handle, record, description)
 
     def _lost(self, record: RunRecord) -> RunStatus:
         """Accepted, not ended, and unknown to Temporal: it is started at the next turn."""
@@ -171,15 +282,17 @@ class Runs:
         return _queued(record)
 
     async def _settle(
-        self, handle: WorkflowHandle[Any, Any], record: RunRecord, how: WorkflowExecutionStatus | None
+        self, handle: WorkflowHandle[Any, Any], record: RunRecord, ended: WorkflowExecutionDescription
     ) -> RunStatus:
         """Give a run that ended without a result, as when an operator terminated it, the result that it lacks.
 
         Else it would be taken for a lost one, and started again, once Temporal has forgotten it.
         """
         status = await _query(handle, record)
+        if (await handle.describe(rpc_timeout=_PATIENCE)).run_id != ended.run_id:
+            return status  # it was resumed since: that is why its result has gone
         if status.state == "running":
-            word = how.name.lower().replace("_", " ") if how is not None else "nothing"
+            word = ended.status.name.lower().replace("_", " ") if ended.status is not None else "nothing"
             problem = Problem(
                 kind="ended_outside", message=f"the workflow ended without a result: Temporal says {word}"
             )
@@ -221,10 +334,10 @@ class Runs:
 
     async def _running_ids(self) -> frozenset[str] | None:
         """Runs that Temporal knows as running; None when it cannot be asked."""
-        query = f'WorkflowType = "{SFT_WORKFLOW}" AND ExecutionStatus = "Running"'
+        query = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}") AND ExecutionStatus = "Running"'
         try:
             async with self._temporal() as client:
-                return frozenset([e.id async for e in client.list_workflows(query, rpc_timeout=PATIENCE)])
+                return frozenset([e.id async for e in client.list_workflows(query, rpc_timeout=_PATIENCE)])
         except TemporalUnavailable:
             return None
 
@@ -249,7 +362,12 @@ class Runs:
         if view.state != "running":
             raise Conflict(f"{run_id} has ended: it {_ended_as(view.state)}")
         async with self._temporal() as client:
-            await client.get_workflow_handle(run_id).cancel(rpc_timeout=PATIENCE)
+            try:
+                await client.get_workflow_handle(run_id).cancel(rpc_timeout=_PATIENCE)
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                raise Conflict(f"{run_id} has just ended") from None
         return await self.view(run_id)
 
     async def resume(self, run_id: str) -> RunView:
@@ -273,10 +391,12 @@ class Runs:
         for run_id in await self._ids():
             try:
                 record = await self.record(run_id)
+                if await self._result(run_id) is None:
+                    await self._temporal_status(record)
             except NotFound:  # the service died before it was accepted
                 continue
-            if await self._result(run_id) is None:
-                await self._temporal_status(record)
+            except ValidationError as error:  # one record that cannot be read must not strand the others
+                logger.error("%s cannot be looked after: %s", run_id, error)
         await self.start_waiting()
 
     async def start_waiting(self) -> None:
@@ -289,7 +409,7 @@ class Runs:
         """Start an unended run unless Temporal knows it."""
         async with self._temporal() as client:
             try:
-                await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
+                await client.get_workflow_handle(record.run_id).describe(rpc_timeout=_PATIENCE)
                 return
             except RPCError as error:
                 if error.status != RPCStatusCode.NOT_FOUND:
@@ -299,7 +419,8 @@ class Runs:
         # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
         leases = paths.RunKeys(record.run_id).leases
         was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
-        await self._start(record, resumed=was_leased)
+        with suppress(Conflict):  # somebody else has just started it
+            await self._start(record, resumed=was_leased)
         logger.info("started %s, which was accepted and not known to Temporal", record.run_id)
 
     # Looking at data before training.
@@ -313,7 +434,7 @@ class Runs:
                     request,
                     id=f"preview-{secrets.token_hex(8)}",
                     task_queue=self._settings.control_queue,
-                    execution_timeout=PREVIEW_PATIENCE,
+                    execution_timeout=_PREVIEW_PATIENCE,
                     result_type=Preview,
                 )
             except WorkflowFailureError as error:
@@ -333,7 +454,7 @@ class Runs:
         address = self._settings.temporal_address
         if self._client is None:
             try:
-                async with asyncio.timeout(PATIENCE.total_seconds()):
+                async with asyncio.timeout(_PATIENCE.total_seconds()):
                     self._client = await Client.connect(
                         address, namespace=self._settings.temporal_namespace, data_converter=pydantic_data_converter
                     )
@@ -347,9 +468,9 @@ class Runs:
             raise
 
 
-def new_run_id() -> str:
-    """`sft-` + milliseconds since 1970 in 11 hex digits, so that ids sort by time + 6 random ones."""
-    return f"sft-{int(time.time() * 1000):011x}{secrets.token_hex(3)}"
+def new_run_id(kind: str) -> str:
+    """The kind + milliseconds since 1970 in 11 hex digits, so that ids sort by time + 6 random ones."""
+    return f"{kind}-{int(time.time() * 1000):011x}{secrets.token_hex(3)}"
 
 
 async def _query(handle: WorkflowHandle[Any, Any], record: RunRecord) -> RunStatus:
@@ -363,7 +484,7 @@ async def _query(handle: WorkflowHandle[Any, Any], record: RunRecord) -> RunStat
 
 
 def _queued(record: RunRecord) -> RunStatus:
-    return RunStatus(run_id=record.run_id, name=record.run.name or record.run_id)
+    return RunStatus(run_id=record.run_id, kind=record.run.kind, name=record.run.name or record.run_id)
 
 
 def _view(record: RunRecord, status: RunStatus) -> RunView:
@@ -374,13 +495,29 @@ def _ended_as(state: State) -> str:
     return "was cancelled" if state == "cancelled" else state
 
 
+def _refusal(error: WorkflowUpdateFailedError) -> Exception:
+    """What a workflow refused a message with, as an error of ours."""
+    for cause in _chain(error):
+        match cause:
+            case ApplicationError(type="InvalidInput"):
+                return InvalidInput(cause.message, "key")
+            case ApplicationError(type="Conflict"):
+                return Conflict(cause.message)
+    return error
+
+
 def _cause(error: WorkflowFailureError) -> Exception:
     """What made a workflow fail, as an error of ours."""
     causes = _chain(error)
     for cause in causes:
-        if isinstance(cause, ApplicationError) and cause.type in ("InvalidInput", "CorruptArtifact"):
-            return InvalidInput(cause.message)
-    return Conflict(f"the check did not end: {causes[-1]}")
+        match cause:
+            case ApplicationError(type="InvalidInput" | "CorruptArtifact"):
+                return InvalidInput(cause.message)
+            case ApplicationError(type="DiskFull"):
+                return DiskFull(cause.message)
+            case ApplicationError(type="StoreUnavailable"):
+                return StoreUnavailable(cause.message)
+    return TemporalUnavailable(f"the check did not end: {causes[-1]}")
 
 
 def _chain(error: BaseException) -> Sequence[BaseException]:

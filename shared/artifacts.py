@@ -221,7 +221,7 @@ def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> Non
 
 
 def _check(folder: Path, manifest: Manifest, cache: Path) -> None:
-    stamp = "\n".join(_stamp(folder, entry) for entry in manifest.files).encode()
+    stamp = _stamp(folder, manifest)
     mark = _mark(folder, manifest, cache)
     if mark.exists() and mark.read_bytes() == stamp:
         return
@@ -233,8 +233,7 @@ def _check(folder: Path, manifest: Manifest, cache: Path) -> None:
 
 def remember_checked(folder: Path, manifest: Manifest, cache: Path) -> None:
     """Spare the next `stage` on this machine the hashing: the caller has just hashed these files."""
-    stamp = "\n".join(_stamp(folder, entry) for entry in manifest.files).encode()
-    write_atomically(_mark(folder, manifest, cache), stamp)
+    write_atomically(_mark(folder, manifest, cache), _stamp(folder, manifest))
 
 
 def _mark(folder: Path, manifest: Manifest, cache: Path) -> Path:
@@ -252,6 +251,7 @@ def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:
     return status
 
 
-def _stamp(folder: Path, entry: FileEntry) -> str:
-    status = _check_size(folder, entry)
-    return f"{entry.sha256} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+def _stamp(folder: Path, manifest: Manifest) -> bytes:
+    """What cannot stay as it is when a file is written to. Raises CorruptArtifact for a missing or resized file."""
+    checked = ((entry.sha256, _check_size(folder, entry)) for entry in manifest.files)
+    return "\n".join(f"{h} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for h, s in checked).encode()

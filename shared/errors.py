@@ -27,6 +27,10 @@ class StoreUnavailable(LongshoreError):
     """The store, or a server that a user's URI names, cannot be reached or refuses us. Retried a few times."""
 
 
+class SamplerUnavailable(LongshoreError):
+    """A sampler cannot be reached, or does not answer as it should. Retried."""
+
+
 class DiskFull(StoreUnavailable):
     """No space is left for a file of ours. What was begun is removed."""
 

@@ -3,14 +3,12 @@
 Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from shared.layout import Layout
 from shared.models import Frozen
-
-SCHEMA_VERSION = 1
 
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEARS: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -80,7 +78,137 @@ class CrossEntropy(Frozen):
     kind: Literal["cross_entropy"] = "cross_entropy"
 
 
-Loss = CrossEntropy  # becomes a union, discriminated by `kind`, with the second objective
+Reference = Literal["base"] | Artifact
+"""What a policy is kept near: the base model (its adapter switched off, or as it was before full training), or a
+published adapter on that base."""
+
+
+class Kl(Frozen):
+    """The divergence from a reference, estimated at the sampled tokens (Schulman 2020; docs/losses.md).
+
+    `loss` differentiates the estimate; `reward` takes it, of the frozen old log-probabilities, off each token's
+    advantage.
+    """
+
+    coefficient: float = Field(gt=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    reference: Reference = "base"
+
+
+class _PolicyLoss(Frozen):
+    """What every policy loss has. Its formulas and metrics: docs/losses.md."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    constant: int | None = Field(default=None, ge=1, description="tokens by which constant_length divides a sequence")
+    kl: Kl | None = None
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="of the entropy bonus; 0 for none")
+    truncated_importance: float | None = Field(
+        default=None, gt=0, description="the most that the ratio of trainer to sampler may weigh; None: not weighed"
+    )
+    old: Literal["sampler", "trainer"] = Field(
+        default="sampler",
+        description="what ratios are against: the sampler's log-probabilities as they were sent, or this trainer's "
+        "own, frozen at the start of the job",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if (self.aggregation == "constant_length") != (self.constant is not None):
+            raise ValueError("constant belongs to the aggregation constant_length, which needs it")
+        if self.truncated_importance is not None and self.old == "sampler":
+            raise ValueError(
+                "truncated_importance weighs the trainer's own log-probabilities against the sampler's: "
+                "with old = sampler it would be ignored"
+            )
+        return self
+
+
+class Reinforce(_PolicyLoss):
+    """Importance-weighted REINFORCE: -ratio * advantage, unclipped."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class PPO(_PolicyLoss):
+    """The clipped surrogate (Schulman et al. 2017, arXiv:1707.06347); GRPO, DAPO and others are presets of it."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    dual_clip: float | None = Field(default=None, gt=1, description="bounds the ratio where the advantage is negative")
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip must lie above 1 + clip_high = {1 + self.clip_high:g}")
+        return self
+
+
+class CISPO(_PolicyLoss):
+    """REINFORCE with a clipped, constant importance weight (MiniMax-M1, arXiv:2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, le=1, description="None: no lower bound, as in the paper")
+    clip_high: float = Field(default=4.0, gt=0, description="weights above 1 + clip_high are clipped")
+
+
+class GSPO(_PolicyLoss):
+    """PPO's clip with one ratio a sequence, the geometric mean of its tokens' (arXiv:2507.18071)."""
+
+    kind: Literal["gspo"] = "gspo"
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
+    clip_low: float = Field(default=3e-4, gt=0, le=1)
+    clip_high: float = Field(default=4e-4, gt=0)
+
+
+class DRO(_PolicyLoss):
+    """Direct reward optimisation: a quadratic pull towards the old policy (arXiv:2405.19107)."""
+
+    kind: Literal["dro"] = "dro"
+    beta: float = Field(default=0.05, gt=0, description="strength of the pull")
+
+    @model_validator(mode="after")
+    def _is_not_weighed(self) -> Self:
+        if self.truncated_importance is not None:
+            raise ValueError("dro is no importance-weighted loss: truncated_importance has no meaning in it")
+        return self
+
+
+PolicyLoss = Reinforce | PPO | CISPO | GSPO | DRO
+
+
+class DPO(Frozen):
+    """Direct preference optimisation (arXiv:2305.18290) of pairs: sequences 2k and 2k + 1 of a unit, of which the
+    chosen has advantage +1, the rejected -1."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
+    reference: Reference = "base"
+
+
+Loss = Annotated[CrossEntropy | Reinforce | PPO | CISPO | GSPO | DRO | DPO, Field(discriminator="kind")]
+
+
+def reference_of(loss: Loss) -> Reference | None:
+    """The model whose log-probabilities a loss needs beside the trained one's."""
+    match loss:
+        case CrossEntropy():
+            return None
+        case DPO():
+            return loss.reference
+        case _:
+            return loss.kl.reference if loss.kl else None
+
+
+def scores_old(loss: Loss) -> bool:
+    """Whether a loss is against the trainer's own log-probabilities, frozen at the start of the job."""
+    match loss:
+        case CrossEntropy() | DPO():
+            return False
+        case _:
+            return loss.old == "trainer"
 
 
 class Adam(Frozen):
@@ -136,8 +264,12 @@ class JobPlan(Frozen):
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
     trainable: Trainable
     initial_adapter: Artifact | None = Field(default=None, description="a published adapter to go on from")
+    initial_checkpoint: Artifact | None = Field(
+        default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
+    )
+    first_step: int = Field(default=0, ge=0, description="steps of earlier jobs of the run: the count goes on from it")
     data: PackedData
-    num_steps: int = Field(ge=1)
+    num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
     optimizer: Adam = Adam()
     schedule: Schedule
@@ -157,6 +289,11 @@ class Job(Frozen):
     checkpoint_dir: str
     scratch_dir: str
     start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
+
+    @property
+    def needs_its_beginning(self) -> bool:
+        """Whether the weights that the job begins with are wanted: it begins now, or goes on and is scored by them."""
+        return self.start is None or scores_old(self.plan.loss)
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "Job":

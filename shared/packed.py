@@ -51,7 +51,9 @@ Floats = NDArray[np.floating]
 
 
 class UnitsHeader(Frozen):
-    """`units.json`. Columns that are absent have a default: chains, positions from 0, one sequence a unit, zeros."""
+    """`units.json`. Columns that are absent have a default: chains, positions from 0, one sequence a unit, zeros; an
+    `old_logprob` that nobody knows is NaN.
+    """
 
     schema_version: Literal[1] = 1
     num_units: int
@@ -231,6 +233,7 @@ class Units:
             return np.concatenate([self._maps[name][s] for s in slices]) if slices else default
 
         zeros_N = np.zeros(targets.sum(), dtype=np.float32)
+        unknown_N = np.full(targets.sum(), np.nan, dtype=np.float32)
         parent_T = column("parent", chain_T - 1)
         sequence_N = column("sequence", np.zeros(targets.sum(), dtype=np.int64))
         return PackedBin(
@@ -241,10 +244,20 @@ class Units:
             label_N=column("label", np.zeros(0, dtype=np.uint32)),
             weight_N=column("weight", zeros_N),
             advantage_N=column("advantage", zeros_N),
-            old_logprob_N=column("old_logprob", zeros_N),
+            old_logprob_N=column("old_logprob", unknown_N),
             ref_logprob_N=column("ref_logprob", zeros_N),
             sequence_N=sequence_N + _sequence_starts(sequence_N, targets),
         )
+
+    def column(self, name: str) -> NDArray | None:
+        """A whole column as it lies on disk, or None where the units have none of that name."""
+        return self._maps.get(name)
+
+    def target_indices(self, units: Ints) -> Ints:
+        """Where the targets of a bin lie in the columns on disk, in the bin's order: [N] int64."""
+        first, end = self.target_offsets[units], self.target_offsets[np.asarray(units) + 1]
+        counts = end - first
+        return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
     def close(self) -> None:
         """Drop the maps: numpy unmaps a file with the last reference to its array."""

@@ -1,4 +1,4 @@
-"""Every key of the store and every local path. Nobody else joins them."""
+"""Every key of the store, and the folders that a host and its worker share. Nobody else joins them."""
 
 import hashlib
 import json
@@ -32,15 +32,32 @@ class RunKeys:
         self.leases = f"{self.prefix}/leases"
         self.logs = f"{self.prefix}/logs"
         self.wandb = f"{self.prefix}/wandb"
+        self.steps = f"{self.prefix}/steps"
 
     def dataset(self, split: str) -> str:
         return f"{self.prefix}/dataset/{split}"
+
+    def step(self, number: int) -> str:
+        """The record of a train step of an RL run that has ended."""
+        return f"{self.steps}/{number:08d}.json"
+
+    def step_key(self, key: str) -> str:
+        """The same, found by the client's key, which may hold anything."""
+        return f"{self.prefix}/step_keys/{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     def lease(self, epoch: int) -> str:
         return f"{self.leases}/{Fence(epoch=epoch).label}.json"
 
     def checkpoint(self, fence: Fence, step: int) -> str:
         return f"{self.checkpoints}/{fence.label}/step-{step:08d}"
+
+    def checkpoint_of(self, key: str) -> tuple[Fence, int] | None:
+        """The fence and step of the checkpoint whose manifest a key is; None for any other key below `checkpoints`."""
+        match key.removeprefix(f"{self.checkpoints}/").split("/"):
+            case [label, step, name] if name == MANIFEST:
+                return Fence.from_label(label), int(step.removeprefix("step-"))
+            case _:
+                return None
 
     def log(self, job_id: str, fence: Fence) -> str:
         """The whole log of one attempt, written after its terminal event."""
@@ -56,10 +73,6 @@ class RunKeys:
     def output(self, job_id: str, fence: Fence) -> str:
         """The end of the worker's stdout and stderr, kept when an attempt does not succeed."""
         return f"{self.logs}/{job_id}/{fence.label}/output.log"
-
-
-def run_records() -> str:
-    return "runs/"
 
 
 def run_index(run_id: str = "") -> str:
@@ -86,6 +99,15 @@ def tokenized(key: str) -> str:
 
 def packed(key: str) -> str:
     return f"packed/{key}"
+
+
+def graded(key: str) -> str:
+    return f"graded/{key}"
+
+
+def graded_part(key: str, first: int) -> str:
+    """Finished grades from sample `first` on, kept while the rest is graded."""
+    return f"graded/{key}-parts/{first:010d}.jsonl"
 
 
 def published(kind: str, name: str) -> str:

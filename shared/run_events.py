@@ -65,8 +65,13 @@ def read_run_events(
 ) -> tuple[list[RunEvent], EventCursor]:
     """All events behind a cursor that stand in the store, at most `limit`, and the cursor to go on with."""
     found: list[RunEvent] = []
+    attempts = _attempts(store, run_id)
     while limit is None or len(found) < limit:
-        piece = _next_piece(store, run_id, cursor)
+        try:
+            piece = _next_piece(store, attempts, cursor)
+        except NotFound:  # the whole log took the pieces' place after they were listed
+            attempts = _attempts(store, run_id)
+            continue
         if piece is None:
             break
         for line in piece.data.splitlines(keepends=True)[: None if limit is None else limit - len(found)]:
@@ -98,16 +103,8 @@ class _Attempt:
     parts: list[ObjectInfo]
 
 
-def _next_piece(store: ObjectStore, run_id: str, cursor: EventCursor) -> _Piece | None:
-    while True:
-        try:
-            return _find_piece(store, run_id, cursor)
-        except NotFound:  # the whole log took the pieces' place after they were listed
-            continue
-
-
-def _find_piece(store: ObjectStore, run_id: str, cursor: EventCursor) -> _Piece | None:
-    for (job_id, fence_label), attempt in _attempts(store, run_id).items():
+def _next_piece(store: ObjectStore, attempts: dict[tuple[str, str], _Attempt], cursor: EventCursor) -> _Piece | None:
+    for (job_id, fence_label), attempt in attempts.items():
         if (job_id, fence_label) < (cursor.job_id, cursor.fence_label):
             continue
         offset = cursor.offset if (job_id, fence_label) == (cursor.job_id, cursor.fence_label) else 0

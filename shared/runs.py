@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shared.jobs import Artifact, Dtype, Fence, Lora, Trainable
-from shared.layout import Layout
+from shared.jobs import Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
+from shared.layout import Layout, ModelShape
 from shared.models import Frozen
 
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -84,6 +84,63 @@ class SFTRun(Frozen):
         return self
 
 
+AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
+
+
+class RLRun(Frozen):
+    """Reinforcement learning on trajectory groups that a client sends, step after step, until it finishes the run.
+
+    A train step trains one file of groups: `epochs` times over, each time in `mini_batches` optimizer steps of whole
+    groups. It makes the policy's next version, which is published as the adapter's.
+    """
+
+    kind: Literal["rl"] = "rl"
+    schema_version: Literal[1] = 1
+    name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
+    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    trainable: Lora = Lora()
+    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    loss: PolicyLoss = Field(discriminator="kind")
+    advantages: AdvantageKind = Field(
+        default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
+    )
+    equal_rewards: Literal["drop", "keep"] = Field(
+        default="drop", description="groups whose rewards are all the same: they say nothing, but count in means"
+    )
+    broken: Literal["refuse", "drop"] = Field(
+        default="refuse", description="a step with a trajectory that cannot be trained, or that trajectory alone"
+    )
+    max_staleness: int | None = Field(
+        default=None, ge=0, description="policy versions that a trajectory may be behind; broken beyond; None: any"
+    )
+    mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps a pass; at most one a group")
+    epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
+    bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
+    learning_rate: float = Field(default=1e-5, gt=0, le=10)
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up; constant afterwards")
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    layout: Layout = Layout()
+    dtype: Dtype = "float32"
+    between_steps: Literal["offload", "keep"] = Field(
+        default="offload", description="whether the waiting worker gives the device's memory back"
+    )
+    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="until a worker without a step is given back")
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> "RLRun":
+        if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
+            raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
+        if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
+            raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
+        return self
+
+
+Run = Annotated[SFTRun | RLRun, Field(discriminator="kind")]
+
+
 class RunTiming(Frozen):
     """How patient the control plane is with this run; workflows may not read settings, so it travels with the run."""
 
@@ -93,19 +150,33 @@ class RunTiming(Frozen):
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 
 
-class RunStart(Frozen):
-    """The input of a run's workflow."""
+class Start(Frozen):
+    """What every run's workflow is started with."""
 
     run_id: RunId
-    run: SFTRun
     timing: RunTiming = RunTiming()
     threads_per_rank: int = Field(default=1, ge=1)
     shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
     resumed: bool = False
 
 
+class RunStart(Start):
+    """The input of an SFT run's workflow."""
+
+    run: SFTRun
+
+
 Phase = Literal[
-    "queued", "checking", "downloading", "tokenizing", "packing", "waiting_for_worker", "training", "publishing", "done"
+    "queued",
+    "checking",
+    "downloading",
+    "tokenizing",
+    "waiting_for_groups",
+    "packing",
+    "waiting_for_worker",
+    "training",
+    "publishing",
+    "done",
 ]
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
@@ -129,7 +200,7 @@ class RunStatus(Frozen):
     """A run at a glance: the answer of the workflow's `status` query, and what `result.json` keeps afterwards."""
 
     run_id: RunId
-    kind: Literal["sft"] = "sft"
+    kind: Literal["sft", "rl"] = "sft"
     state: State = "running"
     phase: Phase = "queued"
     step: int = 0
@@ -141,6 +212,7 @@ class RunStatus(Frozen):
     adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
     name: str | None = None
     version: int | None = None
+    policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     problem: Problem | None = None
     started_at: float | None = None
@@ -152,6 +224,66 @@ class RunRecord(Frozen):
 
     schema_version: Literal[1] = 1
     run_id: RunId
-    run: SFTRun
+    run: Run
     created_at: float
     threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")
+
+
+StepKey = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StepRequest(Frozen):
+    """Train one file of trajectory groups. The same key trains once, however often it is sent."""
+
+    key: StepKey
+    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL, gzip or zstd if you like")
+    wait: bool = Field(default=False, description="answer when the step is durable; else at once")
+
+
+class StepStatus(Frozen):
+    """A train step as it stands. `done`: its adapter is published, and a later step trains on from it.
+
+    `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
+    """
+
+    step: int = Field(description="in order of arrival, from 1")
+    key: StepKey
+    groups: str
+    state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
+    policy_version: int | None = Field(default=None, description="the version that it made, or left as it was")
+    optimizer_step: int | None = Field(default=None, description="of the run, after it")
+    adapter: str | None = None
+    adapter_sha256: str | None = None
+    name: str | None = None
+    version: int | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    checkpoint: CheckpointRef | None = None
+    problem: Problem | None = None
+    same_as: int | None = Field(default=None, description="the step that trained this key before")
+
+    @property
+    def is_final(self) -> bool:
+        return self.state not in ("queued", "running")
+
+
+class RLState(Frozen):
+    """What an RL run's workflow hands on to its next execution, whose history starts empty."""
+
+    next_step: int = 1
+    policy_version: int = 0
+    optimizer_step: int = 0
+    checkpoint: CheckpointRef | None = None
+    model: Artifact
+    shape: ModelShape
+    adapter: Artifact | None = None
+    steps: tuple[StepStatus, ...] = Field(default=(), description="those that wait, and the last ones that ended")
+    finishing: bool = False
+    epoch: int = 0
+    status: RunStatus
+
+
+class RLStart(Start):
+    """The input of an RL run's workflow."""
+
+    run: RLRun
+    state: RLState | None = None

@@ -25,7 +25,21 @@ class DownloadSettings(BaseModel):
     max_decompressed_bytes: int = Field(default=200 << 30)
     allow_private_addresses: bool = Field(default=False, description="http(s) to loopback and private networks")
     file_roots: tuple[Path, ...] = Field(default=(), description="folders that file:// URIs of users may name")
-    timeout_s: float = 60.0
+    timeout_s: float = Field(default=60.0, description="of a server that is silent")
+
+
+class GradingSettings(BaseModel):
+    """What graders may cost, and where the judge of `score_model` graders is."""
+
+    accept_rlimits_only: bool = Field(
+        default=False, description="run python graders where the system refuses namespaces: files stay readable"
+    )
+    python_time_s: float = Field(default=10.0, gt=0, description="of one sample")
+    python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
+    score_model_url: str | None = Field(default=None, description="for graders that name no base_url: https://host/v1")
+    score_model_key: str | None = Field(default=None, description="sent to score_model_url, and nowhere else")
+    score_model_timeout_s: float = Field(default=120.0, gt=0)
+    score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
 
 def user_config_path() -> Path:
@@ -42,6 +56,7 @@ class Settings(BaseSettings):
     store_uri: str | None = Field(default=None, description="file:// or s3://; a folder of `root` if absent")
     s3: S3Settings = S3Settings()
     download: DownloadSettings = DownloadSettings()
+    grading: GradingSettings = GradingSettings()
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
@@ -53,9 +68,9 @@ class Settings(BaseSettings):
 
     shape: str = Field(default="cpu", description="what this host offers: the lease queue is gpu-<shape>")
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
-    threads_per_rank: int = Field(default_factory=lambda: max(1, (os.cpu_count() or 1)))
-    heartbeat_timeout_s: float = 20.0
-    cancel_grace_s: float = 60.0
+    threads_per_rank: int = Field(default_factory=lambda: os.cpu_count() or 1)
+    heartbeat_timeout_s: float = Field(default=20.0, description="a host that is silent so long is taken for dead")
+    cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
 
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     wandb_project: str = "longshore"
@@ -66,7 +81,7 @@ class Settings(BaseSettings):
 
     @property
     def store(self) -> str:
-        return self.store_uri or f"file://{self.root_path}/store"
+        return self.store_uri or (self.root_path / "store").as_uri()
 
     @property
     def lease_queue(self) -> str:

@@ -1,11 +1,13 @@
-"""From what a user asked for to what a worker does: one pure function."""
+"""From what a user asked for to what a worker does: pure functions."""
 
 import math
 
 from shared.jobs import Adam, Artifact, Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.runs import RunStart
+from shared.runs import RLStart, RLState, RunStart, StepStatus
 
 ONLY_JOB = "000001"
+# The newest, the one that the job before left, and one for a straggler's twin of either.
+_KEPT_BETWEEN_JOBS = 3
 
 
 def sft_job(
@@ -35,11 +37,39 @@ def sft_job(
         evaluation=Evaluation(
             data=eval_data,
             every_steps=run.eval_every,
-            num_samples=run.num_samples if eval_data else 0,
+            num_samples=run.num_samples,
             sample_tokens=run.sample_tokens,
         ),
         checkpointing=Checkpointing(
             every_steps=run.checkpoint_every or max(1, math.ceil(num_steps / 10)), keep=run.keep_checkpoints
         ),
         seed=run.seed,
+    )
+
+
+def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int) -> JobPlan:
+    """The job of one train step: it goes on from what the step before left, and saves only what it leaves itself.
+
+    Its number is the step's own, which is one more than that of any step before it.
+    """
+    run = start.run
+    return JobPlan(
+        run_id=start.run_id,
+        job_id=f"{step.step:06d}",
+        model=state.model,
+        layout=run.layout,
+        dtype=run.dtype,
+        threads_per_rank=start.threads_per_rank,
+        trainable=run.trainable,
+        initial_adapter=state.adapter if state.checkpoint is None else None,
+        initial_checkpoint=state.checkpoint.artifact if state.checkpoint else None,
+        first_step=state.optimizer_step,
+        data=data,
+        num_steps=num_steps,
+        loss=run.loss,
+        optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
+        schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
+        checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS),
+        seed=run.seed,
+        after=run.between_steps,
     )

@@ -34,7 +34,7 @@ class RunFailed(Exception):
 
 
 class RunCancelled(Exception):
-    """A worker has ended the run's job because it was asked to."""
+    """The run's job has ended because it was asked to."""
 
 
 def problem_of(error: BaseException) -> Problem:

@@ -10,6 +10,8 @@ from shared.runs import RunTiming
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull")
 # What a job's `failed` event can say that no other worker would do better.
 FINAL_KINDS = frozenset({"invalid_input", "not_finite", "disk_full"})
+# What ends a train step of an RL run and not the run: the next groups may do better.
+STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 
 RETRY = RetryPolicy(
     initial_interval=timedelta(seconds=1),
@@ -23,14 +25,17 @@ ONCE = RetryPolicy(maximum_attempts=1)
 # Data activities beat while they work; a terabyte may take hours.
 DATA_TIMEOUT = timedelta(hours=24)
 DATA_HEARTBEAT = timedelta(seconds=60)
-# A result that is not on record is a run that is lost: a store may be away for an hour.
+# What was trained, and what W&B is told of it, is not given up because a store is away for an hour.
+PATIENT = RetryPolicy(
+    maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
+)
+# A result that is not on record is a run that is lost: a full disk is waited for too.
 RECORD_RETRY = RetryPolicy(maximum_interval=timedelta(minutes=1), maximum_attempts=60)
 # Small reads and writes of the store.
 RECORD_TIMEOUT = timedelta(minutes=2)
 # A lease may wait for a host for ever, and is held as long as a run takes.
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
-TRACK_RETRY = RetryPolicy(maximum_attempts=3)
 PREVIEW_TIMEOUT = timedelta(minutes=5)
 
 _LONGEST_PAUSE_S = 60

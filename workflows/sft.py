@@ -4,6 +4,7 @@ import asyncio
 from typing import Literal, TypeVar
 
 from temporalio import workflow
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
@@ -14,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.pack import Packed, PackRequest
     from activities.progress import ProgressReport
     from activities.publish import Published, PublishRequest
-    from activities.record_result import Recorded, ReopenRequest
+    from activities.record_result import ReopenRequest
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
     from activities.tokenize import Tokenized, TokenizeRequest
@@ -22,10 +23,10 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs import Artifact, PackedData
     from shared.layout import ModelShape
     from shared.models import Frozen
-    from shared.runs import DatasetSource, Problem, RunStart, RunStatus
+    from shared.runs import DatasetSource, RunStart, RunStatus
     from workflows import policies
     from workflows.job_plan import sft_job
-    from workflows.outcomes import RunCancelled, RunFailed, problem_of
+    from workflows.outcomes import RunCancelled, problem_of
     from workflows.track import TrackWorkflow
     from workflows.training import Training
 
@@ -100,6 +101,7 @@ class SFTWorkflow:
                 metrics=result.metrics,
             ),
             Published,
+            policies.PATIENT,
         )
         self._show(
             state="succeeded",
@@ -114,9 +116,7 @@ class SFTWorkflow:
         run = self._start.run
         if run.initial_adapter is None:
             return None
-        if run.trainable.kind != "lora":
-            rule = "initial_adapter: an adapter can be trained on with LoRA alone, not with full fine-tuning"
-            raise RunFailed(Problem(kind="invalid_input", message=rule))
+        assert run.trainable.kind == "lora"  # SFTRun takes an adapter with nothing else
         request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=shape)
         return (await self._do("resolve_adapter", request, ResolvedAdapter)).adapter
 
@@ -159,7 +159,9 @@ class SFTWorkflow:
         )
         return tokenized, packed
 
-    async def _do(self, name: str, request: Frozen, answer: type[Answer]) -> Answer:
+    async def _do(
+        self, name: str, request: Frozen, answer: type[Answer], retry: RetryPolicy = policies.RETRY
+    ) -> Answer:
         """One activity on the control queue, retried a bounded number of times."""
         result: Answer = await workflow.execute_activity(
             name,
@@ -167,7 +169,7 @@ class SFTWorkflow:
             result_type=answer,
             start_to_close_timeout=policies.DATA_TIMEOUT,
             heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.RETRY,
+            retry_policy=retry,
         )
         return result
 
@@ -187,7 +189,6 @@ class SFTWorkflow:
         await workflow.execute_activity(
             name,
             request,
-            result_type=Recorded,
             start_to_close_timeout=policies.RECORD_TIMEOUT,
             retry_policy=policies.RECORD_RETRY,
         )

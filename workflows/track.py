@@ -19,6 +19,6 @@ class TrackWorkflow:
             result_type=Tracked,
             start_to_close_timeout=policies.LEASE_TIMEOUT,
             heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.TRACK_RETRY,
+            retry_policy=policies.PATIENT,
         )
         return tracked

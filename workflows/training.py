@@ -6,13 +6,14 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
+    from activities.checkpoints import own
     from activities.find_checkpoint import FindCheckpointRequest, ResumePoint
     from activities.lease import LeaseGrant, LeaseRequest
     from activities.progress import ProgressReport
     from activities.run_job import JobRequest, JobResult
     from shared.jobs import JobPlan
     from shared.leases import WorkerKey
-    from shared.runs import CheckpointRef, Problem, RunStart
+    from shared.runs import CheckpointRef, Problem, Start
     from workflows import policies
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of, was_cancelled
 
@@ -23,9 +24,13 @@ class _Lost(Exception):
 
 @dataclass
 class Training:
-    """What a workflow knows of its leases. Signals of a fence that is not the current one change nothing."""
+    """What a workflow knows of its leases. Signals of a fence that is not the current one change nothing.
 
-    start: RunStart
+    `holds`: a worker that did its job well is kept for the next one, until `release`.
+    """
+
+    start: Start
+    holds: bool = False
     epoch: int = 0
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -33,6 +38,7 @@ class Training:
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
     _grant: LeaseGrant | None = None
+    _lease: workflow.ActivityHandle[None] | None = None
 
     @property
     def is_leased(self) -> bool:
@@ -43,7 +49,7 @@ class Training:
             self._grant = grant
 
     def progress(self, report: ProgressReport) -> None:
-        if self._grant is not None and report.fence == self._grant.fence:
+        if self._grant is not None and report.fence == self._grant.fence and report.step >= self.step:
             self._note(report)
 
     def _note(self, news: ProgressReport | JobResult) -> None:
@@ -56,11 +62,12 @@ class Training:
 
         Raises:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
-            RunCancelled: the worker ended the job because it was asked to.
+            RunCancelled: the worker ended the job because it was asked to, or was lost after that.
         """
         losses: list[str] = []
+        self._found = None
         while True:
-            if await self._find_checkpoint():
+            if not self._is_warm and await self._find_checkpoint(plan):
                 losses.clear()
             if len(losses) >= self.start.timing.max_losses:
                 raise RunFailed(Problem(kind="worker_lost", message=_gave_up(losses)))
@@ -69,29 +76,61 @@ class Training:
             try:
                 return await self._lease_and_run(plan)
             except _Lost as loss:
+                if workflow.cancellation_reason() is not None:
+                    raise RunCancelled from loss  # the worker that was to end in good order went down instead
                 losses.append(str(loss))
                 workflow.logger.warning("lease %d came to nothing: %s", self.epoch, loss)
-            finally:
-                self._grant = None
 
-    async def _find_checkpoint(self) -> bool:
+    def release(self) -> None:
+        """Give the worker back, if there is one. Its host hears of it with its next beat; nothing waits for that."""
+        if self._lease is not None:
+            _release(self._lease)
+        self._grant = self._lease = None
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether a worker stands by for the next job."""
+        return self._grant is not None and self._lease is not None and not self._lease.done()
+
+    async def _find_checkpoint(self, plan: JobPlan) -> bool:
         """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
         point: ResumePoint = await workflow.execute_activity(
             "find_checkpoint",
             FindCheckpointRequest(run_id=self.start.run_id),
             result_type=ResumePoint,
             start_to_close_timeout=policies.RECORD_TIMEOUT,
-            retry_policy=policies.RETRY,
+            retry_policy=policies.PATIENT,
         )
-        step_before = self._found.step if self._found else 0
-        self._found = self.checkpoint = point.checkpoint
+        step_before = self._found.step if self._found else plan.first_step
+        self._found = self.checkpoint = own(plan, point.checkpoint)
         self._last_epoch = max(self.epoch, point.last_epoch)
-        self.step = point.checkpoint.step if point.checkpoint else 0
+        self.step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
     async def _lease_and_run(self, plan: JobPlan) -> JobResult:
+        keep = False
+        try:
+            lease = self._lease if self._is_warm and self._lease is not None else self._take_lease(plan)
+            grant = await self._granted(lease)
+            result = await self._run_job(plan, grant)
+            self._note(result)
+            accepted = _accepted(result)
+            keep = self.holds
+            return accepted
+        except ActivityError as error:
+            if was_cancelled(error):
+                raise
+            if is_final(error):
+                raise RunFailed(problem_of(error)) from error
+            raise _Lost(problem_of(error).message) from error
+        finally:
+            if not keep:
+                self.release()
+
+    def _take_lease(self, plan: JobPlan) -> workflow.ActivityHandle[None]:
+        self.release()
         self.epoch = self._last_epoch + 1
-        lease = workflow.start_activity(
+        self._lease = workflow.start_activity(
             "lease",
             LeaseRequest(
                 run_id=self.start.run_id,
@@ -104,19 +143,7 @@ class Training:
             heartbeat_timeout=policies.heartbeat_timeout(self.start.timing),
             retry_policy=policies.ONCE,
         )
-        try:
-            grant = await self._granted(lease)
-            result = await self._run_job(plan, grant)
-            self._note(result)
-            return _accepted(result)
-        except ActivityError as error:
-            if was_cancelled(error):
-                raise
-            if is_final(error):
-                raise RunFailed(problem_of(error)) from error
-            raise _Lost(problem_of(error).message) from error
-        finally:
-            _release(lease)
+        return self._lease
 
     async def _granted(self, lease: workflow.ActivityHandle[None]) -> LeaseGrant:
         await workflow.wait_condition(lambda: self._grant is not None or lease.done())
@@ -133,7 +160,6 @@ class Training:
                 plan=plan,
                 fence=grant.fence,
                 worker_id=grant.worker_id,
-                start=self.checkpoint,
                 cancel_grace_s=timing.cancel_grace_s,
             ),
             result_type=JobResult,
@@ -161,11 +187,10 @@ def _accepted(result: JobResult) -> JobResult:
 
 
 def _release(lease: workflow.ActivityHandle[None]) -> None:
-    """Give the worker back. The lease's host hears of it with its next beat; nothing waits for that."""
-    if lease.done():
-        lease.exception() if not lease.cancelled() else None
-    else:
+    if not lease.done():
         lease.cancel()
+    elif not lease.cancelled():
+        lease.exception()  # taken note of, or asyncio complains that nobody did
 
 
 def _worker_key(plan: JobPlan) -> WorkerKey:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from megatron_worker.families import llama, qwen2, qwen3
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.dense_config import DenseConfig, with_rope_type
+from megatron_worker.families.dense_config import DenseConfig
 from megatron_worker.families.pieces import Piece
 from shared.errors import InvalidInput
 
@@ -20,8 +20,7 @@ def read_architecture(folder: Path) -> Architecture:
     """
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_bytes())
-        config = DenseConfig.model_validate(with_rope_type(raw))
+        config = DenseConfig.model_validate(json.loads(path.read_bytes()))
     except FileNotFoundError as error:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValidationError as error:
@@ -29,7 +28,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    match raw.get("model_type"):
+    match config.model_type:
         case "qwen3":
             return qwen3.architecture(config)
         case "qwen2":

@@ -1,10 +1,10 @@
 """The part of a Hugging Face `config.json` that the dense families share. What we do not compute is refused."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from megatron_worker.families.architecture import Llama3Scaling, Rope
+from megatron_worker.families.architecture import Architecture, Llama3Scaling, Rope
 from shared.errors import InvalidInput
 
 Size = Field(ge=1)
@@ -15,7 +15,7 @@ class RopeConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    rope_type: str = "default"
+    rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: float | None = None
     factor: float | None = None
     low_freq_factor: float = 1.0
@@ -26,6 +26,7 @@ class RopeConfig(BaseModel):
 class DenseConfig(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
+    model_type: str
     vocab_size: int = Size
     hidden_size: int = Size
     intermediate_size: int = Size
@@ -43,14 +44,36 @@ class DenseConfig(BaseModel):
     rope_scaling: RopeConfig | None = None
     rope_parameters: RopeConfig | None = None
 
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
+    def architecture(
+        self, *, qkv_bias: bool, qk_norm: bool, rope_theta: float, head_dim: int | None = None
+    ) -> Architecture:
+        """The sizes of this file with the switches of its family.
 
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        Args:
+            rope_theta, head_dim: the family's own, for a file that names none. Without either, heads share the hidden
+                size.
 
-    def rope(self, default_theta: float) -> Rope:
+        Raises:
+            InvalidInput: the file asks for what we do not compute.
+        """
+        self._refuse_unsupported()
+        return Architecture(
+            family=self.model_type,
+            num_layers=self.num_hidden_layers,
+            hidden_size=self.hidden_size,
+            ffn_size=self.intermediate_size,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or head_dim or self.hidden_size // self.num_attention_heads,
+            vocab_size=self.vocab_size,
+            norm_eps=self.rms_norm_eps,
+            tied=self.tie_word_embeddings,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            rope=self._rope(rope_theta),
+        )
+
+    def _rope(self, default_theta: float) -> Rope:
         parameters = self.rope_parameters or self.rope_scaling or RopeConfig()
         theta = parameters.rope_theta or self.rope_theta or default_theta
         match parameters.rope_type:
@@ -61,10 +84,14 @@ class DenseConfig(BaseModel):
             case other:
                 raise InvalidInput(f"rope scaling of type {other!r} is not supported", "config.json")
 
-    def refuse_unsupported(self) -> None:
-        """Raises InvalidInput for switches that would change the computation."""
-        for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-            if getattr(self, name):
+    def _refuse_unsupported(self) -> None:
+        switches = {
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "use_sliding_window": self.use_sliding_window,
+        }
+        for name, is_on in switches.items():
+            if is_on:
                 raise InvalidInput(f"{name}=true is not supported for this family", "config.json")
 
 
@@ -77,11 +104,3 @@ def _llama3(parameters: RopeConfig) -> Llama3Scaling:
         parameters.high_freq_factor,
         parameters.original_max_position_embeddings,
     )
-
-
-def with_rope_type(config: dict[str, Any]) -> dict[str, Any]:
-    """Older configs name the kind of scaling `type`."""
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, dict) and "type" in scaling and "rope_type" not in scaling:
-        return {**config, "rope_scaling": {**scaling, "rope_type": scaling["type"]}}
-    return config

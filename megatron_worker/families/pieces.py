@@ -7,6 +7,7 @@ rank's parameter where that slice stands.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class Linear:
     """A fused linear of the engine and the Hugging Face linears in it, in the order of their rows."""
 
     name: str
-    kind: str  # "column": output rows are split over ranks; "row": input columns are
+    kind: Literal["column", "row"]  # megatron's words: "column" splits output rows over ranks, "row" input columns
     pieces: tuple[Piece, ...]
 
 

@@ -2,28 +2,10 @@
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import DenseConfig
-from megatron_worker.families.pieces import Piece, dense_pieces
+from megatron_worker.families.pieces import dense_pieces
+
+pieces = dense_pieces  # its Hugging Face names are Llama's
 
 
 def architecture(config: DenseConfig) -> Architecture:
-    config.refuse_unsupported()
-    return Architecture(
-        family="qwen2",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_size(),
-        vocab_size=config.vocab_size,
-        norm_eps=config.rms_norm_eps,
-        tied=config.tie_word_embeddings,
-        qkv_bias=True,
-        qk_norm=False,
-        rope=config.rope(default_theta=10000.0),
-    )
-
-
-def pieces(architecture: Architecture, tp: int) -> list[Piece]:
-    """Its Hugging Face names are Llama's."""
-    return dense_pieces(architecture, tp)
+    return config.architecture(qkv_bias=True, qk_norm=False, rope_theta=10_000.0)

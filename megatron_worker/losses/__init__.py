@@ -2,10 +2,16 @@
 
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
-from shared.jobs import CrossEntropy, Loss
+from megatron_worker.losses.dpo import dpo_loss
+from megatron_worker.losses.policy import policy_loss
+from shared.jobs import DPO, CrossEntropy, Loss
 
 
 def loss_function(loss: Loss) -> LossFunction:
     match loss:
         case CrossEntropy():
             return cross_entropy.LOSS
+        case DPO():
+            return dpo_loss(loss)
+        case _:
+            return policy_loss(loss)

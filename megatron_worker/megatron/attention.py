@@ -1,7 +1,7 @@
 """Attention within the sequences of a bin: no mask is made, no token sees another sequence.
 
 A bin's `BinPlan` is made once and used by all layers: where its sequences begin, and the rotary tables of its
-positions.
+positions. Sequences that share prefixes stand as trees; those are tree_attention.py's.
 
 Shape suffixes: T tokens of a bin, S sequences, H query heads of this rank, G key/value heads, X either, D size of a
 head, E half of it.
@@ -18,38 +18,41 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shared.errors import InvalidInput
+from megatron_worker.megatron.tree_attention import Forest, attend_forest, plan_forest
 
 
 @dataclass(frozen=True)
 class BinPlan:
-    """What attention needs to know of a bin. Lengths add up to T; tables are in the compute dtype."""
+    """What attention needs to know of a bin. Tables are in the compute dtype.
+
+    A bin of chains has their lengths, which add up to T; a bin in which something branches has a forest.
+    """
 
     lengths: tuple[int, ...]
+    forest: Forest | None
     start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], where a variable-length kernel wants them
     cos_T1D: Tensor
     sin_T1D: Tensor
 
 
 def plan_bin(position_T: Tensor, parent_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> BinPlan:
-    """Raises InvalidInput when a sequence branches."""
+    """Raises InvalidInput when a tree's tokens do not stand depth first."""
     lengths = chain_lengths(parent_T)
+    forest = plan_forest(parent_T, dtype) if lengths is None else None
     angle_TD2 = position_T.float()[:, None] * frequency_D2
     angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
     start_S1 = None
-    if _has_varlen_kernel(position_T.device, dtype):
+    if lengths is not None and _has_varlen_kernel(position_T.device, dtype):
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
-    return BinPlan(lengths, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype))
+    return BinPlan(lengths or (), forest, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype))
 
 
-def chain_lengths(parent_T: Tensor) -> tuple[int, ...]:
-    """Lengths of a bin's sequences, of which each token's parent is the token before it, or -1 at a start."""
+def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
+    """Lengths of a bin's sequences when each token's parent is the token before it, or -1 at a start; else None."""
     index_T = torch.arange(len(parent_T), device=parent_T.device)
     starts_T = parent_T == -1
     if not bool((starts_T | (parent_T == index_T - 1)).all()) or (len(parent_T) and not bool(starts_T[0])):
-        raise InvalidInput(
-            "sequences that branch (shared prefixes) are not built yet: a parent is the token before", "parent"
-        )
+        return None
     bounds = [*starts_T.nonzero()[:, 0].tolist(), len(parent_T)]
     return tuple(b - a for a, b in itertools.pairwise(bounds))
 
@@ -86,7 +89,9 @@ class CoreAttention(torch.nn.Module):
 
 
 def attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
-    """Causal attention within each sequence of the plan, [T, heads, D]."""
+    """Attention of each token over itself and those before it in its sequence or above it in its tree: [T, H, D]."""
+    if plan.forest is not None:
+        return attend_forest(query_THD, key_TGD, value_TGD, plan.forest)
     if plan.start_S1 is not None:
         return _varlen(query_THD, key_TGD, value_TGD, plan)
     parts = zip(*(_split(x, plan.lengths) for x in (query_THD, key_TGD, value_TGD)), strict=True)

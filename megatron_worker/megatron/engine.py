@@ -27,13 +27,13 @@ from megatron_worker.megatron.state_files import (
 )
 from megatron_worker.offload import HostBuffers
 from megatron_worker.optimizer import Optimizer
-from megatron_worker.weights import TensorFiles, model_files, read_pieces, whole_tensor
+from megatron_worker.sums import over_ranks
+from megatron_worker.weights import model_files, read_pieces, refuse_unknown, whole_tensor
 from shared.errors import InvalidInput
 from shared.jobs import Adam, Dtype, Full, Lora
 from shared.layout import Layout, ModelShape, check_layout
 
 _BASE = "base"
-_IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
 
 
 @dataclass
@@ -61,7 +61,8 @@ class MegatronEngine:
         check_layout(layout, shape_of(architecture))
         self._mesh = join_mesh(layout, device)
         self._folder = model
-        self._model = Model(architecture, self._mesh, getattr(torch, dtype))
+        with self._mesh.agreement():  # a device may be full on one rank alone
+            self._model = Model(architecture, self._mesh, getattr(torch, dtype))
         self._pieces = pieces_of(architecture, layout.tp)
         self._adapters: dict[str, Adapter] = {}
         self._active: str | None = None
@@ -71,11 +72,9 @@ class MegatronEngine:
         self._read_base()
 
     def _read_base(self) -> None:
-        with self._mesh.agreement():
-            files = model_files(self._folder)
-            _refuse_unknown(files, self._pieces, self._folder)
+        with self._mesh.agreement(), model_files(self._folder) as files:
+            refuse_unknown(files, self._pieces, self._folder)
             read_pieces(files, self._pieces, self._model.flat.views, self._mesh)
-            files.close()
 
     def _ensure_base(self) -> None:
         """The base as it was published: full fine-tuning uses it up."""
@@ -149,10 +148,8 @@ class MegatronEngine:
         return sums.detached()
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(sums)
-        values = torch.stack([sums[name].detach().double().to(self._mesh.device) for name in names])
-        self._mesh.sum_over_dp(values)
-        return dict(zip(names, values.tolist(), strict=True))
+        here = {name: value.to(self._mesh.device) for name, value in sums.items()}
+        return over_ranks(here, self._mesh.dp_rank, self._mesh.dp_size, self._mesh.sum_over_dp)
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         assert self._training is not None, "nothing is being trained"
@@ -198,10 +195,9 @@ class MegatronEngine:
         found = read_architecture(folder)
         if found != self._model.architecture:
             raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        files = model_files(folder)
-        _refuse_unknown(files, training.pieces, folder)
-        read_pieces(files, training.pieces, self._model.flat.views, self._mesh)
-        files.close()
+        with model_files(folder) as files:
+            refuse_unknown(files, training.pieces, folder)
+            read_pieces(files, training.pieces, self._model.flat.views, self._mesh)
 
     def _keeps_masters(self, training: _Training) -> bool:
         """Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
@@ -267,14 +263,6 @@ def shape_of(architecture: Architecture) -> ModelShape:
         ffn_size=a.ffn_size,
         vocab_size=a.vocab_size,
     )
-
-
-def _refuse_unknown(files: TensorFiles, pieces: list[Piece], folder: Path) -> None:
-    """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
-    known = {piece.name for piece in pieces} | {"lm_head.weight"}
-    unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
-    if unknown:
-        raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))
 
 
 def _facts(mesh: Mesh, dtype: Dtype) -> Facts:

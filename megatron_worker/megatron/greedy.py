@@ -62,5 +62,6 @@ def sequences_as_batch(sequences: list[list[int]], device: torch.device) -> Batc
         advantage_N=zero_N,
         old_logprob_N=zero_N,
         ref_logprob_N=zero_N,
+        sampler_logprob_N=zero_N,
         sequence_N=torch.arange(len(sequences), device=device),
     )

@@ -11,15 +11,15 @@ import httpx
 from pydantic import BaseModel, TypeAdapter
 
 from service.cli.exits import FAILED, NOT_FOUND, Stop, Unreachable
-from service.run_views import Checkpoint, EventPage, Metrics, RunPage, RunView
+from service.run_views import EventPage, Metrics, RunPage, RunView
 from shared.run_events import RunEvent
-from shared.runs import SFTRun
+from shared.runs import CheckpointRef, RLRun, SFTRun, StepStatus
 
 if TYPE_CHECKING:
     from workflows.preview import Preview, PreviewRequest
 
 Model = TypeVar("Model", bound=BaseModel)
-_checkpoints = TypeAdapter(tuple[Checkpoint, ...])
+_checkpoints = TypeAdapter(tuple[CheckpointRef, ...])
 _CHUNK_BYTES = 1 << 20
 _RETRY_EVERY_S = 0.5
 _LONG_POLL_S = 10.0
@@ -57,6 +57,25 @@ class Client:
             self._retried("POST", "/runs/sft", json=run.model_dump(), headers={"idempotency-key": idempotency_key})
         )
 
+    def submit_rl(self, run: RLRun, idempotency_key: str) -> RunView:
+        """Start a run that waits for train steps; see `submit_sft`."""
+        return RunView.model_validate(
+            self._retried("POST", "/runs/rl", json=run.model_dump(), headers={"idempotency-key": idempotency_key})
+        )
+
+    def train_step(self, run_id: str, key: str, groups: str) -> StepStatus:
+        """Hand a step to an RL run. May be repeated: the same key is the same step."""
+        body = {"key": key, "groups": groups}
+        return StepStatus.model_validate(self._retried("POST", f"/runs/{run_id}/steps", json=body))
+
+    def step(self, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
+        return StepStatus.model_validate(
+            self._retried("GET", f"/runs/{run_id}/steps/{number}", params={"wait_s": wait_s})
+        )
+
+    def finish(self, run_id: str) -> RunView:
+        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/finish"))
+
     def run(self, run_id: str) -> RunView:
         return RunView.model_validate(self._retried("GET", f"/runs/{run_id}"))
 
@@ -78,7 +97,7 @@ class Client:
     def metrics(self, run_id: str) -> Metrics:
         return Metrics.model_validate(self._retried("GET", f"/runs/{run_id}/metrics"))
 
-    def checkpoints(self, run_id: str) -> tuple[Checkpoint, ...]:
+    def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
         return _checkpoints.validate_python(self._retried("GET", f"/runs/{run_id}/checkpoints"))
 
     def events_to_the_end(self, run_id: str, after: str | None, follow: bool) -> Iterator[RunEvent]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from service.cli.client import Client
     from shared.settings import Settings
 
+_MEND = "mend the LONGSHORE_ variable, ./longshore.toml or the user's configuration file"
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")]
 
 
@@ -56,7 +57,9 @@ def read_settings() -> "Settings":
     except ValidationError as error:
         first = error.errors()[0]
         name = "LONGSHORE_" + "__".join(str(part) for part in first["loc"]).upper()
-        raise Stop(f"{name}: {first['msg']}", USAGE, "mend the variable or the configuration file") from None
+        raise Stop(f"{name}: {first['msg']}", USAGE, _MEND) from None
+    except ValueError as error:  # no TOML, or no JSON in a variable that wants it
+        raise Stop(f"the settings cannot be read: {error}", USAGE, _MEND) from None
 
 
 def wants_json(context: typer.Context, here: bool) -> bool:

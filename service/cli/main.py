@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from service.cli import data_commands, run_commands, stack_commands, submit_commands
-from service.cli.connection import Globals
-from service.cli.exits import INTERRUPTED, Stop
+from service.cli import data_commands, rl_commands, run_commands, stack_commands, submit_commands
+from service.cli.connection import Globals, Json
+from service.cli.exits import FAILED, INTERRUPTED, Stop
 from service.cli.render import say
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
 @app.callback()
 def _globals(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")] = False,
+    as_json: Json = False,
     api_url: Annotated[str | None, typer.Option("--api-url", help="The service, as http://host:port.")] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", help="Better: LONGSHORE_API_KEY.")] = None,
 ) -> None:
@@ -34,6 +34,7 @@ def _globals(
 stack_commands.register(app)
 app.add_typer(submit_commands.app, name="submit")
 run_commands.register(app)
+rl_commands.register(app, submit_commands.app)
 data_commands.register(app)
 
 
@@ -51,6 +52,9 @@ def main() -> None:
     except BrokenPipeError:  # `longshore ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:  # a file of this machine: a full disk, a folder that may not be written
+        say(f"error: {error}")
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from service.cli.connection import Json, connect, wants_json
-from service.cli.exits import USAGE, Stop
+from service.cli.exits import INTERRUPTED, USAGE, Stop
 from service.cli.render import ago, coloured, outcome, print_json, print_table, say, summary
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.")]
@@ -181,4 +181,4 @@ def download(
 
 def _left(command: str) -> None:
     say(f"\nthe run goes on; attach again with: {command}")
-    raise typer.Exit(130)
+    raise typer.Exit(INTERRUPTED)

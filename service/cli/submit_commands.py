@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from service.run_views import RunView
     from shared.runs import SFTRun
 
+# Fields whose option has another name.
+_OPTIONS = {
+    "warmup_steps": "warmup",
+    "num_samples": "samples",
+    "rank": "lora-rank",
+    "alpha": "lora-alpha",
+    "targets": "lora-targets",
+    "source": "dataset",
+    "model_uri": "model",
+}
 app = typer.Typer(help="Start a run.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -206,13 +216,18 @@ def dataset_uri(client: "Client", dataset: str, option: str) -> str:
     return uri
 
 
-def _trainable(full: bool, rank: int | None, alpha: float | None, targets: str | None) -> dict[str, Any]:
+def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> dict[str, Any]:
+    """A LoRA of what was given; the rest has its defaults."""
     given = {"rank": rank, "alpha": alpha, "targets": targets.split(",") if targets else None}
-    lora = {name: value for name, value in given.items() if value is not None}
+    return {"kind": "lora"} | {name: value for name, value in given.items() if value is not None}
+
+
+def _trainable(full: bool, rank: int | None, alpha: float | None, targets: str | None) -> dict[str, Any]:
+    lora = lora_of(rank, alpha, targets)
     if not full:
-        return {"kind": "lora"} | lora
-    if lora:
-        raise Stop(f"--full trains every weight: --lora-{min(lora)} has no meaning with it", USAGE)
+        return lora
+    if given := sorted(set(lora) - {"kind"}):
+        raise Stop(f"--full trains every weight: --lora-{given[0]} has no meaning with it", USAGE)
     return {"kind": "full"}
 
 
@@ -232,6 +247,5 @@ def usage(error: "ValidationError") -> Stop:
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"] if part not in ("trainable", "lora", "full", "layout")]
     rule = first["msg"].removeprefix("Value error, ")
-    place = {"warmup_steps": "warmup", "rank": "lora-rank", "alpha": "lora-alpha", "targets": "lora-targets"}
-    option = f"--{place.get(parts[0], parts[0]).replace('_', '-')}: " if parts else ""
-    return Stop(f"{option}{rule}", USAGE, "`longshore submit sft --help` lists the options")
+    option = f"--{_OPTIONS.get(parts[0], parts[0]).replace('_', '-')}: " if parts else ""
+    return Stop(f"{option}{rule}", USAGE, "--help lists the options")

@@ -1,6 +1,7 @@
 """Rendering equal to transformers', and masks that hold what an assistant writes: no more, no less."""
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -269,10 +270,22 @@ def test_a_template_that_eats_memory_is_stopped() -> None:
         process.spans([chat(user("q"), assistant("a"))])
 
 
-def test_a_child_that_dies_is_an_error_and_no_hang() -> None:
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (signal.SIGSEGV, InvalidInput, "model: the chat template ended"),
+        (signal.SIGKILL, RuntimeError, "killed by signal 9"),
+        (signal.SIGTERM, RuntimeError, "killed by signal 15"),
+    ],
+)
+def test_a_child_that_dies_is_an_error_and_its_users_own_only_if_nobody_killed_it(
+    number: int, error: type[Exception], words: str
+) -> None:
+    before = {child.pid for child in psutil.Process().children()}
     with TemplateProcess(source(CHATML), "model") as process:
-        process.kill()
-        with pytest.raises(InvalidInput, match="model: the chat template ended"):
+        [child] = [child for child in psutil.Process().children() if child.pid not in before]
+        child.send_signal(number)
+        with pytest.raises(error, match=words):
             process.spans([chat(user("q"), assistant("a"))])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from activities.model_card import model_card
-from activities.publish import Publish, PublishRequest, claim_version
+from activities.publish import Claim, Publish, PublishRequest, claim_version
 from activities.record_result import RecordResult, ReopenRequest
 from shared.artifacts import seal, sha256_file, stage, upload
 from shared.errors import CorruptArtifact
@@ -94,9 +94,9 @@ def test_publishing_again_is_the_same_version_and_another_run_gets_the_next(sett
 
 
 def test_a_claim_that_was_never_filled_is_filled_by_its_run(settings, store, tmp_path: Path) -> None:
-    assert claim_version(store, "adapters", "harbour", "r1") == 1
-    assert claim_version(store, "adapters", "harbour", "r2") == 2
-    assert claim_version(store, "adapters", "harbour", "r3") == 3
+    assert claim_version(store, "adapters", "harbour", Claim(run_id="r1")) == 1
+    assert claim_version(store, "adapters", "harbour", Claim(run_id="r2")) == 2
+    assert claim_version(store, "adapters", "harbour", Claim(run_id="r3")) == 3
     published = Publish(settings).publish(request_for(store, tmp_path, run_id="r2"))
     assert published.version == 2
 

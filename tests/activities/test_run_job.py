@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.checkpoints import newest, standing
+from activities.checkpoints import newest, prune, standing
 from activities.find_checkpoint import FindCheckpoint, FindCheckpointRequest
 from activities.progress import ProgressReport
 from activities.run_job import JobRequest, JobResult, RunJob
 from activities.worker_process import processes_of
 from shared.artifacts import find, read_manifest
-from shared.errors import WorkerLost
+from shared.errors import StoreUnavailable, WorkerLost
 from shared.events import Cancelled, Step, Succeeded
 from shared.jobs import Fence, Job, JobPlan
 from shared.paths import RunKeys
 from shared.run_events import read_events
 from shared.runs import CheckpointRef
 from shared.settings import S3Settings, Settings
-from shared.store import open_store, open_uri
+from shared.store import LocalStore, open_store, open_uri
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.conftest import S3Server
 from tests.workflows.stand_in import artifact, job_plan, wait_until
@@ -43,13 +43,13 @@ def plan_for(host: Host, tmp_path: Path, **changes: int) -> JobPlan:
 class Running:
     """The run_job activity in a thread."""
 
-    def __init__(self, host: Host, lease: HeldLease, plan: JobPlan, start: CheckpointRef | None = None, **changes):
+    def __init__(self, host: Host, lease: HeldLease, plan: JobPlan, **changes):
         self.environment = ActivityEnvironment()
         self.result: JobResult | None = None
         self.error: BaseException | None = None
         grant = lease.grant
         fields = {"fence": grant.fence, "worker_id": grant.worker_id, "cancel_grace_s": 20.0, **changes}
-        request = JobRequest(plan=plan, start=start, **fields)
+        request = JobRequest(plan=plan, **fields)
         activity = RunJob(host.pool, host.store, lease.notebook)
 
         def work() -> None:
@@ -171,7 +171,7 @@ def test_a_cancelled_job_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(tmp_p
             assert isinstance(read_events(host.store, "r1")[0][-1], Cancelled)
             assert lease.thread.is_alive(), "the worker is free, not dead"
         with HeldLease(host, plan, epoch=2) as lease:
-            end = Running(host, lease, plan, start=result.checkpoint).ended()
+            end = Running(host, lease, plan).ended()
         assert weights(host, end.checkpoint) == adapter_bytes(7, 30)
 
 
@@ -222,7 +222,7 @@ def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path:
             job.ended()
         lease.ended()
         with HeldLease(host, plan, epoch=2) as lease:
-            end = Running(host, lease, plan, start=newest(host.store, "r1")).ended()
+            end = Running(host, lease, plan).ended()
         assert weights(host, end.checkpoint) == adapter_bytes(7, 200)
 
 
@@ -273,27 +273,109 @@ def test_progress_is_told_at_once_and_then_seldom(tmp_path: Path) -> None:
     assert [report.step for report in told] == sorted({report.step for report in told})
 
 
-def test_an_unreachable_store_ends_the_job_without_a_process_left(tmp_path: Path, monkeypatch) -> None:
-    from shared.errors import StoreUnavailable
+class Leaky(LocalStore):
+    """A store that is away while it is told to be."""
 
-    class Away:
-        """A store that takes nothing."""
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_away = False
 
-        uri = "file:///away"
+    def put_bytes(self, key: str, data: bytes) -> None:
+        self._answer()
+        super().put_bytes(key, data)
 
-        def __getattr__(self, name: str):
-            def refuse(*_: object) -> None:
-                raise StoreUnavailable("the store is away")
+    def put_file(self, key: str, path: Path) -> None:
+        self._answer()
+        super().put_file(key, path)
 
-            return refuse
+    def _answer(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("the store is away")
 
-    monkeypatch.setattr("activities.carry._PATIENCE_S", (0.05, 0.05))
+
+@pytest.fixture
+def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Leaky]]:
+    monkeypatch.setattr("activities.carry._PAUSE_S", 0.05)
+    with Host(tmp_path, step_s=0.02) as host:
+        host.store = store = Leaky(tmp_path / "store")
+        yield host, store
+
+
+def test_a_store_that_comes_back_finds_the_job_further_on(leaky: tuple[Host, Leaky], tmp_path: Path) -> None:
+    host, store = leaky
+    plan = plan_for(host, tmp_path, num_steps=100, every_steps=2, keep=2)
+    with HeldLease(host, plan, epoch=1) as lease:
+        job = Running(host, lease, plan)
+        wait_until(lambda: newest(store, "r1"), "a checkpoint")
+        store.is_away = True
+        outputs = host.paths.worker(lease.grant.worker_id).outputs("r1", "000001", Fence(epoch=1))
+        before = wait_until(lambda: newest(store, "r1"), "the last one before")
+        time.sleep(1.0)
+        assert newest(store, "r1") == before
+        store.is_away = False
+        result = job.ended()
+        assert (result.outcome, result.step) == ("succeeded", 100)
+        assert not outputs.exists()
+    assert weights(host, result.checkpoint) == adapter_bytes(7, 100)
+    assert steps(read_events(store, "r1")[0]) == list(range(1, 101))
+
+
+def test_a_store_that_stays_away_ends_the_job_without_a_process_left(
+    leaky: tuple[Host, Leaky], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("activities.carry._PATIENCE_S", 0.5)
+    host, store = leaky
+    plan = plan_for(host, tmp_path, num_steps=1000)
+    lease = HeldLease(host, plan, epoch=1)
+    assert lease.grant
+    store.is_away = True
+    asked_at = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="away"):
+        Running(host, lease, plan).ended()
+    assert time.monotonic() - asked_at < 5, "what waits does not lose patience one by one"
+    lease.ended()
+    assert host.worker_ids() == []
+
+
+def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_from(host: Host, tmp_path: Path) -> None:
+    for step, epoch in ((5, 1), (10, 1), (15, 1)):
+        key = KEYS.checkpoint(Fence(epoch=epoch), step)
+        artifact(host.store, tmp_path / str(step), key, state_json="{}")
+    host.store.put_bytes(KEYS.lease(2), b"{}")
+    prune(host.store, "r1", 1, Fence(epoch=1))
+    assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [5, 10, 15]
+    prune(host.store, "r1", 1, Fence(epoch=2))
+    assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [15]
+
+
+def test_a_broken_checkpoint_of_a_straggler_pushes_out_no_whole_one(host: Host, tmp_path: Path) -> None:
+    broken = KEYS.checkpoint(Fence(epoch=1), 20)
+    artifact(host.store, tmp_path / "broken", broken, state_json="{}")
+    host.store.delete(f"{broken}/state.json")
+    artifact(host.store, tmp_path / "whole", KEYS.checkpoint(Fence(epoch=2), 15), state_json="{}")
+    prune(host.store, "r1", 1, Fence(epoch=2))
+    assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [15]
+
+
+def test_a_worker_that_is_stopped_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("activities.run_job._SILENCE_S", 0.5)
     with Host(tmp_path, step_s=0.05) as host:
         plan = plan_for(host, tmp_path, num_steps=1000)
         lease = HeldLease(host, plan, epoch=1)
-        assert lease.grant
-        host.store = Away()  # type: ignore[assignment]
-        with pytest.raises(StoreUnavailable, match="away"):
-            Running(host, lease, plan).ended()
+        job = Running(host, lease, plan)
+        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        for process in processes_of(lease.grant.worker_id):
+            process.suspend()
+        with pytest.raises(WorkerLost, match="SIGSTOP"):
+            job.ended()
         lease.ended()
+        assert host.num_processes(lease.grant.worker_id) == 0
         assert host.worker_ids() == []
+
+
+def test_a_worker_that_is_slow_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("activities.run_job._SILENCE_S", 0.05)
+    with Host(tmp_path, step_s=0.5) as host:
+        plan = plan_for(host, tmp_path, num_steps=2)
+        with HeldLease(host, plan, epoch=1) as lease:
+            assert Running(host, lease, plan).ended().outcome == "succeeded"

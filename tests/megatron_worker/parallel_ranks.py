@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_worker.engine import Outputs
+from megatron_worker.engine import Batch, Outputs
 from megatron_worker.families.pieces import Piece
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.mesh import Mesh
@@ -23,6 +23,8 @@ from shared.jobs import Full, Lora
 from shared.layout import Layout
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.rows import bin_of, random_rows
+from tests.megatron_worker.trees import LOSS as TREE_LOSS
+from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
 
 LORA = Lora(rank=3, alpha=6)
 # Three bins a step: under dp2 one rank has two of them, the other one.
@@ -53,6 +55,43 @@ def run(model: Path, layout: Layout, out: Path) -> None:
         note(engine, out / kind / "logprob.json", [logprob_N.logprob_N.tolist(), logprob_N.entropy_N.tolist()])
         prompts = [row.ids[:12] for row in STEPS[0][1]]
         note(engine, out / kind / "greedy.json", engine.greedy(prompts, 10, frozenset({7})))
+
+
+def run_trees(model: Path, layout: Layout, trained: Path, out: Path) -> None:
+    """Score and learn from groups of sequences as trees, a group a bin, and as chains, a sequence a bin.
+
+    Notes the log-probabilities of the trees, and how far those of the chains, and this rank's gradients, are from
+    the trees': the largest difference, and the norm of the difference over the norm.
+    """
+    engine = MegatronEngine(model, layout, "float32")
+    engine.load_adapter("run", trained, LORA, trainable=True)
+    groups = [random_sequences(i, num_groups=1) for i in range(3)]  # under dp2 one rank has two
+    trees = [as_tree(rows) for rows in groups]
+    chains = [as_chain(row) for rows in groups for row in rows]
+    (tree_logprob_N, tree_gradient), (chain_logprob_N, chain_gradient) = (
+        (torch.cat([scored(engine, b) for b in bins]), gradient(engine, bins)) for bins in (trees, chains)
+    )
+    note(engine, out / "logprob.json", tree_logprob_N.tolist())
+    by_logprob = (tree_logprob_N - chain_logprob_N).abs().max()
+    by_gradient = (tree_gradient - chain_gradient).norm() / chain_gradient.norm()
+    note(engine, out / "differences.json", [float(by_logprob), float(by_gradient)])
+
+
+def scored(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        logprob_N = engine.forward(batch, Outputs()).logprob_N
+    assert logprob_N is not None
+    return logprob_N
+
+
+def gradient(engine: MegatronEngine, bins: list[Batch]) -> torch.Tensor:
+    """This rank's shard of the gradient of all bins, which are dealt round the data-parallel ranks."""
+    engine.zero_grad()
+    for batch in bins[engine.facts.dp_rank :: engine.facts.dp_size]:
+        engine.forward_backward(batch, TREE_LOSS)
+    summed = engine._training.optimizer.grad.buffer.clone()
+    engine._mesh.sum_over_dp(summed)
+    return summed
 
 
 def go_on(model: Path, layout: Layout, checkpoint: Path, kind: str, out: Path) -> None:
@@ -124,6 +163,18 @@ def refuse(model: Path, layout: Layout, out: Path, damaged: Path) -> None:
     note(engine, out / "refused.json", said)
 
 
+def fail_to_save(model: Path, layout: Layout, out: Path) -> None:
+    """Rank 0 cannot write: every rank hears of it, and none waits for tensors that are not gathered any more."""
+    for kind in KINDS:
+        engine = start(model, layout, kind)
+        try:
+            engine.save(model / "config.json")  # a file where the folder should be
+            said = "saved"
+        except OSError as error:
+            said = str(error.strerror)
+        note(engine, out / f"{kind}-unsaved.json", said)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
@@ -136,11 +187,13 @@ def main() -> None:
     for layout in arguments.layouts:
         out = arguments.out / layout.label
         run(arguments.model, layout, out)
+        run_trees(arguments.model, layout, arguments.single / "lora" / "end" / "weights", out / "trees")
         for kind in KINDS:
             go_on(arguments.model, layout, out / kind / "middle", kind, out / kind / "resumed")
             go_on(arguments.model, layout, arguments.single / kind / "middle", kind, out / kind / "from-single")
         run_mutated(arguments.model, layout, out / "mutated")
         refuse(arguments.model, layout, out, arguments.single / "damaged")
+        fail_to_save(arguments.model, layout, out)
     dist.destroy_process_group()
 
 

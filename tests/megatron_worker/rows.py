@@ -75,6 +75,7 @@ def bin_of(rows: Sequence[Row]) -> Batch:
         advantage_N=zeros_N,
         old_logprob_N=zeros_N,
         ref_logprob_N=zeros_N,
+        sampler_logprob_N=zeros_N,
         sequence_N=torch.tensor(sequence),
     )
 

@@ -30,6 +30,7 @@ def a_batch(weight: Tensor) -> Batch:
         advantage_N=zeros_N,
         old_logprob_N=zeros_N,
         ref_logprob_N=zeros_N,
+        sampler_logprob_N=zeros_N,
         sequence_N=torch.zeros(num_targets, dtype=torch.int64),
     )
 
@@ -67,7 +68,7 @@ def test_indices_are_int64_and_scores_float32(packed: Path):
     with PackedBatches(packed / "units", packed / "plan") as data:
         batch = next(data.batches(0, 0, 1, CPU))
     kinds = {name: tensor.dtype for name, tensor in vars(batch).items()}
-    floats = {"weight_N", "advantage_N", "old_logprob_N", "ref_logprob_N"}
+    floats = {"weight_N", "advantage_N", "old_logprob_N", "ref_logprob_N", "sampler_logprob_N"}
     assert {name for name, kind in kinds.items() if kind == torch.float32} == floats
     assert {kind for name, kind in kinds.items() if name not in floats} == {torch.int64}
 

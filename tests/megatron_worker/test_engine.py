@@ -1,6 +1,5 @@
 """One rank against transformers, peft and torch: the same losses, step after step; packed as unpacked."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.errors import InvalidInput
 from shared.jobs import Adam, Full, Lora
 from shared.layout import Layout
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, LOSS, accumulate, train
@@ -107,15 +105,6 @@ def test_a_sequence_does_not_see_its_neighbours(model):
     first = len(bin_of(rows[:1]).label_N)
     assert (beside - alone).abs().max() <= 2e-6
     assert (between[first : first + len(alone)] - alone).abs().max() <= 2e-6
-
-
-def test_branching_sequences_are_refused(model):
-    engine = MegatronEngine(model, Layout(), "float32")
-    batch = bin_of(random_rows([10]))
-    parent_T = batch.parent_T.clone()
-    parent_T[7] = 3
-    with pytest.raises(InvalidInput, match="branch"):
-        engine.forward(dataclasses.replace(batch, parent_T=parent_T), Outputs())
 
 
 def test_greedy_equals_generate(model):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron_worker.engine import Outputs
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.weights import Entry, TensorFiles, shards_of, write_model
+from megatron_worker.weights import Entry, TensorFiles, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
 from shared.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
@@ -133,6 +133,17 @@ def test_a_model_in_several_files_is_read_and_written(tmp_path):
     assert index["metadata"]["total_size"] == 5 * 128
     for name, tensor in tensors.items():
         assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], tensor)
+
+
+@pytest.mark.parametrize("blocked", [1, 2, 3])
+def test_all_tensors_are_drawn_though_a_file_cannot_be_written(tmp_path, blocked):
+    """Drawing them is collective: peers would wait for ever."""
+    entries = [Entry(f"layer.{i}", torch.float32, (4, 8)) for i in range(5)]
+    (tmp_path / f"model-{blocked:05d}-of-00003.safetensors").mkdir()
+    tensors = iter([torch.zeros(4, 8)] * 5)
+    with pytest.raises(IsADirectoryError), all_drawn(tensors):
+        write_model(tmp_path, entries, tensors, max_bytes=300)
+    assert list(tensors) == []
 
 
 def test_files_that_we_write_are_the_library_s_own_format(tmp_path):

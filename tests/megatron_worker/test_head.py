@@ -52,6 +52,27 @@ def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, toler
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("chunk_tokens", [5, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_the_entropy_has_its_gradient_where_it_is_asked_for(dtype: torch.dtype, tolerance: float, chunk_tokens: int):
+    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
+    by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N)
+    outputs, shard = Outputs(entropy=True, entropy_gradient=True), whole_vocabulary(VOCAB_SIZE)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens)
+    ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+    torch.testing.assert_close(hidden_NH.grad.double(), by_hidden, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(weight_VH.grad.double(), by_weight, rtol=tolerance, atol=tolerance)
+
+
+def gradient_of_both(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the sum of grad_N * (log-probability + 0.7 entropy), in float64 by autograd."""
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
+    logprob_NV = (hidden @ weight.t()).log_softmax(dim=-1)
+    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
+    ((logprob_NV.gather(1, label_N[:, None])[:, 0] + 0.7 * entropy_N) * grad_N).sum().backward()
+    return hidden.grad, weight.grad
+
+
 def test_gradcheck():
     hidden_NH, weight_VH, label_N, _ = inputs(torch.float64)
 

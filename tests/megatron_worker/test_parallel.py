@@ -1,10 +1,7 @@
 """Two and four ranks give what one gives: losses, norms, weights, files; and the tests notice what is broken."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +10,11 @@ from safetensors.torch import load_file
 
 from shared.layout import Layout
 from tests.megatron_worker import parallel_ranks
+from tests.megatron_worker.launch import torchrun
 from tests.megatron_worker.rows import distinct_model
 
 LAYOUTS = {2: [Layout(tp=2), Layout(dp=2)], 4: [Layout(tp=2, dp=2)]}
 LABELS = [layout.label for layouts in LAYOUTS.values() for layout in layouts]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +26,18 @@ def results(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     parallel_ranks.run(model, Layout(), single)
+    parallel_ranks.run_trees(model, Layout(), single / "lora" / "end" / "weights", single / "trees")
     torch.set_num_threads(threads)
     shutil.copytree(single / "lora" / "end" / "weights", single / "damaged")
     data = (single / "damaged" / "adapter_model.safetensors").read_bytes()
     (single / "damaged" / "adapter_model.safetensors").write_bytes(data[:-100])
     for world, layouts in LAYOUTS.items():
-        launch(world, [str(model), str(out), str(single), *(layout.model_dump_json() for layout in layouts)])
+        arguments = [str(model), str(out), str(single), *(layout.model_dump_json() for layout in layouts)]
+        torchrun("tests.megatron_worker.parallel_ranks", *arguments, num_ranks=world, timeout_s=240)
     for label in LABELS:
         for kind in parallel_ranks.KINDS:
             parallel_ranks.go_on(model, Layout(), out / label / kind / "middle", kind, out / label / kind / "to-single")
     return out
-
-
-def launch(world: int, arguments: list[str]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*torchrun, "-m", "tests.megatron_worker.parallel_ranks", *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-5000:]
 
 
 def notes(folder: Path, name: str) -> list:
@@ -108,9 +99,27 @@ class TestAgainstOneRank:
 
 
 @pytest.mark.parametrize("label", LABELS)
+def test_trees_score_and_learn_as_sequences_alone_on_many_ranks(results, label):
+    """On each layout against chains on the same, and log-probabilities against one rank."""
+    for by_logprob, by_gradient in notes(results / label / "trees", "differences"):
+        assert by_logprob <= 2e-6
+        assert by_gradient <= 2e-6
+    expected = torch.tensor(notes(results / "single" / "trees", "logprob")[0])
+    for scores in notes(results / label / "trees", "logprob"):
+        assert (torch.tensor(scores) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("label", LABELS)
 def test_every_rank_refuses_what_one_cannot_read(results, label):
     for said in notes(results / label, "refused"):
         assert "damaged or truncated" in said
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_every_rank_hears_that_one_cannot_write(results, label):
+    for kind in parallel_ranks.KINDS:
+        everyone = notes(results / label, f"{kind}-unsaved")
+        assert everyone == ["Not a directory"] * (4 if label == "tp2-dp2" else 2)
 
 
 @pytest.mark.parametrize(

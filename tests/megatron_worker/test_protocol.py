@@ -123,7 +123,10 @@ def nowhere(workshop: Workshop) -> Artifact:
 def test_when_the_terminal_line_stands_nothing_of_the_job_is_left(
     host: Host, workshop: Workshop, ending: type, job_id: str
 ):
-    """The process group is stopped the moment the line is there; then whatever it still holds can be seen."""
+    """The process group is stopped the moment the line is there; then whatever it still holds can be seen.
+
+    The log itself may still be open: its last line is seen before its fsync returns.
+    """
     changes = {"initial_adapter": nowhere(workshop)} if ending is Failed else {}
     plan = workshop.plan(job_id=job_id, layout=Layout(dp=2), **changes)
     job = submit(host.paths, plan)
@@ -146,7 +149,6 @@ def test_when_the_terminal_line_stands_nothing_of_the_job_is_left(
             opened = [f.path for f in rank.open_files()]
             assert str(workshop.root) not in maps
             assert not [path for path in opened if path.startswith((str(workshop.root), str(job.checkpoint_dir)))]
-            assert job.log_path not in opened
     finally:
         host.signal_group(signal.SIGCONT)
 

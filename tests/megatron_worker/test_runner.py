@@ -249,6 +249,34 @@ def test_a_cancelled_job_leaves_a_checkpoint_that_goes_on_to_the_same_bits(works
     assert adapter_sha256(resumed, 6) == adapter_sha256(whole, 6)
 
 
+def test_a_cancel_does_not_wait_for_the_last_token_of_the_samples(workshop: Workshop):
+    turns: list[int] = []
+
+    class Talking(TinyEngine):
+        def greedy(self, prompts, max_tokens, stop_ids):
+            turns.append(max_tokens)
+            return super().greedy(prompts, max_tokens, stop_ids)
+
+    evaluation = Evaluation(data=workshop.held_out, num_samples=2, sample_tokens=1000)
+    worker = new_worker(workshop.root, lambda plan, model: Talking(model))
+    job = workshop.job("cancelled", workshop.plan(evaluation=evaluation))
+    worker.run(job, Report(Path(job.log_path)), cancelled=lambda: bool(turns))
+    assert [type(e) for e in read_log(job.log_path)] == [Started, Saved, Offloaded, Cancelled]
+    assert len(turns) == 1
+    assert turns[0] < 100
+
+
+@pytest.mark.parametrize("sample_tokens", [1, 7, 8, 9, 30])
+def test_samples_do_not_depend_on_the_turns_they_are_made_in(workshop: Workshop, sample_tokens: int):
+    evaluation = Evaluation(data=workshop.held_out, num_samples=2, sample_tokens=sample_tokens)
+    job = do(workshop, "a", workshop.plan(evaluation=evaluation, num_steps=1))
+    before = next(e for e in read_log(job.log_path) if isinstance(e, Evaluated))
+    engine = TinyEngine(workshop.root / "model")
+    engine.add_adapter("default", Lora(rank=4, alpha=8), 7)
+    in_one_call = engine.greedy([[3, 5], [9]], sample_tokens, frozenset({63}))
+    assert [s.completion for s in before.samples] == [" ".join(f"w{i}" for i in ids) for ids in in_one_call]
+
+
 def test_a_job_that_starts_at_its_end_saves_the_same_bytes_and_evaluates(workshop: Workshop):
     plan = workshop.plan(evaluation=Evaluation(data=workshop.held_out))
     whole = do(workshop, "whole", plan)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_worker.__main__ import main
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
 from megatron_worker.head import score_targets, whole_vocabulary
+from megatron_worker.sums import over_ranks
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs import Adam, Full, JobPlan, Lora
 from shared.layout import Layout
@@ -44,6 +45,8 @@ class TinyEngine:
         self._source = folder
         self._host: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}
+        self._slots: dict[str, tuple[Lora, dict[str, Tensor]]] = {}
+        self._active: str | None = None
         self._lora: Lora | None = None
         self._optimizer: torch.optim.AdamW | None = None
 
@@ -55,13 +58,24 @@ class TinyEngine:
         a_RH = torch.empty(lora.rank, HIDDEN_SIZE).uniform_(-bound, bound, generator=generator)
         self._lora = lora
         self._train({"lora_A": a_RH, "lora_B": torch.zeros(VOCAB_SIZE, lora.rank)})
+        self._slots[name] = (lora, self._trained)
+        self.set_adapter(name)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        assert lora is not None
-        self.add_adapter(name, lora, 0)
-        self._fill(_read(folder / "adapter_model.safetensors"), folder)
+        if trainable:
+            assert lora is not None
+            self.add_adapter(name, lora, 0)
+            self._fill(_read(folder / "adapter_model.safetensors"), folder)
+        else:
+            # a tiny adapter has no config: it is like the one being trained, or of the default's scale
+            tensors = _read(folder / "adapter_model.safetensors")
+            rank = len(tensors["lora_A"])
+            self._slots[name] = (self._lora or Lora(rank=rank, alpha=2 * rank), tensors)
+        self.set_adapter(name)
 
-    def set_adapter(self, name: str | None) -> None: ...
+    def set_adapter(self, name: str | None) -> None:
+        assert name is None or name in self._slots
+        self._active = name
 
     def train_full(self, full: Full) -> None:
         self._train(self._base)
@@ -79,9 +93,10 @@ class TinyEngine:
         return score_targets(hidden_NH, self._output_VH(), batch.label_N, outputs, whole_vocabulary(VOCAB_SIZE))
 
     def _output_VH(self) -> Tensor:
-        if self._lora is None:
+        if self._active is None:
             return self._base["out"]
-        return self._base["out"] + self._lora.scale * self._trained["lora_B"] @ self._trained["lora_A"]
+        lora, tensors = self._slots[self._active]
+        return self._base["out"] + lora.scale * tensors["lora_B"] @ tensors["lora_A"]
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         sums = loss.sums(self.forward(batch, loss.outputs), batch)
@@ -89,9 +104,7 @@ class TinyEngine:
         return sums.detached()
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        values = torch.stack([sums[name].double() for name in sorted(sums)])
-        self._sum_over_ranks(values)
-        return dict(zip(sorted(sums), values.tolist(), strict=True))
+        return over_ranks(sums, self.facts.dp_rank, self.facts.dp_size, self._sum_over_ranks)
 
     def _sum_over_ranks(self, tensor: Tensor) -> None:
         if self.facts.dp_size > 1:
@@ -169,6 +182,7 @@ class TinyEngine:
             self._base = _read(self._source / "model.safetensors")
             self._host = {}
         self._trained, self._lora, self._optimizer = {}, None, None
+        self._slots, self._active = {}, None
 
     def offload(self) -> None:
         for name, tensor in self._base.items():

@@ -48,6 +48,20 @@ class Answer:
         return json.loads(self.stdout)
 
 
+def longshore(*arguments: str, env: dict[str, str], cwd: Path | None = None, timeout_s: float = 60) -> Answer:
+    """Run the command as a user does, with nothing on its stdin."""
+    done = subprocess.run(
+        [LONGSHORE, *arguments],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
 @dataclass(frozen=True)
 class Service:
     """A running service."""
@@ -68,16 +82,7 @@ class Service:
         return {**os.environ, "LONGSHORE_API_URL": self.url, "LONGSHORE_API_KEY": KEY}
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
-        done = subprocess.run(
-            [LONGSHORE, *arguments],
-            env=self.environment | environment,
-            cwd=self.settings.root_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return longshore(*arguments, env=self.environment | environment, cwd=self.settings.root_path)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:

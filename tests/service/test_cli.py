@@ -93,6 +93,7 @@ def test_an_unknown_run_ends_with_102(service: Service) -> None:
     [
         (["--learning-rate", "-1"], "--learning-rate: "),
         (["--lora-rank", "0"], "--lora-rank: "),
+        (["--samples", "20"], "--samples: "),
         (["--lora-targets", "q_proj,x_proj"], "--lora-targets: "),
         (["--epochs", "1"], "exactly one of epochs and steps"),
         (["--full", "--lora-rank", "4"], "--full trains every weight"),
@@ -206,6 +207,23 @@ def test_a_broken_setting_is_named(service: Service) -> None:
     answer = service.cli("ls", LONGSHORE_HEARTBEAT_TIMEOUT_S="soon")
     assert answer.code == 2
     assert answer.stderr.startswith("error: LONGSHORE_HEARTBEAT_TIMEOUT_S: ")
+
+
+def test_a_broken_configuration_is_told_in_a_line(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "longshore").mkdir()
+    (tmp_path / "longshore" / "config.toml").write_text('api_url = "http://')
+    for environment in ({"XDG_CONFIG_HOME": str(tmp_path)}, {"LONGSHORE_DOWNLOAD__FILE_ROOTS": '["/"'}):
+        answer = service.cli("ls", **environment)
+        assert answer.code == 2
+        assert answer.stderr.startswith("error: the settings cannot be read: ")
+        assert "Traceback" not in answer.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_a_line(service: Service) -> None:
+    answer = service.cli("download", "sft-none", "--into", "/proc/none/adapter")
+    assert answer.code == 100
+    assert answer.stderr.startswith("error: ") and "/proc/none" in answer.stderr
+    assert "Traceback" not in answer.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -65,4 +65,4 @@ def test_the_api_gives_the_same_as_an_error_body(service: Service, tiny_model: P
 def test_wrong_options_end_with_2(service: Service, options) -> None:
     answer = service.cli("preview", *options, "--prompt-field", "q")
     assert answer.code == 2
-    assert "go together" in answer.stderr
+    assert answer.stderr.startswith("error: --dataset: ") and "go together" in answer.stderr

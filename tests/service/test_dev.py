@@ -19,7 +19,7 @@ import pytest
 from service.children import MARK, Child, end_leftovers
 from service.dev import free_port, supervisor
 from service.dev_connection import Connection
-from tests.service.conftest import LONGSHORE, Answer, sft, wait_until
+from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,8 @@ class Dev:
     root: Path
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
-        done = subprocess.run(
-            [LONGSHORE, *arguments],
-            env={**os.environ, "LONGSHORE_ROOT": str(self.root), **environment},
-            capture_output=True,
-            text=True,
-            timeout=90,
-            stdin=subprocess.DEVNULL,
-        )
-        return Answer(done.returncode, done.stdout, done.stderr)
+        env = {**os.environ, "LONGSHORE_ROOT": str(self.root), **environment}
+        return longshore(*arguments, env=env, timeout_s=90)
 
     @property
     def connection(self) -> Connection:

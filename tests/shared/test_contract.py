@@ -114,6 +114,8 @@ def test_checkpoints_of_later_fences_and_steps_sort_later() -> None:
         keys.checkpoint(Fence(epoch=10), 3),
     ]
     assert sorted(ordered) == ordered
+    assert keys.checkpoint_of(f"{ordered[1]}/manifest.json") == (Fence(epoch=2), 20)
+    assert keys.checkpoint_of(f"{ordered[1]}/weights/manifest.json") is None
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path) -> None:

@@ -83,6 +83,37 @@ def test_a_long_log_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pytes
     assert steps_of(read_events(store, "r1")[0]) == list(range(1, 200))
 
 
+class CountingStore(LocalStore):
+    num_lists = 0
+
+    def list(self, prefix: str):
+        self.num_lists += 1
+        return super().list(prefix)
+
+
+def test_a_log_in_many_pieces_is_listed_once(tmp_path: Path) -> None:
+    store = CountingStore(tmp_path)
+    put_parts(store, FIRST, *([step] for step in range(1, 50)))
+    assert steps_of(read_events(store, "r1")[0]) == list(range(1, 50))
+    assert store.num_lists == 1
+
+
+def test_pieces_that_go_while_they_are_read_are_found_in_the_whole_log(tmp_path: Path) -> None:
+    class ClosingStore(LocalStore):
+        """The job ends between the first piece's reading and the second's."""
+
+        def get_bytes(self, key: str) -> bytes:
+            data = super().get_bytes(key)
+            super().put_bytes(KEYS.log("000001", FIRST), b"".join(line(s, s) for s in (1, 2, 3)))
+            for seq in (1, 2):
+                super().delete(KEYS.log_part("000001", FIRST, seq))
+            return data
+
+    store = ClosingStore(tmp_path)
+    put_parts(store, FIRST, [1], [2])
+    assert steps_of(read_events(store, "r1")[0]) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("text", ["x", "a/b", "a/b/c", "a/b/-1"])
 def test_a_wrong_cursor_is_the_users_mistake(text: str) -> None:
     with pytest.raises(InvalidInput, match="cursor"):

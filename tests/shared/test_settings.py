@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.settings import Settings, user_config_path
+from shared.settings import S3Settings, Settings, user_config_path
+from shared.store import LocalStore, open_store
 
 
 def test_the_nearer_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,4 +32,6 @@ def test_nested_settings_come_from_the_environment_too(monkeypatch: pytest.Monke
 
 def test_the_store_is_below_the_root_unless_told(tmp_path: Path) -> None:
     assert Settings(root=tmp_path).store == f"file://{tmp_path}/store"
+    odd = tmp_path / "a b%20c#d?e"
+    assert open_store(Settings(root=odd).store, S3Settings()).uri == LocalStore(odd / "store").uri
     assert Settings(root=tmp_path, store_uri="s3://bucket/x").store == "s3://bucket/x"

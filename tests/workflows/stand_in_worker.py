@@ -34,8 +34,9 @@ def adapter_bytes(seed: int, step: int) -> bytes:
     return _weights(state)
 
 
-def _next(state: str, step: int) -> str:
-    return hashlib.sha256(f"{state}/{step}".encode()).hexdigest()
+def _next(state: str, step: int, data: str = "") -> str:
+    """`data`: what the step is trained on, where a run's steps have different data."""
+    return hashlib.sha256(f"{state}/{step}{data}".encode()).hexdigest()
 
 
 def _weights(state: str) -> bytes:
@@ -87,6 +88,8 @@ class StandIn:
         if job.fence.is_older_than(lease.fence):
             return Failed, {"step": 0, "kind": "stale_fence", "message": f"{job.fence.label} is older than the lease"}
         step, state = self._start(job)
+        last_step = plan.first_step + plan.num_steps
+        data = "" if plan.loss.kind == "cross_entropy" else f"/{plan.data.units.sha256}/{plan.data.plan.sha256}"
         self._say(
             job,
             Started,
@@ -94,7 +97,7 @@ class StandIn:
             job_id=plan.job_id,
             fence=job.fence,
             first_step=step,
-            num_steps=plan.num_steps,
+            num_steps=last_step,
             device="cpu",
             world_size=1,
         )
@@ -103,30 +106,33 @@ class StandIn:
         if seed == SEEDS["error"]:
             return Failed, {"step": 0, "kind": "error", "message": "RuntimeError: the stand-in cannot"}
         saved_step = step
-        while step < plan.num_steps:
+        while step < last_step:
             if self.paths.cancel(plan.job_id, job.fence).exists() and seed != SEEDS["deaf"]:
                 if saved_step < step:
                     self._save(job, step, state)
                 return Cancelled, {"step": step}
             time.sleep(self.step_s)
             step += 1
-            state = _next(state, step)
+            state = _next(state, step, data)
             self._say(job, Step, step=step, metrics={"loss": 1.0 / step, "step_time_s": self.step_s})
             if seed == SEEDS["dies"]:
                 print("the stand-in dies of its seed", flush=True)
                 os.kill(os.getpid(), 9)
-            if step == plan.num_steps or step % plan.checkpointing.every_steps == 0:
+            every = plan.checkpointing.every_steps
+            if step == last_step or (every and step % every == 0):
                 self._save(job, step, state)
                 saved_step = step
-            if seed == SEEDS["dies_saved"] and step < plan.num_steps:
+            if seed == SEEDS["dies_saved"] and step < last_step:
                 os.kill(os.getpid(), 9)
         return Succeeded, {"step": step}
 
     def _start(self, job: Job) -> tuple[int, str]:
-        if job.start is None:
+        start = job.start or job.plan.initial_checkpoint
+        if start is None:
             return 0, str(job.plan.seed)
-        folder = stage(job.start, self.paths.root / "cache", S3Settings())
+        folder = stage(start, self.paths.root / "cache", S3Settings())
         content = json.loads((folder / "state.json").read_bytes())
+        assert job.start is not None or content["step"] == job.plan.first_step
         return content["step"], content["state"]
 
     def _save(self, job: Job, step: int, state: str) -> None:

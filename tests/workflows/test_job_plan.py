@@ -1,6 +1,7 @@
 """From a run to its job: everything that a user asked for arrives, and the rest has its default."""
 
 import pytest
+from pydantic import ValidationError
 
 from shared.jobs import Artifact, Full, PackedData
 from shared.runs import DatasetSource, RunStart, SFTRun
@@ -11,7 +12,9 @@ DATA = PackedData(units=ANY, plan=ANY)
 
 
 def plan_of(num_steps: int = 35, eval_data: PackedData | None = None, **changes):
-    run = SFTRun(model="m", dataset=DatasetSource(uri="d"), steps=num_steps, batch_size=2, **changes)
+    source = DatasetSource(uri="d")
+    eval_dataset = source if eval_data else None
+    run = SFTRun(model="m", dataset=source, eval_dataset=eval_dataset, steps=num_steps, batch_size=2, **changes)
     start = RunStart(run_id="r1", run=run, threads_per_rank=2)
     return sft_job(start, model=ANY, adapter=None, data=DATA, eval_data=eval_data, num_steps=num_steps)
 
@@ -51,5 +54,6 @@ def test_what_the_user_asked_for_arrives() -> None:
 
 
 def test_samples_come_from_held_out_prompts_alone() -> None:
-    assert plan_of(num_samples=4).evaluation.num_samples == 0
+    with pytest.raises(ValidationError, match="need an eval_dataset"):
+        plan_of(num_samples=4)
     assert plan_of(num_samples=4, eval_data=DATA).evaluation.num_samples == 4

@@ -1,0 +1,105 @@
+"""A grader ready to grade: the one place that chooses among the kinds."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from activities.grading.outcome import NotGraded, Outcome, attempt
+from activities.grading.score_model import ScoreModel
+from activities.grading.string_check import string_check
+from activities.grading.text_similarity import text_similarity
+from activities.python_sandbox import PythonSandbox
+from shared.errors import InvalidInput
+from shared.expressions import Expression, ExpressionError, parse_expression
+from shared.graders import (
+    Grader,
+    MultiGrader,
+    PythonGrader,
+    SampledItem,
+    ScoreModelGrader,
+    StringCheckGrader,
+    TextSimilarityGrader,
+)
+from shared.settings import Settings
+from shared.templates import TemplateError, render
+
+GradeAll = Callable[[Sequence[SampledItem]], list[Outcome]]
+
+
+@contextmanager
+def open_grader(grader: Grader, settings: Settings, folder: Path) -> Iterator[GradeAll]:
+    """What grades rows: an outcome a row, in order. Sandboxes run until the block ends, in folders below `folder`.
+
+    Raises:
+        InvalidInput: a source that cannot be loaded, a server that may not be asked, a system that cannot isolate.
+    """
+    with ExitStack() as stack:
+        yield _opened(grader, settings, folder, stack, "grader")
+
+
+def _opened(grader: Grader, settings: Settings, folder: Path, stack: ExitStack, place: str) -> GradeAll:
+    match grader:
+        case StringCheckGrader():
+            return _each(lambda row: string_check(grader.operation, *_rendered(grader.input, grader.reference, row)))
+        case TextSimilarityGrader():
+            metric = grader.evaluation_metric
+            return _each(lambda row: text_similarity(metric, *_rendered(grader.input, grader.reference, row)))
+        case PythonGrader():
+            sandbox = _sandbox(grader, settings, folder, stack, place)
+            return _each(lambda row: sandbox.grade(row.namespaces["sample"], row.item))
+        case ScoreModelGrader():
+            return ScoreModel(grader, settings.grading, settings.download.allow_private_addresses).grade_all
+        case MultiGrader():
+            parts = {
+                name: _opened(part, settings, folder / str(number), stack, f"{place}.graders.{name}")
+                for number, (name, part) in enumerate(sorted(grader.graders.items()))
+            }
+            return _combined(parts, parse_expression(grader.calculate_output))
+
+
+def _each(grade: Callable[[SampledItem], float]) -> GradeAll:
+    return lambda rows: [attempt(lambda row=row: grade(row)) for row in rows]  # type: ignore[misc]
+
+
+def _rendered(text: str, reference: str, row: SampledItem) -> tuple[str, str]:
+    namespaces = row.namespaces
+    try:
+        return render(text, namespaces), render(reference, namespaces)
+    except TemplateError as error:
+        raise NotGraded(str(error)) from error
+
+
+def _sandbox(grader: PythonGrader, settings: Settings, folder: Path, stack: ExitStack, place: str) -> PythonSandbox:
+    folder.mkdir(parents=True, exist_ok=True)
+    sandbox = stack.enter_context(PythonSandbox(grader.source, settings.grading, folder))
+    try:
+        sandbox.check()
+    except NotGraded as error:
+        raise InvalidInput(str(error), f"{place}.source") from error
+    return sandbox
+
+
+def _combined(parts: dict[str, GradeAll], expression: Expression) -> GradeAll:
+    def grade_all(rows: Sequence[SampledItem]) -> list[Outcome]:
+        by_name = {name: grade(rows) for name, grade in parts.items()}
+        return [combined({name: found[row] for name, found in by_name.items()}, expression) for row in range(len(rows))]
+
+    return grade_all
+
+
+def combined(parts: dict[str, Outcome], expression: Expression) -> Outcome:
+    """One outcome of several: none is left out, so a part without a grade leaves the sample without one."""
+    grades = {name: part.grade for name, part in parts.items()}
+    reasons = [f"{name}: {part.error}" for name, part in parts.items() if part.grade is None]
+    if reasons:
+        return Outcome(None, "; ".join(reasons), grades)
+    known = {name: grade for name, grade in grades.items() if grade is not None}
+    return replace(attempt(lambda: _value(expression, known)), parts=grades)
+
+
+def _value(expression: Expression, grades: dict[str, float]) -> float:
+    try:
+        return expression.value(grades)
+    except ExpressionError as error:
+        raise NotGraded(f"calculate_output: {error}") from error

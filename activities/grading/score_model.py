@@ -1,0 +1,161 @@
+"""A model's judgement: one chat completion a sample, asked of an OpenAI-compatible server."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+from activities.grading.outcome import NotGraded, Outcome, attempt
+from activities.http_source import checked, open_connection, shown
+from shared.errors import InvalidInput, StoreUnavailable
+from shared.graders import SampledItem, ScoreModelGrader
+from shared.settings import DownloadSettings, GradingSettings
+from shared.templates import TemplateError, render
+
+_PAUSES_S = (1.0, 4.0)  # before the second and the third try
+_LONGEST_PAUSE_S = 20.0
+_MAX_ANSWER_BYTES = 4 << 20
+_WORTH_RETRYING = (408, 409, 425, 429)
+_FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+
+
+class ScoreModel:
+    """A grader and the server that it asks."""
+
+    def __init__(self, grader: ScoreModelGrader, settings: GradingSettings, allow_private_addresses: bool) -> None:
+        """Raises InvalidInput when no server is named, or none that may be."""
+        url = grader.base_url or settings.score_model_url
+        if url is None:
+            raise InvalidInput("name the server as base_url, or set grading.score_model_url", "grader.base_url")
+        is_own = settings.score_model_url is not None and url.rstrip("/") == settings.score_model_url.rstrip("/")
+        checked(url)
+        self._grader = grader
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._key = settings.score_model_key if is_own else None
+        self._concurrency = settings.score_model_concurrency
+        # What the operator named may be on the operator's own network.
+        self._connect = DownloadSettings(
+            allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
+        )
+
+    def grade_all(self, rows: Sequence[SampledItem]) -> list[Outcome]:
+        """An outcome a row, in order.
+
+        Raises:
+            InvalidInput: the server refuses the request (4xx), or may not be asked.
+            StoreUnavailable: it cannot be reached, or is too busy.
+        """
+        with ThreadPoolExecutor(self._concurrency) as threads:
+            return list(threads.map(lambda row: attempt(lambda: self._grade(row)), rows))
+
+    def _grade(self, row: SampledItem) -> float:
+        try:
+            messages = [{"role": m.role, "content": render(m.template, row.namespaces)} for m in self._grader.input]
+        except TemplateError as error:
+            raise NotGraded(str(error)) from error
+        answer = self._ask(request_body(self._grader, messages))
+        return score_in(answer, self._grader.range)
+
+    def _ask(self, body: dict[str, Any]) -> Any:
+        data = json.dumps(body).encode()
+        for pause_s in _PAUSES_S:
+            try:
+                return self._ask_once(data)
+            except _Busy as busy:
+                time.sleep(min(_LONGEST_PAUSE_S, pause_s if busy.wait_s is None else busy.wait_s))
+        try:
+            return self._ask_once(data)
+        except _Busy as busy:
+            raise StoreUnavailable(f"{shown(self._url)}: {busy}") from busy
+
+    def _ask_once(self, body: bytes) -> Any:
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "longshore"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        connection = open_connection(self._url, self._connect)
+        try:
+            connection.request("POST", checked(self._url).path, body, headers)
+            response = connection.getresponse()
+            return self._answer(response, _body(response, self._connect.timeout_s))
+        except (OSError, HTTPException) as error:
+            raise _Busy(f"the connection failed ({error or type(error).__name__})") from error
+        finally:
+            connection.close()
+
+    def _answer(self, response: HTTPResponse, data: bytes) -> Any:
+        said = f"the server answered {response.status} {response.reason}".rstrip()
+        if response.status >= 500 or response.status in _WORTH_RETRYING:
+            raise _Busy(said, _seconds(response.getheader("Retry-After")))
+        if response.status != 200:
+            raise InvalidInput(f"{said}: {data[:300].decode(errors='replace')}", shown(self._url))
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise NotGraded("the scoring server's answer is not JSON") from error
+
+
+class _Busy(Exception):
+    """Worth asking again, after `wait_s` where the server says so."""
+
+    def __init__(self, message: str, wait_s: float | None = None) -> None:
+        self.wait_s = wait_s
+        super().__init__(message)
+
+
+def _body(response: HTTPResponse, limit_s: float) -> bytes:
+    """All of the answer, in bounded time and space however slowly it drips."""
+    deadline = time.monotonic() + limit_s
+    found = bytearray()
+    while piece := response.read1(1 << 16):
+        found += piece
+        if len(found) > _MAX_ANSWER_BYTES:
+            raise NotGraded(f"the scoring server answered with more than {_MAX_ANSWER_BYTES:,} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer does not end")
+    return bytes(found)
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text and text.isascii() and text.isdigit() else None
+
+
+def request_body(grader: ScoreModelGrader, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """The chat completion to ask for: what shape the score has, then the user's own messages."""
+    low, high = grader.range
+    shape = (
+        "You grade. Judge as the messages that follow say, and answer with one JSON object and nothing else: "
+        f'{{"reasoning": "<in short>", "result": <a number from {low:g} to {high:g}>}}'
+    )
+    body: dict[str, Any] = {"model": grader.model, "messages": [{"role": "system", "content": shape}, *messages]}
+    if grader.sampling_params:
+        body |= grader.sampling_params.model_dump(exclude_none=True)
+    if "max_completions_tokens" in body:
+        body["max_completion_tokens"] = body.pop("max_completions_tokens")
+    return body
+
+
+def score_in(answer: Any, bounds: tuple[float, float]) -> float:
+    """The score in a chat completion: a JSON object's `result`, or a number alone. Raises NotGraded."""
+    match answer:
+        case {"choices": [{"message": {"content": str(text)}}, *_]}:
+            pass
+        case _:
+            raise NotGraded("the scoring server's answer has no choices[0].message.content")
+    fenced = _FENCE.match(text.strip())
+    said = fenced[1] if fenced else text.strip()
+    try:
+        parsed = json.loads(said)
+        score = parsed["result"] if isinstance(parsed, dict) else parsed
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            raise ValueError("not a number")
+        value = float(score)
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise NotGraded(f"the scoring model gave no score but {said[:200]!r}") from error
+    low, high = bounds
+    if not (math.isfinite(value) and low <= value <= high):
+        raise NotGraded(f"the scoring model gave {value:g}, outside its range {low:g} to {high:g}")
+    return value

@@ -1,0 +1,224 @@
+"""Pack trajectories: a file of trajectory groups into units, and a plan of optimizer steps of whole groups."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from temporalio import activity
+
+from activities import packing
+from activities.advantages import advantages_of
+from activities.download import Download, DownloadRequest
+from activities.heartbeat import beating
+from activities.prefix_tree import SequenceRow, TreeUnit, split_tree
+from activities.read_groups import GroupsRead, GroupsReport, Rules, parse_groups, read_groups
+from activities.record_step import find_key
+from activities.scratch import scratch_folder
+from shared.artifacts import files_of, find, seal, stage, upload
+from shared.jobs import Artifact, PackedData
+from shared.models import Frozen
+from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
+from shared.paths import HostPaths, content_key, packed, tokenized, write_atomically
+from shared.runs import DatasetSource, RLRun, RunId, StepStatus
+from shared.settings import Settings
+from shared.store import ObjectStore, disk_errors, open_store, uri_of
+from shared.trajectories import Trajectory
+
+_VERSION = "trajectories-1"  # raise it when the same groups give other units or another plan
+_REPORT = "report.json"
+Group = tuple[Trajectory, ...]
+
+
+class GroupsRequest(Frozen):
+    """Which groups to pack for which step of a run. `policy_version` and `vocab_size` are what they are checked by."""
+
+    run_id: RunId
+    run: RLRun
+    step: StepStatus
+    policy_version: int
+    vocab_size: int
+
+
+class PackedGroups(Frozen):
+    """What to train; nothing when no group says anything. `trained_before`: the step that had this key."""
+
+    data: PackedData | None = None
+    num_steps: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    report_uri: str | None = None
+    trained_before: StepStatus | None = None
+
+
+class StepReport(Frozen):
+    """`report.json` beside the units: what became of the groups, and what they say of the policy."""
+
+    groups: GroupsReport
+    metrics: dict[str, float]
+
+
+class PackTrajectories:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="pack_trajectories")
+    def pack_trajectories(self, request: GroupsRequest) -> PackedGroups:
+        """Bring, check and pack a step's groups. A key that was trained before is not packed again.
+
+        Raises:
+            InvalidInput: the groups cannot be had or trained; names the file, the line, the field and the rule.
+            StoreUnavailable: the source or the store cannot be reached now.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        with beating():
+            if (before := find_key(store, request.run_id, request.step)) is not None:
+                return PackedGroups(trained_before=before)
+            groups = self._bring(request)
+            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
+            key = content_key(key, str(request.step.step))
+            if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
+                self._pack(request, groups, store, key)
+            return _result(store, key)
+
+    def _bring(self, request: GroupsRequest) -> Artifact:
+        """The groups as an artifact of this step alone: clients may write their next step over the same file."""
+        step = request.step
+        split = f"groups-{content_key(str(step.step), step.key, step.groups)}"
+        wanted = DownloadRequest(run_id=request.run_id, split=split, source=DatasetSource(uri=step.groups))
+        return Download(self._settings).download(wanted).dataset
+
+    def _pack(self, request: GroupsRequest, groups: Artifact, store: ObjectStore, key: str) -> None:
+        paths = HostPaths(self._settings.root_path)
+        _, manifest = files_of(groups, self._settings.s3)
+        staged = stage(groups, paths.cache, self._settings.s3)
+        rules = Rules(request.run, request.policy_version, request.vocab_size)
+        names = [entry.path for entry in manifest.files]
+        read = read_groups((found for name in names for found in parse_groups(staged / name, name)), rules)
+        with scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
+            write_step(read, request, folder / "units", folder / "plan")
+            for name, place in (("units", tokenized(key)), ("plan", packed(key))):
+                seal(folder / name)
+                upload(store, place, folder / name)
+
+
+def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
+    """Units, plan and report of a step's groups, into two folders. Not sealed."""
+    run = request.run
+    trees = units_of(read.groups, run)
+    num_units = [len(of_group) for of_group in trees]
+    writer = UnitsWriter(units, (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+    for unit in (unit for of_group in trees for unit in of_group):
+        writer.append(**unit.columns())
+    writer.close()
+    tokens_U = np.array([unit.num_tokens for of_group in trees for unit in of_group], dtype=np.int64)
+    planned = PlanWriter(plan, _bin_tokens(run))
+    for bins in plan_steps(num_units, tokens_U, run, request.step.step):
+        planned.append_step(bins)
+    planned.close(tokens_U)
+    report = StepReport(groups=read.report, metrics=rollout_metrics(read, int(tokens_U.sum()), request.policy_version))
+    write_atomically(units / _REPORT, report.model_dump_json(indent=1).encode())
+    return report
+
+
+def units_of(groups: Sequence[Group], run: RLRun) -> list[list[TreeUnit]]:
+    """The trees of every group: one, or several where one would not fit a bin."""
+    rewards = [np.array([one.reward for one in group]) for group in groups]
+    given = [np.array([one.advantage or 0.0 for one in group]) for group in groups]
+    advantages = advantages_of(run.advantages, rewards, given)
+    rows = (
+        [sequence_of(one, float(a)) for one, a in zip(group, advantage_G, strict=True)]
+        for group, advantage_G in zip(groups, advantages, strict=True)
+    )
+    return [split_tree(of_group, _bin_tokens(run)) for of_group in rows]
+
+
+def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
+    """A trajectory's columns: every sampled token is a target of weight 1, and the sampler's logprob the old one."""
+    sampled_L = np.array(one.sampled, dtype=bool)
+    length = len(one.token_ids)
+    return SequenceRow(
+        token_ids=np.array(one.token_ids, dtype=np.int64),
+        target_mask=sampled_L,
+        weight=sampled_L.astype(np.float32),
+        advantage=np.full(length, advantage, dtype=np.float32),
+        old_logprob=np.array([p or 0.0 for p in one.logprobs], dtype=np.float32),
+        ref_logprob=np.zeros(length, dtype=np.float32),
+    )
+
+
+def plan_steps(
+    num_units: Sequence[int], tokens_U: NDArray[np.int64], run: RLRun, step: int
+) -> Iterable[list[list[int]]]:
+    """Every optimizer step's bins, epoch after epoch: a new shuffle of the groups, cut into parts as even as can be.
+
+    Args:
+        num_units: of each group; its units stand one behind the other.
+        step: the train step, which the shuffles depend on.
+    """
+    ends = list(accumulate(num_units))
+    units_of_group = [range(end - num, end) for end, num in zip(ends, num_units, strict=True)]
+    for epoch in range(run.epochs if ends else 0):
+        order = packing.epoch_order(len(ends), run.seed, step * run.epochs + epoch)
+        for part in np.array_split(order, min(run.mini_batches, len(ends))):
+            units = [unit for group in sorted(part.tolist()) for unit in units_of_group[group]]
+            bins = packing.pack(tokens_U[units].tolist(), _bin_tokens(run))
+            yield [[units[place] for place in each] for each in bins]
+
+
+def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -> dict[str, float]:
+    """What the groups say of the policy that sampled them: over all whole trajectories, dropped groups included."""
+    everyone = [one for group in read.all_groups for one in group]
+    trained = [one for group in read.groups for one in group]
+    if not everyone:
+        return {}
+    reward = np.array([one.reward for one in everyone])
+    spread = [np.std([one.reward for one in group]) for group in read.all_groups]
+    lengths = np.array([sum(one.sampled) for one in everyone])
+    behind = np.array([policy_version - one.policy_version for one in everyone])
+    metrics = {
+        "reward_mean": reward.mean(),
+        "reward_std": reward.std(),
+        "reward_spread_mean": np.mean(spread),
+        "zero_variance_share": read.report.equal_reward_groups / len(read.all_groups),
+        "response_tokens_mean": lengths.mean(),
+        "response_tokens_max": lengths.max(),
+        "staleness_mean": behind.mean(),
+        "staleness_max": behind.max(),
+        "groups": read.report.num_groups,
+        "trajectories": read.report.num_trajectories,
+        "trained_trajectories": read.report.trained_trajectories,
+        "dropped_trajectories": read.report.num_trajectories - read.report.trained_trajectories,
+    }
+    if packed_tokens:
+        metrics["packing_factor"] = sum(len(one.token_ids) for one in trained) / packed_tokens
+    return {name: float(value) for name, value in metrics.items()} | _clients_own(everyone)
+
+
+def _clients_own(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    """Means of what clients measured themselves, over the trajectories that have it."""
+    names = sorted({name for one in everyone for name in one.metrics})
+    return {
+        f"trajectory_{name}": float(np.mean([one.metrics[name] for one in everyone if name in one.metrics]))
+        for name in names
+    }
+
+
+def _bin_tokens(run: RLRun) -> int:
+    return run.bin_tokens or run.max_tokens
+
+
+def _result(store: ObjectStore, key: str) -> PackedGroups:
+    report = StepReport.model_validate_json(store.get_bytes(f"{tokenized(key)}/{_REPORT}"))
+    header = PlanHeader.model_validate_json(store.get_bytes(f"{packed(key)}/plan.json"))
+    units, plan = find(store, tokenized(key)), find(store, packed(key))
+    assert units is not None and plan is not None
+    return PackedGroups(
+        data=PackedData(units=units, plan=plan) if header.num_steps else None,
+        num_steps=header.num_steps,
+        metrics=report.metrics,
+        report_uri=uri_of(store, f"{tokenized(key)}/{_REPORT}"),
+    )

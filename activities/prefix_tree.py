@@ -1,0 +1,253 @@
+"""Prefix trees: sequences that begin alike become trees in which each shared part stands once. Pure functions.
+
+A tree's tokens stand depth first, a part between two branchings (a *node*) in one piece; positions follow each branch.
+A target is scored from the hidden state of the token before it, which for the first token of a branch lies in the
+node above. A token that several sequences share is a target of each of them that asks for it: same hidden index and
+label, other sequence.
+
+Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence; T tokens and N targets of a unit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import InvalidInput
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SequenceRow:
+    """One sequence, and what is to be learnt from its tokens: arrays of one length.
+
+    Only the places where `target_mask` says so are read from the last four. `token_ids` are integers from 0;
+    `old_logprob` and `ref_logprob` are in nats.
+    """
+
+    token_ids: NDArray[np.integer]
+    target_mask: NDArray[np.bool_]
+    weight: NDArray[np.floating]
+    advantage: NDArray[np.floating]
+    old_logprob: NDArray[np.floating]
+    ref_logprob: NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class TreeUnit:
+    """One unit's two tables (shared/packed.py): a forest of tokens [T], and targets [N], sequence after sequence.
+
+    `members` are the places, in the list that was given, of the sequences 0, 1, ... that `sequence_N` counts.
+    """
+
+    token_id_T: Ints
+    position_T: Ints
+    parent_T: Ints
+    hidden_index_N: Ints
+    label_N: Ints
+    weight_N: Floats
+    advantage_N: Floats
+    old_logprob_N: Floats
+    ref_logprob_N: Floats
+    sequence_N: Ints
+    members: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_id_T)
+
+    def columns(self) -> dict[str, NDArray]:
+        """What `UnitsWriter.append` takes when it writes all columns."""
+        tables = [f.name for f in fields(self) if f.name != "members"]
+        return {name.rsplit("_", 1)[0]: getattr(self, name) for name in tables}
+
+
+@dataclass(frozen=True)
+class _Node:
+    """Positions `begin` to `end`, which the sorted sequences `first` to `last` have in common; `num_ending` end there.
+
+    `parent` is a node's place in the list of nodes, in which a parent stands before its children and a subtree in one
+    piece; -1 at a root.
+    """
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    num_ending: int
+    parent: int
+
+
+def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
+    """One unit of all sequences, in their order: a tree for each first token.
+
+    Raises:
+        InvalidInput: there is none, one is empty, its arrays differ in length, or its first token is a target.
+    """
+    _check(sequences)
+    return _unit(sequences, range(len(sequences)))
+
+
+def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUnit]:
+    """Units of at most `bin_tokens` for all sequences, none of them cut, with little repeated between units.
+
+    A subtree that fits goes into one unit, with the way from the root to it. Where it does not, its branches are put
+    together best fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
+    the order of their first sequences.
+
+    Raises:
+        InvalidInput: as `build_tree`; or a sequence is longer than `bin_tokens`.
+    """
+    _check(sequences)
+    for number, row in enumerate(sequences):
+        if len(row.token_ids) > bin_tokens:
+            message = f"it has {len(row.token_ids)} tokens, and a bin holds {bin_tokens}; sequences are never cut"
+            raise InvalidInput(message, f"sequence {number}")
+    order, nodes = _grow([row.token_ids for row in sequences])
+    parts = [sorted(order[member] for member in part) for part in _split(nodes, bin_tokens)]
+    return [_unit(sequences, part) for part in sorted(parts)]
+
+
+def _check(sequences: Sequence[SequenceRow]) -> None:
+    if not sequences:
+        raise InvalidInput("a tree wants at least one sequence", "sequences")
+    for number, row in enumerate(sequences):
+        place, length = f"sequence {number}", len(row.token_ids)
+        if not length:
+            raise InvalidInput("it has no tokens", place)
+        for column in fields(row):
+            found = len(getattr(row, column.name))
+            if found != length:
+                raise InvalidInput(f"{column.name} has {found} entries for {length} tokens", place)
+        if row.target_mask[0]:
+            raise InvalidInput("its first token is a target, and nothing stands before it to be scored from", place)
+
+
+def _grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[_Node]]:
+    """The sequences' places in lexicographic order, and the nodes of their trees, depth first.
+
+    In that order all sequences that share a prefix are neighbours, and share what the two least alike neighbours do.
+    """
+    keys = [row.astype(">u4").tobytes() for row in ids]  # compare as the ids do
+    order = sorted(range(len(ids)), key=keys.__getitem__)
+    length_S = [len(ids[place]) for place in order]
+    shared_S = [0, *(_num_shared(ids[a], ids[b]) for a, b in pairwise(order))]
+    nodes: list[_Node] = []
+    waiting = [(first, last, -1) for first, last in _branches(0, len(order), 0, shared_S, length_S)]
+    while waiting:
+        first, last, parent = waiting.pop()
+        begin = nodes[parent].end if parent >= 0 else 0
+        end = min(shared_S[first + 1 : last], default=length_S[first])
+        num_ending = length_S[first:last].count(end)  # in the order, they come before those that go on
+        node = len(nodes)
+        nodes.append(_Node(begin, end, first, last, num_ending, parent))
+        waiting += [(a, b, node) for a, b in _branches(first + num_ending, last, end, shared_S, length_S)]
+    return order, nodes
+
+
+def _branches(first: int, last: int, end: int, shared_S: list[int], length_S: list[int]) -> list[tuple[int, int]]:
+    """Where sorted sequences, alike up to position `end` and all longer, part: ranges of them, as a stack.
+
+    Branches of one length stand beside each other, for attention to take them together.
+    """
+    if first == last:
+        return []
+    cuts = [place for place in range(first + 1, last) if shared_S[place] == end]
+    ranges = list(pairwise([first, *cuts, last]))
+    return sorted(ranges, key=lambda r: (r[1] - r[0] > 1, length_S[r[0]]), reverse=True)
+
+
+def _num_shared(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
+    length = min(len(a), len(b))
+    differs_L = a[:length] != b[:length]
+    return int(differs_L.argmax()) if differs_L.any() else length
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sorted sequences that go into one unit, and the tokens that they take below some node."""
+
+    num_tokens: int
+    members: list[int]
+
+
+def _split(nodes: list[_Node], bin_tokens: int) -> list[list[int]]:
+    """Sorted sequences by unit, from the leaves up. `below_N`: parts below each node, their tokens from its end on."""
+    below_N: list[list[_Part]] = [[] for _ in nodes]
+    done: list[list[int]] = []
+    for number in reversed(range(len(nodes))):
+        node = nodes[number]
+        ending = _Part(0, list(range(node.first, node.first + node.num_ending)))
+        parts = _best_fit([*below_N[number], ending], bin_tokens - node.end)
+        parts = [_Part(p.num_tokens + node.end - node.begin, p.members) for p in parts]
+        if node.parent < 0:
+            done += [p.members for p in parts]
+        else:
+            below_N[node.parent] += parts
+    return done
+
+
+def _best_fit(parts: list[_Part], room: int) -> list[_Part]:
+    """Parts put together into as few of at most `room` tokens as best fit, largest first, finds."""
+    joined: list[_Part] = []
+    for part in sorted((p for p in parts if p.members), key=lambda p: (-p.num_tokens, p.members)):
+        fitting = [i for i, other in enumerate(joined) if other.num_tokens + part.num_tokens <= room]
+        if not fitting:
+            joined.append(part)
+            continue
+        fullest = max(fitting, key=lambda i: joined[i].num_tokens)
+        other = joined[fullest]
+        joined[fullest] = _Part(other.num_tokens + part.num_tokens, other.members + part.members)
+    return joined
+
+
+def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
+    """The unit of some of the sequences, in this order."""
+    rows = [sequences[member] for member in members]
+    order, nodes = _grow([row.token_ids for row in rows])
+    index_of = _indices(order, nodes)
+    num_tokens = sum(node.end - node.begin for node in nodes)
+    token_id_T, position_T, parent_T = np.zeros((3, num_tokens), dtype=np.int64)
+    for row, index_L in zip(rows, index_of, strict=True):  # a shared place gets the same from each
+        token_id_T[index_L] = row.token_ids
+        position_T[index_L] = np.arange(len(index_L))
+        parent_T[index_L] = np.concatenate([[-1], index_L[:-1]])
+    targets = [np.flatnonzero(row.target_mask) for row in rows]
+    hidden_index = [index_L[target_N - 1] for index_L, target_N in zip(index_of, targets, strict=True)]
+
+    def column(name: str, dtype: type) -> NDArray:
+        parts = [getattr(row, name)[target_N] for row, target_N in zip(rows, targets, strict=True)]
+        return np.concatenate(parts).astype(dtype)
+
+    return TreeUnit(
+        token_id_T=token_id_T,
+        position_T=position_T,
+        parent_T=parent_T,
+        hidden_index_N=np.concatenate(hidden_index),
+        label_N=column("token_ids", np.int64),
+        weight_N=column("weight", np.float32),
+        advantage_N=column("advantage", np.float32),
+        old_logprob_N=column("old_logprob", np.float32),
+        ref_logprob_N=column("ref_logprob", np.float32),
+        sequence_N=np.repeat(np.arange(len(rows)), [len(target_N) for target_N in targets]),
+        members=tuple(members),
+    )
+
+
+def _indices(order: list[int], nodes: list[_Node]) -> list[Ints]:
+    """For each sequence, the place in the tree of each of its tokens, [L]."""
+    found: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(order)
+    ways: list[Ints] = []
+    start = 0
+    for node in nodes:
+        stop = start + node.end - node.begin
+        above = ways[node.parent] if node.parent >= 0 else np.zeros(0, dtype=np.int64)
+        ways.append(np.concatenate([above, np.arange(start, stop)]))
+        for member in range(node.first, node.first + node.num_ending):
+            found[order[member]] = ways[-1]
+        start = stop
+    return found

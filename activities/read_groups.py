@@ -1,0 +1,187 @@
+"""Trajectory groups of a file: parsed, checked, and what cannot be trained refused or dropped, and counted."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from activities.rows import lines_of
+from shared.errors import InvalidInput
+from shared.models import Frozen
+from shared.runs import RLRun
+from shared.trajectories import Trajectory, TrajectoryGroup
+
+# What compares the rewards of a group says nothing of a group of one.
+_COMPARING = ("group_mean", "group_normalized", "leave_one_out")
+MAX_TRAJECTORIES = 65_536
+
+
+class GroupsReport(Frozen):
+    """What became of a step's groups. Counts are of trajectories where they do not say groups."""
+
+    num_groups: int = 0
+    num_trajectories: int = 0
+    trained_groups: int = 0
+    trained_trajectories: int = 0
+    dropped_broken: int = 0
+    dropped_single_groups: int = 0
+    dropped_equal_groups: int = 0
+    equal_reward_groups: int = 0
+    dropped_for: dict[str, int] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a trajectory must keep to. `policy_version`: the one that the step starts from."""
+
+    run: RLRun
+    policy_version: int
+    vocab_size: int
+
+
+@dataclass
+class GroupsRead:
+    """The groups to train, what was there before any was dropped, and counts."""
+
+    groups: list[tuple[Trajectory, ...]] = field(default_factory=list)
+    all_groups: list[tuple[Trajectory, ...]] = field(default_factory=list)
+    report: GroupsReport = field(default_factory=GroupsReport)
+
+
+def parse_groups(path: Path, name: str) -> Iterator[tuple[str, TrajectoryGroup]]:
+    """Every line's place and group.
+
+    Raises:
+        InvalidInput: a line is no group; says where in it.
+    """
+    for place, line in lines_of(path, name):
+        try:
+            yield place, TrajectoryGroup.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise InvalidInput(f"{where}: {first['msg']}" if where else first["msg"], place) from None
+
+
+def read_groups(parsed: Iterable[tuple[str, TrajectoryGroup]], rules: Rules) -> GroupsRead:
+    """Check every trajectory, and keep what can be learnt from.
+
+    Raises:
+        InvalidInput: there is no group; or one is broken and the run does not drop those.
+    """
+    read, counts, reasons = GroupsRead(), dict.fromkeys(GroupsReport.model_fields, 0), dict[str, int]()
+    del counts["dropped_for"]
+    for place, group in parsed:
+        counts["num_groups"] += 1
+        counts["num_trajectories"] += len(group.trajectories)
+        if counts["num_trajectories"] > MAX_TRAJECTORIES:
+            raise InvalidInput(f"a step has at most {MAX_TRAJECTORIES:,} trajectories", place)
+        whole = tuple(_whole(place, group, rules, reasons))
+        counts["dropped_broken"] += len(group.trajectories) - len(whole)
+        if not whole:
+            continue
+        read.all_groups.append(whole)
+        if (reason := _nothing_to_learn(whole, rules.run)) is not None:
+            counts["equal_reward_groups"] += reason != "dropped_single_groups"
+            if reason in counts:
+                counts[reason] += 1
+                continue
+        read.groups.append(whole)
+    if not counts["num_groups"]:
+        raise InvalidInput("there is no trajectory group: a line of JSON for each", "groups")
+    counts["trained_groups"] = len(read.groups)
+    counts["trained_trajectories"] = sum(len(group) for group in read.groups)
+    read.report = GroupsReport(**counts, dropped_for=reasons)
+    return read
+
+
+def _whole(place: str, group: TrajectoryGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Trajectory]:
+    """The trajectories of a group that can be trained."""
+    for number, trajectory in enumerate(group.trajectories):
+        fault = fault_of(trajectory, rules)
+        if fault is None:
+            yield trajectory
+        elif rules.run.broken == "refuse":
+            raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}")
+        else:
+            reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
+
+
+@dataclass(frozen=True)
+class TrajectoryFault:
+    """Why a trajectory cannot be trained: the field, a short name for the rule, and a sentence."""
+
+    field: str
+    rule: str
+    message: str
+
+
+def fault_of(trajectory: Trajectory, rules: Rules) -> TrajectoryFault | None:
+    """The first rule that a trajectory breaks."""
+    return next(_faults(trajectory, rules), None)
+
+
+def _faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
+    run, length = rules.run, len(one.token_ids)
+    for name in ("sampled", "logprobs"):
+        if (found := len(getattr(one, name))) != length:
+            yield TrajectoryFault(name, "length", f"it has {found} entries for {length} token_ids")
+            return
+    if length > run.max_tokens:
+        yield TrajectoryFault("token_ids", "too_long", f"{length} tokens; max_tokens is {run.max_tokens}")
+    if not 0 <= min(one.token_ids) <= max(one.token_ids) < rules.vocab_size:
+        yield TrajectoryFault("token_ids", "vocabulary", f"ids lie in 0 to {rules.vocab_size - 1}, the model's own")
+    if not any(one.sampled):
+        yield TrajectoryFault("sampled", "nothing_sampled", "no token was sampled: there is nothing to train")
+    if one.sampled[0]:
+        yield TrajectoryFault("sampled", "first_sampled", "the first token cannot be sampled: nothing stands before it")
+    if not math.isfinite(one.reward):
+        yield TrajectoryFault("reward", "reward", f"it is {one.reward}; a reward is a finite number")
+    if (fault := _logprob_fault(one)) is not None:
+        yield fault
+    if (fault := _advantage_fault(one, run)) is not None:
+        yield fault
+    yield from _version_faults(one, rules)
+
+
+def _logprob_fault(one: Trajectory) -> TrajectoryFault | None:
+    sampled = [p for p, is_sampled in zip(one.logprobs, one.sampled, strict=True) if is_sampled]
+    if None in sampled:
+        rule = f"{sampled.count(None)} sampled tokens have none: the trainer's are compared with the sampler's"
+        return TrajectoryFault("logprobs", "missing_logprobs", rule)
+    if not all(p is None or (math.isfinite(p) and p <= 0) for p in sampled):
+        return TrajectoryFault("logprobs", "logprobs", "logprobs of sampled tokens are finite, and at most 0")
+    return None
+
+
+def _advantage_fault(one: Trajectory, run: RLRun) -> TrajectoryFault | None:
+    if run.advantages != "given":
+        if one.advantage is None:
+            return None
+        return TrajectoryFault("advantage", "advantage", f"the run computes {run.advantages}: it would be ignored")
+    if one.advantage is None or not math.isfinite(one.advantage):
+        return TrajectoryFault("advantage", "advantage", "the run's advantages are given: a finite number")
+    return None
+
+
+def _version_faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
+    behind, bound = rules.policy_version - one.policy_version, rules.run.max_staleness
+    if behind < 0:
+        message = f"{one.policy_version} does not exist yet: the newest is {rules.policy_version}"
+        yield TrajectoryFault("policy_version", "future", message)
+    if bound is not None and behind > bound:
+        message = f"{one.policy_version} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
+        yield TrajectoryFault("policy_version", "stale", message)
+
+
+def _nothing_to_learn(group: tuple[Trajectory, ...], run: RLRun) -> str | None:
+    """Why a group's advantages are all 0, as the name of its count; `kept` where the run wants it all the same."""
+    if run.advantages not in _COMPARING:
+        return None
+    if len(group) == 1:
+        return "dropped_single_groups"
+    if len({one.reward for one in group}) == 1:
+        return "dropped_equal_groups" if run.equal_rewards == "drop" else "kept"
+    return None

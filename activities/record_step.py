@@ -1,0 +1,75 @@
+"""The train steps of an RL run, on record in the store: what every later execution of the run goes on from."""
+
+from temporalio import activity
+
+from activities.checkpoints import discard_after
+from shared.errors import InvalidInput, NotFound
+from shared.models import Frozen
+from shared.paths import RunKeys
+from shared.runs import RunId, StepStatus
+from shared.settings import Settings
+from shared.store import ObjectStore, open_store
+
+
+class StepRecordRequest(Frozen):
+    """A step of a run that has ended, well or not."""
+
+    run_id: RunId
+    step: StepStatus
+
+
+class RecoverRequest(Frozen):
+    """Which run goes on."""
+
+    run_id: RunId
+
+
+class Recovered(Frozen):
+    """`last_step`: the number of the last step on record. `trained`: the last one that changed the policy."""
+
+    last_step: int = 0
+    trained: StepStatus | None = None
+
+
+class RecordStep:
+    """Writes a step's record, and finds the last ones again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="record_step")
+    def record_step(self, request: StepRecordRequest) -> None:
+        """The record, then its key's: a key that is found has a whole record."""
+        store = open_store(self._settings.store, self._settings.s3)
+        keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
+        store.put_bytes(keys.step(request.step.step), data)
+        if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
+            store.put_if_absent(keys.step_key(request.step.key), data)
+
+    @activity.defn(name="recover_steps")
+    def recover_steps(self, request: RecoverRequest) -> Recovered:
+        """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
+        store = open_store(self._settings.store, self._settings.s3)
+        found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
+        steps = (StepStatus.model_validate_json(store.get_bytes(key)) for key in found)
+        trained = next((step for step in steps if step.state == "done" and step.same_as is None), None)
+        discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
+        last = int(found[0].rsplit("/", 1)[-1].removesuffix(".json")) if found else 0
+        return Recovered(last_step=last, trained=trained)
+
+
+def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | None:
+    """The step that had this step's key before, if there is one.
+
+    Raises:
+        InvalidInput: it had other groups.
+    """
+    try:
+        before = StepStatus.model_validate_json(store.get_bytes(RunKeys(run_id).step_key(step.key)))
+    except NotFound:
+        return None
+    if before.step == step.step:
+        return None  # this very step, packed again
+    if before.groups != step.groups:
+        raise InvalidInput(f"it was used for {before.groups}, which made step {before.step}", "key")
+    return before

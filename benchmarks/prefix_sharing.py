@@ -1,0 +1,234 @@
+"""What sharing prefixes saves: a training step on trees against the same engine on the same sequences unshared.
+
+    python -m benchmarks.prefix_sharing [--shapes 512+16x64 ...] [--vocab 512 32000] [--rounds 5] [--out FILE.json]
+
+A shape P+GxC is one prompt of P tokens and G completions of C. Both sides train LoRA r=16 on all linears of a 4-layer
+Qwen3 model of hidden size 256, from the two tables on disk, in bins of up to `--bin-tokens`; the completions are the
+targets. Timed is a whole step: forward, backward, optimizer. Rounds are interleaved, so that a busy machine hits both
+alike; the best round counts, by CPU seconds, which other processes disturb less, and by the clock.
+
+The bound is the ratio of the floating-point operations that both sides cannot avoid (a multiply-add is two):
+
+    linears     T * (4 P + 6 R)     P weights of the frozen linears: forward and gradient of the input; R of LoRA: also
+                                    their own gradient
+    attention   A * 14 H D          A pairs of a token and one that it sees; H heads of size D: 2 products forward, 5
+                                    backward (Dao 2023, arXiv:2307.08691, algorithm 2)
+    head        N * 4 V h           N targets: their logits, and the rows that are their gradient; hidden size h
+
+with T, A and N of all sequences on one side, and of the tree on the other (N is the same). `of_bound` is measured
+speed-up / bound. `shares` says where a step's time went, by torch's profiler: matrix products (linears and head),
+attention kernels, and the rest (norms, rotation, activation, residuals, copies, optimizer, Python).
+"""
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from activities.prefix_tree import SequenceRow, TreeUnit, split_tree
+from benchmarks.throughput import commit
+from examples.tiny_model import make_tiny_model
+from megatron_worker.batches import to_batch
+from megatron_worker.engine import Batch
+from megatron_worker.losses import loss_function
+from megatron_worker.megatron.engine import MegatronEngine
+from shared.jobs import Adam, CrossEntropy, Lora
+from shared.layout import Layout
+from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, RANK = 256, 4, 4, 2, 64, 768, 16
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One prompt and its completions, in tokens."""
+
+    prompt: int
+    group: int
+    completion: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        prompt, rest = text.split("+")
+        group, completion = rest.split("x")
+        return cls(int(prompt), int(group), int(completion))
+
+    def __str__(self) -> str:
+        return f"{self.prompt}+{self.group}x{self.completion}"
+
+
+SHAPES = [Shape(512, 16, 64), Shape(1024, 16, 64), Shape(2048, 8, 128)]
+
+
+def make_rows(shape: Shape, vocab_size: int) -> list[SequenceRow]:
+    generator = np.random.default_rng(0)
+    prompt = generator.integers(3, vocab_size, shape.prompt)
+    # Completions begin with different ids, so that the tree is the one that the shape says.
+    first = 3 + np.arange(shape.group)
+    rows = []
+    for number in range(shape.group):
+        completion = generator.integers(3, vocab_size, shape.completion - 1)
+        ids = np.concatenate([prompt, first[number : number + 1], completion])
+        ones, zeros = np.ones(len(ids)), np.zeros(len(ids))
+        rows.append(SequenceRow(ids, np.arange(len(ids)) >= shape.prompt, ones, ones, zeros, zeros))
+    return rows
+
+
+def first_fit(units: Sequence[TreeUnit], bin_tokens: int) -> list[list[TreeUnit]]:
+    """Bins of units, which here are all of one length."""
+    per_bin = max(1, bin_tokens // units[0].num_tokens)
+    return [list(units[i : i + per_bin]) for i in range(0, len(units), per_bin)]
+
+
+def as_batch(units: Sequence[TreeUnit]) -> Batch:
+    with tempfile.TemporaryDirectory() as folder:
+        writer = UnitsWriter(Path(folder), (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+        for unit in units:
+            writer.append(**unit.columns())
+        writer.close()
+        with Units(Path(folder)) as stored:
+            return to_batch(stored.read_bin(np.arange(len(units))), torch.device("cpu"))
+
+
+def flops(num_tokens: int, num_pairs: int, num_targets: int, vocab_size: int) -> dict[str, float]:
+    """The docstring's formulas."""
+    query, key_value = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    linears = [(HIDDEN, query), (HIDDEN, key_value), (HIDDEN, key_value), (query, HIDDEN)]
+    linears += [(HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN)]
+    frozen, lora = sum(a * b for a, b in linears), sum(RANK * (a + b) for a, b in linears)
+    return {
+        "linears": LAYERS * num_tokens * (4.0 * frozen + 6 * lora),
+        "attention": LAYERS * num_pairs * 14.0 * HEADS * HEAD_DIM,
+        "head": num_targets * 4.0 * vocab_size * HIDDEN,
+    }
+
+
+def both_flops(shape: Shape, vocab_size: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Without sharing, and with."""
+    p, g, c = shape.prompt, shape.group, shape.completion
+    whole, own = (p + c) * (p + c + 1) // 2, c * (c + 1) // 2
+    return (
+        flops(g * (p + c), g * whole, g * c, vocab_size),
+        flops(p + g * c, p * (p + 1) // 2 + g * (p * c + own), g * c, vocab_size),
+    )
+
+
+def make_model(folder: Path, vocab_size: int) -> Path:
+    return make_tiny_model(
+        folder,
+        ["a benchmark"],
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        tied=False,
+    )
+
+
+def contestants(engine: MegatronEngine, shape: Shape, vocab_size: int, bin_tokens: int) -> dict[str, Step]:
+    """A training step on all sequences, unshared and shared."""
+    rows = make_rows(shape, vocab_size)
+    units = {"unshared": [u for row in rows for u in split_tree([row], bin_tokens)]}
+    units["shared"] = split_tree(rows, bin_tokens)
+    assert len(units["shared"]) == 1 and units["shared"][0].num_tokens == shape.prompt + shape.group * shape.completion
+    loss = loss_function(CrossEntropy())
+
+    def step(batches: list[Batch]) -> None:
+        weight = sum(float(engine.forward_backward(batch, loss)["weight"]) for batch in batches)
+        engine.optim_step(Adam(), 1e-4, weight)
+
+    batches = {name: [as_batch(b) for b in first_fit(own, bin_tokens)] for name, own in units.items()}
+    return {name: lambda own=own: step(own) for name, own in batches.items()}
+
+
+def best_times(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of each contestant's best round, by each clock."""
+    for step in steps.values():
+        step()
+    best = {clock: dict.fromkeys(steps, float("inf")) for clock in CLOCKS}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            began = {clock: read() for clock, read in CLOCKS.items()}
+            step()
+            for clock, read in CLOCKS.items():
+                best[clock][name] = min(best[clock][name], read() - began[clock])
+    return best
+
+
+def shares(step: Step) -> dict[str, float]:
+    """Parts of a step's time, which add up to 1."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        began = time.perf_counter()
+        step()
+        total_us = (time.perf_counter() - began) * 1e6
+    parts = {"matrix_products": 0.0, "attention_kernels": 0.0}
+    for event in profiled.key_averages():
+        if "flash_attention" in event.key:
+            parts["attention_kernels"] += event.self_cpu_time_total / total_us
+        elif event.key in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            parts["matrix_products"] += event.self_cpu_time_total / total_us
+    return {**parts, "rest": 1 - sum(parts.values())}
+
+
+def measure(engine: MegatronEngine, shape: Shape, vocab_size: int, bin_tokens: int, rounds: int) -> dict[str, object]:
+    steps = contestants(engine, shape, vocab_size, bin_tokens)
+    seconds = best_times(steps, rounds)
+    unshared, shared = both_flops(shape, vocab_size)
+    bound = sum(unshared.values()) / sum(shared.values())
+    speedup = {clock: own["unshared"] / own["shared"] for clock, own in seconds.items()}
+    return {
+        "shape": str(shape),
+        "vocab_size": vocab_size,
+        "step_s": seconds,
+        "speedup": speedup,
+        "flop_bound": bound,
+        "of_bound": {clock: value / bound for clock, value in speedup.items()},
+        "gflops": {"unshared": unshared, "shared": shared},
+        "gflop_per_s": {
+            "unshared": sum(unshared.values()) / seconds["cpu"]["unshared"] / 1e9,
+            "shared": sum(shared.values()) / seconds["cpu"]["shared"] / 1e9,
+        },
+        "shares": {name: shares(step) for name, step in steps.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=SHAPES)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[512, 32_000])
+    parser.add_argument("--bin-tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    figures = []
+    for vocab_size in arguments.vocab:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = MegatronEngine(make_model(Path(folder), vocab_size), Layout(), "float32")
+            engine.add_adapter("run", Lora(rank=RANK, alpha=2 * RANK), seed=0)
+            for shape in arguments.shapes:
+                figures.append(measure(engine, shape, vocab_size, arguments.bin_tokens, arguments.rounds))
+                print(json.dumps(figures[-1]), flush=True)
+    hardware = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": arguments.threads}
+    result = {"benchmark": "prefix_sharing", "commit": commit(), "hardware": hardware, "torch": torch.__version__}
+    result |= {"bin_tokens": arguments.bin_tokens, "rounds": arguments.rounds, "figures": figures}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

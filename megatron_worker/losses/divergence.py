@@ -1,0 +1,34 @@
+"""Estimates of a Kullback-Leibler divergence from single samples (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+
+With x drawn from p and d = log p(x) - log q(x), KL(p, q) = E[d] is estimated by
+
+    k1 = d                   unbiased, of either sign
+    k2 = d^2 / 2             biased, never negative
+    k3 = exp(-d) - 1 + d     unbiased, never negative
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+# exp(20) is beyond any ratio of use, and finite: a zero gradient times infinity would be no number.
+LARGEST_LOG_RATIO = 20.0
+
+
+def bounded(log_ratio_N: Tensor) -> Tensor:
+    """A logarithm that is safe to take the exponential of."""
+    return log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def divergence(logprob_N: Tensor, other_N: Tensor, estimator: Estimator) -> Tensor:
+    """KL of p from q at samples of p, in nats. `logprob_N`: log p; `other_N`: log q."""
+    difference_N = logprob_N - other_N
+    match estimator:
+        case "k1":
+            return difference_N
+        case "k2":
+            return difference_N.square() / 2
+        case "k3":
+            return bounded(-difference_N).exp() - 1 + difference_N

@@ -1,0 +1,105 @@
+"""The sampler's entry point.
+
+    python -m megatron_worker.sampler --model FOLDER --port 0 --ready-file FILE
+
+It answers on loopback, to who has the key, and writes where and which key into the ready file (mode 600) as soon as it
+does. It leaves on SIGTERM, and when its parent (or the host of `--host-record`) is gone. Exit status 2: the model
+cannot be used.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import get_args
+
+from megatron_worker.vigil import keep_vigil
+from shared.completions import LogprobsMode, SamplerReady
+from shared.errors import InvalidInput
+from shared.jobs import Dtype
+from shared.paths import write_atomically
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    keep_vigil(options.host_record)
+    os.umask(0o077)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
+    try:
+        serve(options)
+    except InvalidInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Until SIGTERM or SIGINT. This thread computes; others talk."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from megatron_worker.evaluation import read_stop_ids
+    from megatron_worker.sampler.answers import Answers, Limits
+    from megatron_worker.sampler.decoder import Decoder
+    from megatron_worker.sampler.generation import Generator
+    from megatron_worker.sampler.server import Server
+
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer_file = options.model / "tokenizer.json"
+    if not tokenizer_file.exists():
+        raise InvalidInput("the model has no tokenizer.json", str(options.model))
+    decoder = Decoder(options.model, getattr(torch, options.dtype), device)
+    generator = Generator(decoder, options.slots)
+    limits = Limits(min(options.max_model_len, _context_of(options.model)), options.logprobs_mode)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    name = options.served_model_name or str(options.model)
+    answers = Answers(name, options.model, decoder, tokenizer, read_stop_ids(options.model), generator, limits)
+    server = Server(answers, _key(options.key_file), options.port)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: generator.stop())
+    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    ready = SamplerReady(url=server.url, api_key=server.api_key, pid=os.getpid(), model=name)
+    write_atomically(options.ready_file, ready.model_dump_json().encode())
+    generator.run()
+    options.ready_file.unlink(missing_ok=True)
+
+
+def _context_of(model: Path) -> int:
+    """The positions that the model was made for."""
+    config = json.loads((model / "config.json").read_bytes())
+    return int(config.get("max_position_embeddings") or sys.maxsize)
+
+
+def _key(file: Path | None) -> str:
+    key = secrets.token_urlsafe(24) if file is None else file.read_text().strip()
+    if not key:
+        raise InvalidInput("the file holds no key", str(file))
+    return key
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron_worker.sampler", description="A sampler of our own.")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--ready-file", type=Path, required=True, help="where the address and the key are written")
+    parser.add_argument("--served-model-name", help="what requests call the model; its folder unless given")
+    parser.add_argument("--port", type=int, default=0, help="on loopback; 0: a free one")
+    parser.add_argument("--key-file", type=Path, help="the bearer key; made up unless given")
+    parser.add_argument("--host-record", type=Path, help="a worker.json: leave when that host is gone")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
+    parser.add_argument("--device", help="cuda where there is one, unless given")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")
+    parser.add_argument("--slots", type=int, default=32, help="sequences a step; part of that too")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
+    parser.add_argument("--logprobs-mode", choices=get_args(LogprobsMode), default="raw_logprobs")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

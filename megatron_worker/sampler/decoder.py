@@ -1,0 +1,276 @@
+"""A decoder for sampling: one prompt at a time in, one token of each of a fixed number of slots at a time out.
+
+**Why batching cannot change a result.** Products round differently for differently shaped matrices, so shapes here
+never depend on what else is going on: a prompt is read alone, whatever waits; a step always computes every slot, empty
+or not; attention goes over blocks of BLOCK positions, and blocks behind a sequence's end add exactly nothing (a weight
+of exp(-inf) = 0, a rescaling by exp(0) = 1). What is left is that a product gives equal rows for equal inputs in every
+row; `Sampler` checks that when it starts.
+
+Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G key/value heads, P query heads for each
+of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.families.architecture import Architecture, rotary_frequencies
+from megatron_worker.families.pieces import Piece
+from megatron_worker.weights import model_files, refuse_unknown
+
+BLOCK = 128
+_FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Hugging Face linears of one input, their rows one below the other."""
+
+    name: str
+    parts: tuple[Piece, ...]
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+    def __call__(self, x: Tensor, beside: Mapping[str, Beside]) -> Tensor:
+        y = F.linear(x, self.weight_OI, self.bias_O)
+        extra = beside.get(self.name)
+        if extra is not None:
+            low = F.linear(x, extra.a_RI).mul_(extra.scale)
+            y += F.linear(low, extra.b_OR)
+        return y
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm_H: Tensor
+    qkv: FusedLinear
+    query_norm_D: Tensor | None
+    key_norm_D: Tensor | None
+    output: FusedLinear
+    mlp_norm_H: Tensor
+    gate_up: FusedLinear
+    down: FusedLinear
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt that was read: the final hidden state of its last token, keys and values of each layer [G, T, D]."""
+
+    hidden_H: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class Cache:
+    """Keys and values of all slots, a layer at a time: [blocks, B, G, S, D]. Grows by blocks of zeros."""
+
+    def __init__(self, a: Architecture, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_slots = num_slots
+        empty = (0, num_slots, a.num_kv_heads, BLOCK, a.head_dim)
+        self.keys = [torch.zeros(empty, dtype=dtype, device=device) for _ in range(a.num_layers)]
+        self.values = [torch.zeros(empty, dtype=dtype, device=device) for _ in range(a.num_layers)]
+        self.slots_B = torch.arange(num_slots, device=device)
+
+    def reserve(self, num_tokens: int) -> None:
+        missing = -(-num_tokens // BLOCK) - len(self.keys[0])
+        if missing > 0:
+            for tensors in (self.keys, self.values):
+                for number, old in enumerate(tensors):
+                    tensors[number] = torch.cat([old, old.new_zeros(missing, *old.shape[1:])])
+
+    def fill(self, slot: int, prompt: Prefilled) -> None:
+        num_tokens = prompt.keys[0].shape[1]
+        self.reserve(num_tokens)
+        for tensors, sources in ((self.keys, prompt.keys), (self.values, prompt.values)):
+            for target, source_GTD in zip(tensors, sources, strict=True):
+                for block, start in enumerate(range(0, num_tokens, BLOCK)):
+                    piece = source_GTD[:, start : start + BLOCK]
+                    target[block, slot, :, : piece.shape[1]] = piece
+
+
+class Decoder:
+    """A dense decoder of one of our families, whole on one device.
+
+    Raises InvalidInput when the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.architecture = read_architecture(folder)
+        self.dtype, self.device = dtype, device
+        weights = _read(folder, self.architecture, dtype, device)
+        a = self.architecture
+        self._embedding_VH = weights["model.embed_tokens.weight"]
+        self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        self._final_norm_H = weights["model.norm.weight"]
+        pieces = {p.name: p for p in pieces_of(a, 1)}
+        self._layers = [_layer(a, weights, pieces, number) for number in range(a.num_layers)]
+        self._frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(device)
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        return [x for layer in self._layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+
+    def new_cache(self, num_slots: int) -> Cache:
+        return Cache(self.architecture, num_slots, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: tuple[int, ...], beside: Mapping[str, Beside]) -> Prefilled:
+        """Read a prompt, alone."""
+        a = self.architecture
+        x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
+        cos_T1D, sin_T1D = self._rotary(torch.arange(len(token_ids), device=self.device))
+        keys, values = [], []
+        for layer in self._layers:
+            query_TQD, key_TGD, value_TGD = self._heads(layer, x_TH, beside, cos_T1D, sin_T1D)
+            query, key, value = (t.transpose(0, 1).contiguous() for t in (query_TQD, key_TGD, value_TGD))
+            key_1QTD, value_1QTD = (t.repeat_interleave(a.heads_per_group, dim=0)[None] for t in (key, value))
+            attended_1QTD = F.scaled_dot_product_attention(query[None], key_1QTD, value_1QTD, is_causal=True)
+            x_TH = self._rest(layer, x_TH, attended_1QTD[0].transpose(0, 1).flatten(1), beside)
+            keys.append(key)
+            values.append(value)
+        last_1H = x_TH[-1:]
+        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], keys, values)
+
+    @torch.inference_mode()
+    def step(
+        self, token_B: Tensor, position_B: Tensor, num_blocks: int, cache: Cache, beside: Mapping[str, Beside]
+    ) -> Tensor:
+        """One token of every slot at its position. Returns final hidden states, [B, H].
+
+        Args:
+            num_blocks: blocks that any slot has tokens in; more change nothing.
+        """
+        x_BH = F.embedding(token_B, self._embedding_VH)
+        cos_B1D, sin_B1D = self._rotary(position_B)
+        masks = _masks(position_B, num_blocks)
+        block_B, offset_B = position_B // BLOCK, position_B % BLOCK
+        for number, layer in enumerate(self._layers):
+            query_BQD, key_BGD, value_BGD = self._heads(layer, x_BH, beside, cos_B1D, sin_B1D)
+            cache.keys[number][block_B, cache.slots_B, :, offset_B] = key_BGD
+            cache.values[number][block_B, cache.slots_B, :, offset_B] = value_BGD
+            attended_BX = _attend(query_BQD, cache.keys[number], cache.values[number], masks)
+            x_BH = self._rest(layer, x_BH, attended_BX, beside)
+        return self._norm(x_BH, self._final_norm_H)
+
+    @torch.inference_mode()
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """Float32, [B, V]."""
+        return F.linear(hidden_BH, self._output_VH).float()
+
+    def _heads(
+        self, layer: Layer, x_TH: Tensor, beside: Mapping[str, Beside], cos_T1D: Tensor, sin_T1D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, rotated: [T, heads, D]."""
+        a = self.architecture
+        mixed_TO = layer.qkv(self._norm(x_TH, layer.input_norm_H), beside)
+        mixed_TXD = mixed_TO.view(len(x_TH), -1, a.head_dim)
+        query, key, value = mixed_TXD.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
+        if layer.query_norm_D is not None and layer.key_norm_D is not None:
+            query, key = self._norm(query, layer.query_norm_D), self._norm(key, layer.key_norm_D)
+        return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value
+
+    def _rest(self, layer: Layer, x_TH: Tensor, attended_TX: Tensor, beside: Mapping[str, Beside]) -> Tensor:
+        """The residual stream behind a layer's attention and MLP."""
+        x_TH = x_TH + layer.output(attended_TX, beside)
+        gate, up = layer.gate_up(self._norm(x_TH, layer.mlp_norm_H), beside).chunk(2, dim=-1)
+        return x_TH + layer.down(F.silu(gate) * up, beside)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+
+    def _rotary(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        angle_TD2 = position_T.float()[:, None] * self._frequency_D2
+        angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
+        return angle_T1D.cos().to(self.dtype), angle_T1D.sin().to(self.dtype)
+
+
+def _rotated(x_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    first, second = x_TXD.chunk(2, dim=-1)
+    return x_TXD * cos_T1D + torch.cat([-second, first], dim=-1) * sin_T1D
+
+
+def _masks(position_B: Tensor, num_blocks: int) -> list[Tensor]:
+    """For each block 0 where a slot may look and -inf where it may not, [B, 1, 1, S]."""
+    offset_S = torch.arange(BLOCK, device=position_B.device)
+    zero = torch.zeros((), device=position_B.device)
+    return [
+        torch.where(block * BLOCK + offset_S > position_B[:, None], -torch.inf, zero)[:, None, None]
+        for block in range(num_blocks)
+    ]
+
+
+def _attend(query_BQD: Tensor, keys: Tensor, values: Tensor, masks: list[Tensor]) -> Tensor:
+    """Attention over blocks with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3).
+
+    Every slot sees position 0, so that the maximum is finite from the first block on. Returns [B, Q * D].
+    """
+    _, num_slots, num_groups, _, size = keys.shape
+    query = query_BQD.reshape(num_slots * num_groups, -1, size)
+    scale = size**-0.5
+    highest = total = attended = torch.empty(0)
+    for block, mask_B11S in enumerate(masks):
+        key_XSD, value_XSD = (t[block].view(-1, BLOCK, size) for t in (keys, values))
+        score_XPS = torch.bmm(query, key_XSD.transpose(1, 2)).float().mul_(scale)
+        score_XPS.view(num_slots, num_groups, -1, BLOCK).add_(mask_B11S)
+        block_highest = score_XPS.amax(-1, keepdim=True)
+        new_highest = block_highest if block == 0 else torch.maximum(highest, block_highest)
+        weight_XPS = score_XPS.sub_(new_highest).exp_()
+        block_total = weight_XPS.sum(-1, keepdim=True)
+        block_attended = torch.bmm(weight_XPS.to(value_XSD.dtype), value_XSD).float()
+        if block == 0:
+            total, attended = block_total, block_attended
+        else:
+            rescaling = (highest - new_highest).exp_()
+            total, attended = total * rescaling + block_total, attended * rescaling + block_attended
+        highest = new_highest
+    return (attended / total).to(query_BQD.dtype).view(num_slots, -1)
+
+
+def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Every tensor under its Hugging Face name."""
+    pieces = pieces_of(a, 1)
+    with model_files(folder) as files:
+        refuse_unknown(files, pieces, folder)
+        return {p.name: files.local(p, p.name, 0, 1).to(device, dtype, copy=True) for p in pieces}
+
+
+def _layer(a: Architecture, weights: dict[str, Tensor], pieces: dict[str, Piece], number: int) -> Layer:
+    prefix = f"model.layers.{number}"
+    fused = {name: _fused(f"{prefix}.{name}", prefix, parts, weights, pieces) for name, parts in _FUSED.items()}
+    return Layer(
+        input_norm_H=weights[f"{prefix}.input_layernorm.weight"],
+        query_norm_D=weights.get(f"{prefix}.self_attn.q_norm.weight"),
+        key_norm_D=weights.get(f"{prefix}.self_attn.k_norm.weight"),
+        mlp_norm_H=weights[f"{prefix}.post_attention_layernorm.weight"],
+        **fused,
+    )
+
+
+def _fused(
+    name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], pieces: dict[str, Piece]
+) -> FusedLinear:
+    """The parts leave `weights` as they are fused, so that none is held twice."""
+    modules = [f"{prefix}.{part}" for part in parts]
+    own = tuple(pieces[f"{module}.weight"] for module in modules)
+    weight_OI = torch.cat([weights.pop(f"{module}.weight") for module in modules])
+    biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
+    return FusedLinear(name, own, weight_OI, torch.cat(biases) if biases else None)

@@ -1,0 +1,250 @@
+"""Generation: sequences in slots, a token of each a step, until each has ended.
+
+One thread runs the loop and alone touches the device; others `submit` and wait. Sequences of one adapter share a lane
+of slots; a slot that falls free is filled at once. A sequence's tokens depend on its prompt, its adapter, its seed and
+its sampling, and on nothing else that goes on (see decoder.py).
+
+Shape suffixes: B slots, H hidden size, V vocabulary, K likeliest.
+"""
+
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megatron_worker.sampler.adapters import Adapter
+from megatron_worker.sampler.decoder import BLOCK, Beside, Cache, Decoder, Prefilled
+from megatron_worker.sampler.drawing import Drawn, draw, uniform
+from megatron_worker.sampler.ending import End, Ending
+from shared.completions import Sampling
+
+_KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample: what was asked for, and what has been drawn. Logprobs in nats, a value a token."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    ending: Ending
+    num_top: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    end: End | None = None
+
+    @property
+    def next_uniform(self) -> float:
+        return uniform(self.seed, len(self.token_ids))
+
+    @property
+    def last_position(self) -> int:
+        return len(self.prompt) + len(self.token_ids) - 1
+
+
+class Ticket:
+    """Sequences that were submitted together. `done` is set when all have ended."""
+
+    def __init__(self, adapter: Adapter, sequences: list[Sequence]) -> None:
+        self.adapter = adapter
+        self.sequences = sequences
+        self.done = threading.Event()
+        self.cancelled = False
+        self._num_open = len(sequences)
+
+    def one_ended(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self.done.set()
+
+
+class Generator:
+    """The loop. `run` ends after `stop`; an error in it is a bug, and ends the process that runs it."""
+
+    def __init__(self, decoder: Decoder, num_slots: int) -> None:
+        self._decoder = decoder
+        self._num_slots = num_slots
+        self._arrivals: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._lanes: dict[Adapter, _Lane] = {}
+        self._widths: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+
+    def submit(self, ticket: Ticket) -> None:
+        self._arrivals.put(ticket)
+
+    def stop(self) -> None:
+        """Safe to call from a signal handler."""
+        self._arrivals.put(None)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        while self._take():
+            for adapter, lane in list(self._lanes.items()):
+                lane.step()
+                if lane.is_idle:
+                    del self._lanes[adapter]
+
+    def _take(self) -> bool:
+        """What has arrived; waits for it when there is nothing else to do. False: stop."""
+        while not self._lanes or not self._arrivals.empty():
+            ticket = self._arrivals.get()
+            if ticket is None:
+                return False
+            self._lane(ticket.adapter).add(ticket)
+        return True
+
+    def _lane(self, adapter: Adapter) -> "_Lane":
+        if adapter not in self._lanes:
+            if adapter not in self._widths:
+                self._widths[adapter] = reliable_width(self._decoder, adapter.beside, self._num_slots)
+            self._lanes[adapter] = _Lane(self._decoder, adapter.beside, self._widths[adapter])
+        return self._lanes[adapter]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    sequence: Sequence
+    ticket: Ticket
+
+
+class _Lane:
+    """The slots that draw from one adapter."""
+
+    def __init__(self, decoder: Decoder, beside: Mapping[str, Beside], num_slots: int) -> None:
+        self._decoder = decoder
+        self._beside = beside
+        self._cache = decoder.new_cache(num_slots)
+        self._hidden_BH = torch.zeros(
+            num_slots, decoder.architecture.hidden_size, dtype=decoder.dtype, device=decoder.device
+        )
+        self._slots: list[_Seat | None] = [None] * num_slots
+        self._waiting: deque[_Seat] = deque()
+        self._prompts: OrderedDict[tuple[int, ...], Prefilled] = OrderedDict()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not any(self._slots)
+
+    def add(self, ticket: Ticket) -> None:
+        self._waiting.extend(_Seat(sequence, ticket) for sequence in ticket.sequences)
+
+    def step(self) -> None:
+        """Fill free slots, draw a token in each, let what ended go, and compute what the others draw from next."""
+        self._slots = [None if seat and seat.ticket.cancelled else seat for seat in self._slots]
+        self._fill()
+        self._draw()
+        self._forward()
+
+    def _fill(self) -> None:
+        for slot, seat in enumerate(self._slots):
+            if seat is None and (arrival := self._next_waiting()) is not None:
+                prompt = self._prefilled(arrival.sequence.prompt)
+                self._cache.fill(slot, prompt)
+                self._hidden_BH[slot] = prompt.hidden_H
+                self._slots[slot] = arrival
+
+    def _next_waiting(self) -> _Seat | None:
+        while self._waiting:
+            seat = self._waiting.popleft()
+            if not seat.ticket.cancelled:
+                return seat
+        return None
+
+    def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
+        if prompt not in self._prompts:
+            self._prompts[prompt] = self._decoder.prefill(prompt, self._beside)
+            if len(self._prompts) > _KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        return self._prompts[prompt]
+
+    def _draw(self) -> None:
+        taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
+        if not taken:
+            return
+        drawn = self._drawn()
+        tokens, raw, processed = drawn.token_B.tolist(), drawn.raw_B.tolist(), drawn.processed_B.tolist()
+        for slot, seat in taken:
+            sequence = seat.sequence
+            sequence.token_ids.append(tokens[slot])
+            sequence.raw.append(raw[slot])
+            sequence.processed.append(processed[slot])
+            if sequence.num_top:
+                sequence.top.append(_likeliest(drawn, slot, sequence.num_top))
+            sequence.end = sequence.ending.after(sequence.token_ids)
+            if sequence.end is not None:
+                self._slots[slot] = None
+                seat.ticket.one_ended()
+
+    def _drawn(self) -> Drawn:
+        """Empty slots are drawn too, greedily, so that shapes stay as they are."""
+        rows = [
+            (0.0, 1.0, 0.0)
+            if seat is None
+            else (seat.sequence.sampling.temperature, seat.sequence.sampling.top_p, seat.sequence.next_uniform)
+            for seat in self._slots
+        ]
+        temperature, top_p, numbers = zip(*rows, strict=True)
+        device = self._decoder.device
+        return draw(
+            self._decoder.logits(self._hidden_BH),
+            torch.tensor(temperature, device=device),
+            torch.tensor(top_p, device=device),
+            torch.tensor(numbers, dtype=torch.float64, device=device),
+        )
+
+    def _forward(self) -> None:
+        last = [(s.sequence.token_ids[-1], s.sequence.last_position) if s else (0, 0) for s in self._slots]
+        if not any(self._slots):
+            return
+        token_B, position_B = (torch.tensor(values, device=self._decoder.device) for values in zip(*last, strict=True))
+        self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._beside)
+
+
+def forward(
+    decoder: Decoder, token_B: torch.Tensor, position_B: torch.Tensor, cache: Cache, beside: Mapping[str, Beside]
+) -> torch.Tensor:
+    """`Decoder.step` over as many blocks as the longest sequence needs."""
+    num_tokens = int(position_B.max()) + 1
+    cache.reserve(num_tokens)
+    return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, beside)
+
+
+def _likeliest(drawn: Drawn, slot: int, num: int) -> list[tuple[int, float]]:
+    """Of the model's own distribution."""
+    logprob_K, token_K = drawn.raw_BV[slot].topk(min(num, drawn.raw_BV.shape[1]))
+    return list(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def reliable_width(decoder: Decoder, beside: Mapping[str, Beside], num_slots: int) -> int:
+    """The largest of num_slots, num_slots / 2, ..., 1 whose slots all compute the same bits from the same tokens."""
+    while num_slots > 1 and not _slots_are_equal(decoder, beside, num_slots):
+        num_slots //= 2
+    return num_slots
+
+
+def _slots_are_equal(decoder: Decoder, beside: Mapping[str, Beside], num_slots: int) -> bool:
+    """Two tokens, in all slots alike, then in slots at either end and in the middle, among others."""
+    other = torch.arange(num_slots, device=decoder.device) % decoder.architecture.vocab_size
+    alike = _two_tokens(decoder, beside, torch.full_like(other, 1))
+    if not all(torch.equal(row, alike[0]) for row in alike):
+        return False
+    for slot in {0, num_slots // 2, num_slots - 1}:
+        mixed = other.clone()
+        mixed[slot] = 1
+        if not torch.equal(_two_tokens(decoder, beside, mixed)[slot], alike[0]):
+            return False
+    return True
+
+
+def _two_tokens(decoder: Decoder, beside: Mapping[str, Beside], token_B: torch.Tensor) -> torch.Tensor:
+    cache = decoder.new_cache(len(token_B))
+    for position in range(2):
+        hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, beside)
+    return decoder.logits(hidden_BH)

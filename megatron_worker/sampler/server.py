@@ -1,0 +1,142 @@
+"""The sampler's HTTP: loopback, a bearer key, JSON in and out. Threads wait; one thread computes."""
+
+import hmac
+import json
+import secrets
+import select
+import socket
+import sys
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from pydantic import BaseModel
+
+from megatron_worker.sampler.answers import Answers, Refused
+from shared.completions import ErrorDetail, ErrorResponse
+
+_MAX_BODY_BYTES = 32 << 20
+_POST = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_GET = ("/health", "/v1/models")
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on loopback once made; `port` 0 takes a free one."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, answers: Answers, api_key: str, port: int) -> None:
+        self.answers = answers
+        self.api_key = api_key
+        super().__init__(("127.0.0.1", port), _Exchange)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hung up is no error of ours."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Exchange(BaseHTTPRequestHandler):
+    """One connection, any number of requests."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 120  # of a silent connection, in seconds; while an answer is being made it does not run
+    disable_nagle_algorithm = True
+    wbufsize = -1
+    server: Server
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def _answer(self, method: str) -> None:
+        try:
+            body = self._body()
+            self._check_key()
+            answer = self._route(method, body)
+        except Refused as error:
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
+            self._send(error.status, ErrorResponse(error=detail))
+        except Exception:  # the edge of the process: the client learns that it failed, the log learns why
+            traceback.print_exc()
+            detail = ErrorDetail(message="the sampler failed", type="server_error")
+            self._send(500, ErrorResponse(error=detail))
+        else:
+            if answer is not None:
+                self._send(200, answer)
+
+    def _route(self, method: str, body: bytes) -> BaseModel | str | None:
+        answers, path = self.server.answers, self.path.partition("?")[0]
+        match method, path:
+            case "GET", "/health":
+                return ""
+            case "GET", "/v1/models":
+                return answers.models()
+            case "POST", "/v1/completions":
+                answer = answers.complete(body, self._is_gone)
+                self.close_connection = self.close_connection or answer is None
+                return answer
+            case "POST", "/v1/load_lora_adapter":
+                return answers.load(body)
+            case "POST", "/v1/unload_lora_adapter":
+                return answers.unload(body)
+        if path in (*_GET, *_POST):
+            raise Refused(405, f"{path} is not asked with {method}")
+        raise Refused(404, f"there is no {path}")
+
+    def _check_key(self) -> None:
+        if self.path.partition("?")[0] == "/health":
+            return
+        given = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
+            raise Refused(401, "the bearer key is missing or wrong", code="invalid_api_key")
+
+    def _body(self) -> bytes:
+        """Read before anything is refused, so that the connection can be used again."""
+        text = self.headers.get("Content-Length", "0")
+        if self.headers.get("Transfer-Encoding") or not (text.isascii() and text.isdigit()):
+            self.close_connection = True
+            raise Refused(411, "a body needs a Content-Length")
+        if int(text) > _MAX_BODY_BYTES:
+            self.close_connection = True
+            raise Refused(413, f"a body may have {_MAX_BODY_BYTES} bytes")
+        return self.rfile.read(int(text))
+
+    def _is_gone(self) -> bool:
+        """Whether the client has hung up."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def _send(self, status: int, answer: BaseModel | str) -> None:
+        text = answer if isinstance(answer, str) else answer.model_dump_json()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.send_header("x-request-id", secrets.token_hex(8))
+        self.end_headers()
+        self.wfile.write(text.encode())
+        self.wfile.flush()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server itself refuses (a method it does not know, a request line that is none)."""
+        self.close_connection = True
+        body = {"error": {"message": message or "bad request", "type": "invalid_request_error", "param": None}}
+        text = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing a request: prompts belong to their users."""

@@ -1,0 +1,50 @@
+"""What bins and ranks report, brought together: a name that ends in `:max` by the maximum, every other by addition.
+
+`x:sum` and `x:count` are the two halves of a mean, divided only when all is known.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SUM, COUNT, MAX = ":sum", ":count", ":max"
+
+
+def combine(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """Two values of one name as one."""
+    return torch.maximum(one, other) if name.endswith(MAX) else one + other
+
+
+def over_ranks(
+    sums: dict[str, Tensor], rank: int, num_ranks: int, add_over_ranks: Callable[[Tensor], None]
+) -> dict[str, float]:
+    """Values of all ranks, in one sum: each maximum travels in a column of its rank's own.
+
+    Args:
+        sums: scalars of this rank, the same names on every rank, all on one device.
+        add_over_ranks: adds a float64 vector up over the ranks, in place.
+    """
+    added = sorted(name for name in sums if not name.endswith(MAX))
+    maxima = sorted(name for name in sums if name.endswith(MAX))
+    values = torch.stack([sums[name].detach().double() for name in added])
+    columns = values.new_zeros(len(maxima), num_ranks)
+    for row, name in enumerate(maxima):
+        columns[row, rank] = sums[name].detach()
+    both = torch.cat([values, columns.flatten()])
+    add_over_ranks(both)
+    greatest = both[len(added) :].view(len(maxima), num_ranks).tolist()
+    return dict(zip(added, both.tolist(), strict=False)) | {
+        name: max(row) for name, row in zip(maxima, greatest, strict=True)
+    }
+
+
+def reported(reduced: dict[str, float]) -> dict[str, float]:
+    """Metrics under their own names; a mean of nothing is left out."""
+    means = {
+        name.removesuffix(SUM): value / reduced[name.removesuffix(SUM) + COUNT]
+        for name, value in reduced.items()
+        if name.endswith(SUM) and reduced[name.removesuffix(SUM) + COUNT]
+    }
+    plain = {name: value for name, value in reduced.items() if not name.endswith((SUM, COUNT, MAX))}
+    return plain | means | {name.removesuffix(MAX): v for name, v in reduced.items() if name.endswith(MAX)}

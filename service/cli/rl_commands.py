@@ -1,0 +1,194 @@
+"""Commands of reinforcement learning: start a run, hand it train steps, finish it."""
+
+import json
+import secrets
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli.connection import Json, connect, wants_json
+from service.cli.exits import FAILED, NOT_FINISHED, USAGE, Stop
+from service.cli.render import outcome, print_json, say
+from service.cli.run_commands import RunId, Timeout
+from service.cli.submit_commands import DtypeName, Model, dataset_uri, finish, lora_of, model_uri, usage
+
+if TYPE_CHECKING:
+    from shared.runs import RLRun, StepStatus
+
+_LONG_POLL_S = 10.0
+
+
+class AdvantagesName(StrEnum):
+    group_mean = "group_mean"
+    group_normalized = "group_normalized"
+    leave_one_out = "leave_one_out"
+    batch_normalized = "batch_normalized"
+    given = "given"
+
+
+class EqualRewards(StrEnum):
+    drop = "drop"
+    keep = "keep"
+
+
+class Broken(StrEnum):
+    refuse = "refuse"
+    drop = "drop"
+
+
+class Between(StrEnum):
+    offload = "offload"
+    keep = "keep"
+
+
+def register(app: typer.Typer, submit: typer.Typer) -> None:
+    """Add the commands to an app, and `rl` to those of `submit`."""
+    submit.command()(rl)
+    app.command()(step)
+    app.command(name="finish")(finish_run)
+
+
+def rl(
+    context: typer.Context,
+    model: Model,
+    loss: Annotated[
+        str, typer.Option(help="reinforce, ppo, cispo, gspo or dro; or a JSON object with `kind` and its fields.")
+    ] = "ppo",
+    advantages: AdvantagesName = AdvantagesName.group_mean,
+    name: Annotated[str | None, typer.Option(help="What adapters are published as; the run's id if absent.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Default 16.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="Default 32.")] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as q_proj,v_proj; default all.")
+    ] = None,
+    initial_adapter: Annotated[str | None, typer.Option(help="URI of a published adapter to go on from.")] = None,
+    equal_rewards: Annotated[EqualRewards, typer.Option(help="Groups whose rewards are all the same.")] = (
+        EqualRewards.drop
+    ),
+    broken: Annotated[Broken, typer.Option(help="Steps with trajectories that cannot be trained.")] = Broken.refuse,
+    max_staleness: Annotated[int | None, typer.Option(help="Policy versions a trajectory may be behind.")] = None,
+    mini_batches: Annotated[int, typer.Option(help="Optimizer steps a pass over a step's groups.")] = 1,
+    epochs: Annotated[int, typer.Option(help="Passes over a step's groups.")] = 1,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr")] = 1e-5,
+    warmup: Annotated[int, typer.Option(help="Optimizer steps of linear warm-up.")] = 0,
+    weight_decay: float = 0.0,
+    clip_norm: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 for none.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="The longest trajectory.")] = 2048,
+    bin_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch; --max-tokens if absent.")] = None,
+    seed: int = 0,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    dtype: DtypeName = DtypeName.float32,
+    between_steps: Annotated[Between, typer.Option(help="What a waiting worker does with the device.")] = (
+        Between.offload
+    ),
+    idle: Annotated[float, typer.Option(help="Seconds until a worker without a step is given back.")] = 60.0,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start a reinforcement-learning run, which then waits for `longshore step`."""
+    run = _checked(
+        {
+            "name": name,
+            "model": model_uri(model),
+            "trainable": lora_of(lora_rank, lora_alpha, lora_targets),
+            "initial_adapter": initial_adapter,
+            "loss": _loss(loss),
+            "advantages": advantages.value,
+            "equal_rewards": equal_rewards.value,
+            "broken": broken.value,
+            "max_staleness": max_staleness,
+            "mini_batches": mini_batches,
+            "epochs": epochs,
+            "learning_rate": learning_rate,
+            "warmup_steps": warmup,
+            "weight_decay": weight_decay,
+            "clip_norm": clip_norm,
+            "max_tokens": max_tokens,
+            "bin_tokens": bin_tokens,
+            "seed": seed,
+            "layout": {"tp": tp, "dp": dp},
+            "dtype": dtype.value,
+            "between_steps": between_steps.value,
+            "idle_s": idle,
+        }
+    )
+    with connect(context, patience_s=20) as client:
+        view = client.submit_rl(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
+        finish(client, view, wait=False, timeout_s=None, as_json=wants_json(context, as_json))
+
+
+def step(
+    context: typer.Context,
+    run_id: RunId,
+    groups: Annotated[str, typer.Argument(help="Trajectory groups as JSONL: a file (uploaded), or a URI.")],
+    key: Annotated[
+        str | None, typer.Option(help="The same key trains once, however often it is sent; else each call is a step.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the step's end.")] = False,
+    timeout: Timeout = None,
+    as_json: Json = False,
+) -> None:
+    """Train one file of trajectory groups, and publish the policy's next version.
+
+    Exit codes: 0 done (or queued, without --wait), 2 usage, 100 failed, 101 not finished within --timeout.
+    """
+    if timeout is not None and not wait:
+        raise Stop("--timeout goes with --wait", USAGE)
+    end = None if timeout is None else time.monotonic() + timeout
+    with connect(context, patience_s=20) as client:
+        uri = dataset_uri(client, groups, "groups")
+        found = client.train_step(run_id, key or f"cli-{secrets.token_hex(16)}", uri)
+        while wait and not found.is_final and (end is None or time.monotonic() < end):
+            left = _LONG_POLL_S if end is None else min(_LONG_POLL_S, max(0.0, end - time.monotonic()))
+            found = client.step(run_id, found.step, left)
+    if wants_json(context, as_json):
+        print_json(found.model_dump(mode="json"))
+    else:
+        print(_words(found))
+    if found.state == "failed":
+        raise typer.Exit(FAILED)
+    if wait and not found.is_final:
+        raise typer.Exit(NOT_FINISHED)
+
+
+def finish_run(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+    """Tell an RL run that no more steps come: it ends after those that wait."""
+    with connect(context) as client:
+        view = client.finish(run_id)
+    if wants_json(context, as_json):
+        print_json(outcome(view))
+    else:
+        say(f"{run_id} ends when its steps are done")
+
+
+def _words(step: "StepStatus") -> str:
+    words = f"step {step.step}: {step.state}"
+    if step.state == "done":
+        words += f", policy version {step.policy_version}, published: {step.adapter}"
+    if step.problem is not None:
+        words += f": {step.problem.message}"
+    return words
+
+
+def _loss(given: str) -> dict[str, Any]:
+    if not given.lstrip().startswith("{"):
+        return {"kind": given}
+    try:
+        loss: dict[str, Any] = json.loads(given)
+    except ValueError as error:
+        raise Stop(f"--loss: no JSON: {error}", USAGE) from None
+    return loss
+
+
+def _checked(fields: dict[str, Any]) -> "RLRun":
+    from pydantic import ValidationError
+
+    from shared.runs import RLRun
+
+    try:
+        return RLRun.model_validate(fields)
+    except ValidationError as error:
+        raise usage(error) from None

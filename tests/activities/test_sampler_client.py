@@ -1,0 +1,150 @@
+"""The client against servers that misbehave. Against one that behaves: tests/megatron_worker/test_sampler_conformance.py."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import activities.sampler_client
+from activities.sampler_client import Sampler
+from shared.completions import Sampling
+from shared.errors import InvalidInput, SamplerUnavailable
+from tests.conftest import free_port
+
+CHOICE = {
+    "index": 0,
+    "text": "ab",
+    "finish_reason": "stop",
+    "stop_reason": 7,
+    "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-0.5, -1.5], "text_offset": [0, 1], "top_logprobs": None},
+    "token_ids": [4, 7],
+}
+GOOD = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "m",
+    "choices": [CHOICE],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+}
+
+
+class Scripted:
+    """A server that gives the answers of a list, one a request, and remembers what it was asked."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = list(answers), []
+        script = self
+
+        class Exchange(BaseHTTPRequestHandler):
+            def do_POST(self):
+                length = int(self.headers.get("Content-Length", 0))
+                script.asked.append((self.path, json.loads(self.rfile.read(length) or b"null")))
+                status, body = script.answers.pop(0)
+                if status == 0:  # hang up without an answer
+                    self.close_connection = True
+                    return
+                text = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Exchange)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def client(self, attempts=3):
+        return Sampler(f"http://127.0.0.1:{self.server.server_address[1]}/", "key", attempts=attempts)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    monkeypatch.setattr(activities.sampler_client, "_FIRST_PAUSE_S", 0.01)
+    servers = []
+
+    def make(*answers):
+        servers.append(Scripted(answers))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.server.shutdown()
+        server.server.server_close()
+
+
+def sample(client, n=1):
+    return client.sample("m", (1, 2), Sampling(max_tokens=3, stop=("x",)), n=n, seed=9)
+
+
+def with_choice(**changes):
+    return {**GOOD, "choices": [{**CHOICE, **changes}]}
+
+
+def test_what_passes_is_tried_again(scripted):
+    server = scripted((503, b"loading"), (0, b""), (200, GOOD))
+    (found,) = sample(server.client())
+    assert found.token_ids == (4, 7)
+    assert found.logprobs == (-0.5, -1.5)
+    assert (found.was_cut_off, found.stop_reason) == (False, 7)
+    assert server.asked[0] == server.asked[1] == server.asked[2]
+    path, body = server.asked[0]
+    assert path == "/v1/completions"
+    assert body["prompt"] == [1, 2]
+    assert (body["seed"], body["n"], body["stop"], body["return_token_ids"]) == (9, 1, ["x"], True)
+
+
+def test_it_gives_up_after_its_attempts(scripted):
+    server = scripted(*[(500, {"error": {"message": "boom", "type": "server_error"}})] * 5)
+    with pytest.raises(SamplerUnavailable, match="3 attempts.*boom"):
+        sample(server.client())
+    assert len(server.asked) == 3
+
+
+def test_nobody_listens():
+    client = Sampler(f"http://127.0.0.1:{free_port()}", attempts=1)
+    assert not client.is_healthy()
+    with pytest.raises(SamplerUnavailable):
+        client.models()
+
+
+def test_a_refusal_is_not_tried_again(scripted):
+    server = scripted((400, {"error": {"message": "top_p is 7", "type": "invalid_request_error", "code": None}}))
+    with pytest.raises(InvalidInput, match="400: top_p is 7"):
+        sample(server.client())
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>",
+        {**GOOD, "choices": []},
+        {**GOOD, "choices": [CHOICE, CHOICE]},
+        with_choice(token_ids=None),
+        with_choice(logprobs=None),
+        with_choice(token_ids=[4]),
+        with_choice(logprobs={"tokens": ["a", "b"], "token_logprobs": [-0.5, None]}),
+    ],
+)
+def test_answers_that_cannot_be_trained_on_are_refused(scripted, answer):
+    with pytest.raises(InvalidInput):
+        sample(scripted((200, answer)).client())
+
+
+def test_a_sample_that_was_given_up_is_no_sample(scripted):
+    with pytest.raises(SamplerUnavailable, match="abort"):
+        sample(scripted((200, with_choice(finish_reason="abort"))).client())
+
+
+def test_an_adapter_that_an_earlier_attempt_loaded_is_loaded(scripted):
+    refusal = (400, {"error": {"message": "The lora adapter 'a' has already been loaded.", "type": "x"}})
+    models = {"object": "list", "data": [{"id": "a", "object": "model", "root": "/a", "parent": "m"}]}
+    scripted((0, b""), refusal, (200, models)).client().load_adapter("a", "/a")
+    with pytest.raises(InvalidInput, match="already been loaded"):
+        scripted(refusal, (200, models)).client().load_adapter("a", "/another")

@@ -1,0 +1,394 @@
+"""Our sampler against transformers, PEFT and the trainer; the same bits whatever else it does; adapters; the process."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from activities.sampler_client import Sampler
+from megatron_worker.engine import Outputs
+from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.sampler.adapters import load_adapter
+from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.generation import reliable_width
+from shared.completions import Sampling
+from shared.errors import InvalidInput
+from shared.jobs import LINEARS
+from shared.layout import Layout
+from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
+from tests.megatron_worker.sampler_process import NAME, ROOT, ready, running, start, write_adapter
+
+# Of a sampler's logprob and the trainer's, both float32, over prompts and completions of up to 320 tokens.
+AGREEMENT = 2e-5
+GREEDY = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
+FREE = Sampling(max_tokens=40, ignore_eos=True)
+
+
+def prompt_of(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model and two adapters: on all linears, and on three of them (one of a fused pair, one of a fused triple)."""
+    folder = tmp_path_factory.mktemp("sampler")
+    model = distinct_model(folder / "model")
+    write_adapter(folder / "all", model, 1, LINEARS)
+    write_adapter(folder / "some", model, 2, ("k_proj", "up_proj", "o_proj"), rank=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(place):
+    with running(place / "model", place) as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def sampler(ours, place):
+    with Sampler(ours.url, ours.api_key) as sampler:
+        sampler.load_adapter("all", str(place / "all"))
+        sampler.load_adapter("some", str(place / "some"))
+        yield sampler
+
+
+def post(ready, path, body):
+    headers = {"Authorization": f"Bearer {ready.api_key}"}
+    return httpx.post(f"{ready.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+
+
+# Against others.
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", True), ("llama", False)])
+def test_greedy_is_transformers_generate(tmp_path, family, tied):
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(distinct_model(tmp_path / "model", family, tied))
+    with running(tmp_path / "model", tmp_path) as ready, Sampler(ready.url, ready.api_key) as sampler:
+        for length in (1, 7, 120, 200):
+            prompt = prompt_of(length, length)
+            assert greedy_ids(sampler, NAME, prompt) == generated(reference, prompt)
+
+
+def test_greedy_with_an_adapter_is_pefts(place, sampler):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    prompt = prompt_of(60)
+    found = {NAME: greedy_ids(sampler, NAME, prompt)}
+    for name in ("all", "some"):
+        reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), place / name)
+        found[name] = greedy_ids(sampler, name, prompt)
+        assert found[name] == generated(reference, prompt)
+    assert len(set(found.values())) == 3
+
+
+def greedy_ids(sampler, model, prompt):
+    return sampler.sample(model, prompt, GREEDY, n=1, seed=0)[0].token_ids
+
+
+def generated(reference, prompt):
+    with torch.no_grad():
+        ids = reference.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False, eos_token_id=-1
+        )
+    return tuple(ids[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("adapter", [None, "all", "some"])
+def test_logprobs_are_the_trainers(place, sampler, adapter):
+    engine = MegatronEngine(place / "model", Layout(), "float32")
+    if adapter:
+        engine.load_adapter(adapter, place / adapter, None, trainable=False)
+    sampling = changed(FREE, max_tokens=120)
+    for length in (5, 200):
+        prompt = prompt_of(length, length)
+        samples = sampler.sample(adapter or NAME, prompt, sampling, n=4, seed=length)
+        rows = [Row([*prompt, *s.token_ids], [0.0] * length + [1.0] * 120) for s in samples]
+        with torch.no_grad():
+            logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
+        told_N = torch.tensor([value for s in samples for value in s.logprobs])
+        assert (logprob_N - told_N).abs().max() <= AGREEMENT
+
+
+def changed(sampling, **changes):
+    return sampling.model_copy(update=changes)
+
+
+def test_bfloat16_logprobs_are_near_float32s(place, tmp_path):
+    prompt = prompt_of(50)
+    with (
+        running(place / "model", tmp_path, "--dtype", "bfloat16") as ready,
+        Sampler(ready.url, ready.api_key) as sampler,
+    ):
+        samples = sampler.sample(NAME, prompt, FREE, n=8, seed=0)
+    engine = MegatronEngine(place / "model", Layout(), "float32")
+    rows = [Row([*prompt, *s.token_ids], [0.0] * 50 + [1.0] * 40) for s in samples]
+    with torch.no_grad():
+        logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
+    assert (logprob_N - torch.tensor([v for s in samples for v in s.logprobs])).abs().mean() <= 0.05
+
+
+def test_processed_logprobs_are_of_the_tempered_distribution(place, tmp_path):
+    prompt, sampling = prompt_of(5), changed(FREE, temperature=0.5, top_p=0.9, max_tokens=1)
+    engine = Decoder(place / "model", torch.float32, torch.device("cpu"))
+    logit_V = engine.logits(engine.prefill(prompt, {}).hidden_H[None])[0].double()
+    ranked, order = (logit_V / 0.5).softmax(-1).sort(descending=True)
+    kept = order[: int((ranked.cumsum(-1) < 0.9).sum()) + 1]
+    expected = (logit_V / 0.5)[kept].log_softmax(-1)
+    options = ("--logprobs-mode", "processed_logprobs")
+    with running(place / "model", tmp_path, *options) as ready, Sampler(ready.url, ready.api_key) as sampler:
+        for sample in sampler.sample(NAME, prompt, sampling, n=20, seed=0):
+            (where,) = (kept == sample.token_ids[0]).nonzero()[0].tolist()
+            assert abs(sample.logprobs[0] - float(expected[where])) < 1e-5
+
+
+# The same bits whatever else goes on.
+
+
+def test_samples_do_not_depend_on_what_else_is_drawn(place, sampler, tmp_path):
+    """Alone, among 150 others of three models in slots that fall free at all times, and in another process."""
+    wanted = [
+        (model, prompt_of(length, length), sampling, 100 + length)
+        for model in (NAME, "all", "some")
+        for length, sampling in [
+            (1, FREE),
+            (100, changed(FREE, temperature=0.6)),
+            (127, changed(FREE, top_p=0.8, max_tokens=90)),
+            (260, FREE),
+        ]
+    ]
+    alone = [sampler.sample(*w[:3], n=1, seed=w[3])[0] for w in wanted]
+    with ThreadPoolExecutor(64) as pool:
+        noise = [
+            pool.submit(
+                sampler.sample,
+                (NAME, "all", "some")[i % 3],
+                prompt_of(1 + 13 * i % 150, i),
+                changed(FREE, max_tokens=1 + 7 * i % 60),
+                5,
+                i,
+            )
+            for i in range(30)
+        ]
+        among = [pool.submit(sampler.sample, *w[:3], 1, w[3]) for w in wanted]
+        assert [a.result()[0] for a in among] == alone
+        assert all(len(n.result()) == 5 for n in noise)
+    with running(place / "model", tmp_path) as ready, Sampler(ready.url, ready.api_key) as second:
+        for name in ("all", "some"):
+            second.load_adapter(name, str(place / name))
+        assert [second.sample(*w[:3], n=1, seed=w[3])[0] for w in reversed(wanted)] == alone[::-1]
+
+
+def test_all_slots_are_equal_on_this_machine(place):
+    decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
+    adapter = load_adapter("all", place / "all", decoder)
+    assert reliable_width(decoder, {}, 32) == 32
+    assert reliable_width(decoder, adapter.beside, 32) == 32
+
+
+def test_unequal_slots_make_the_lane_narrower(place):
+    class Uneven(Decoder):
+        """Rounds the last of eight or more rows otherwise, as a kernel with a tail might."""
+
+        def logits(self, hidden_BH):
+            logit_BV = super().logits(hidden_BH).clone()
+            if len(logit_BV) >= 8:
+                logit_BV[-1] *= 1 + 2**-20
+            return logit_BV
+
+    assert reliable_width(Uneven(place / "model", torch.float32, torch.device("cpu")), {}, 32) == 4
+
+
+# Adapters.
+
+
+def test_models_are_listed_with_their_parents(place, sampler):
+    models = sampler.models()
+    assert models["all"].parent == NAME
+    assert models["all"].root == str(place / "all")
+    assert models[NAME].parent is None
+
+
+def test_loading_and_unloading_can_be_repeated(place, sampler, ours):
+    for _ in range(2):
+        sampler.load_adapter("again", str(place / "some"))
+    with pytest.raises(InvalidInput, match="already been loaded"):
+        sampler.load_adapter("again", str(place / "all"))
+    with pytest.raises(InvalidInput, match="already been loaded"):
+        sampler.load_adapter(NAME, str(place / "all"))
+    for _ in range(2):
+        sampler.unload_adapter("again")
+    assert post(ours, "/v1/completions", {"model": "again", "prompt": [1]}).status_code == 404
+
+
+def test_an_adapter_may_vanish_from_disk_once_loaded(place, sampler, tmp_path):
+    shutil.copytree(place / "all", tmp_path / "copy")
+    sampler.load_adapter("copy", str(tmp_path / "copy"))
+    shutil.rmtree(tmp_path / "copy")
+    assert sampler.sample("copy", (5, 6), FREE, 1, 3) == sampler.sample("all", (5, 6), FREE, 1, 3)
+    sampler.unload_adapter("copy")
+
+
+def damaged(name, source, target):
+    shutil.copytree(source, target)
+    weights, config = target / "adapter_model.safetensors", target / "adapter_config.json"
+    match name:
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case "no weights":
+            weights.unlink()
+        case "no json":
+            config.write_text("{")
+        case "dora":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+        case "another rank":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 3}))
+        case "fewer targets":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no weights", "no json", "dora", "another rank", "fewer targets"])
+def test_a_damaged_adapter_is_refused(place, sampler, ours, tmp_path, damage):
+    damaged(damage, place / "all", tmp_path / "bad")
+    response = post(ours, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "bad")})
+    assert response.status_code == 400, response.text
+    assert str(tmp_path / "bad") in response.json()["error"]["message"]
+    assert "bad" not in sampler.models()
+
+
+def test_a_missing_adapter_is_a_404(ours, tmp_path):
+    response = post(ours, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "none")})
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "lora_path"
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"presence_penalty": 0.5},
+        {"top_k": 5},
+        {"stream": True},
+        {"echo": True},
+        {"best_of": 3},
+        {"min_tokens": 2},
+        {"nonsense": 1},
+        {"n": "2"},
+        {"stop": ""},
+        {"prompt": [1.5]},
+        {"prompt": [[1], []]},
+        {"prompt": [-1]},
+        {"prompt": [[1]] * 600, "n": 2},
+        {"seed": -1},
+    ],
+)
+def test_what_would_be_ignored_is_refused(ours, change):
+    response = post(ours, "/v1/completions", {"model": NAME, "prompt": [1, 2], "max_tokens": 1, **change})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].split(".")[0] in change
+
+
+def test_prompt_and_completion_must_fit(place, tmp_path):
+    with running(place / "model", tmp_path, "--max-model-len", "50") as ready:
+        fits = post(ready, "/v1/completions", {"model": NAME, "prompt": [1] * 40, "max_tokens": 10})
+        assert fits.status_code == 200
+        over = post(ready, "/v1/completions", {"model": NAME, "prompt": [1] * 40, "max_tokens": 11})
+        assert over.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_models_own_end_token_ends_a_sample(sampler):
+    """Among many samples some draw it; it stays in the ids, is none of the stop reasons, and has no text."""
+    ended = [s for s in sampler.sample(NAME, (5, 6, 7), Sampling(max_tokens=200), 32, 0) if not s.was_cut_off]
+    assert ended
+    for sample in ended:
+        assert sample.token_ids.index(2) == len(sample.token_ids) - 1
+        assert sample.stop_reason is None
+        assert "<|im_end|>" not in sample.text
+
+
+def test_paths_methods_and_bodies_that_are_wrong(ours):
+    headers = {"Authorization": f"Bearer {ours.api_key}"}
+    with httpx.Client(base_url=ours.url, headers=headers, trust_env=False) as client:
+        assert client.get("/v1/nothing").status_code == 404
+        assert client.get("/v1/completions").status_code == 405
+        assert client.delete("/v1/models").json()["error"]["type"] == "invalid_request_error"
+        assert client.post("/v1/completions", content=iter([b"{}"])).status_code == 411
+        assert client.get("/v1/models").headers["x-request-id"]
+    assert httpx.get(f"{ours.url}/health", trust_env=False).status_code == 200
+    assert httpx.get(f"{ours.url}/v1/models", trust_env=False).json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):
+    body = json.dumps({"model": NAME, "prompt": [1], "n": 900, "max_tokens": 4000, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ours.api_key}\r\n"
+    with socket.create_connection(("127.0.0.1", int(ours.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(0.3)
+    began = time.monotonic()
+    sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)
+    assert time.monotonic() - began < 5  # all 900 would take minutes
+
+
+# The process.
+
+
+def test_sigterm_ends_it_while_it_works(place, tmp_path):
+    process = start(place / "model", tmp_path)
+    found = ready(process, tmp_path)
+    assert (tmp_path / "ready.json").stat().st_mode & 0o777 == 0o600
+    body = {"model": NAME, "prompt": [1], "n": 500, "max_tokens": 4000, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: pytest.raises(httpx.HTTPError, post, found, "/v1/completions", body))
+    asking.start()
+    time.sleep(0.5)
+    process.terminate()
+    assert process.wait(10) == 0
+    asking.join(10)
+    assert not asking.is_alive()
+    assert not (tmp_path / "ready.json").exists()
+
+
+def test_it_leaves_with_its_parent(place, tmp_path):
+    """The parent is killed, not asked."""
+    code = "import sys, time; from pathlib import Path; from tests.megatron_worker.sampler_process import start; "
+    code += "start(Path(sys.argv[1]), Path(sys.argv[2])); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(place / "model"), str(tmp_path)], cwd=ROOT)
+    while not psutil.Process(parent.pid).children():
+        time.sleep(0.02)
+    sampler = psutil.Process(ready(parent, tmp_path).pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    sampler.wait(10)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_model_that_cannot_be_used_is_exit_2(place, tmp_path, missing):
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / missing).unlink()
+    assert start(tmp_path / "model", tmp_path).wait(60) == 2
+    assert missing in (tmp_path / "stderr.txt").read_text()
+
+
+def test_it_starts_without_megatron():
+    code = (
+        "import sys, megatron_worker.sampler.answers, megatron_worker.evaluation; print('megatron.core' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

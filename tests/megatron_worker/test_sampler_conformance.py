@@ -1,0 +1,198 @@
+"""What any sampler must do: ours always, and the one behind LONGSHORE_SAMPLER_URL (and _KEY) too, where one is named.
+
+LONGSHORE_SAMPLER_URL=http://127.0.0.1:8000 LONGSHORE_SAMPLER_KEY=... pytest tests/megatron_worker/test_sampler_conformance.py
+"""
+
+import os
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from activities.sampler_client import Sampler
+from shared.completions import CompletionResponse, Sampling
+from shared.errors import InvalidInput
+from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.sampler_process import NAME, running
+
+PROMPT = (10, 20, 30, 40, 50)
+OTHER_SERVER = os.environ.get("LONGSHORE_SAMPLER_URL")
+
+
+@dataclass(frozen=True)
+class Subject:
+    url: str
+    key: str
+    model: str
+
+    def ask(self, path, body, key=None):
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+
+    def complete(self, **body):
+        response = self.ask("/v1/completions", {"model": self.model, "prompt": list(PROMPT), **body})
+        assert response.status_code == 200, response.text
+        return CompletionResponse.model_validate_json(response.content)
+
+
+@pytest.fixture(scope="module", params=["ours", *(["another"] if OTHER_SERVER else [])])
+def subject(request, tmp_path_factory):
+    if request.param == "another":
+        key = os.environ.get("LONGSHORE_SAMPLER_KEY", "")
+        model = next(iter(Sampler(OTHER_SERVER, key).models()))
+        yield Subject(OTHER_SERVER.rstrip("/"), key, model)
+        return
+    folder = tmp_path_factory.mktemp("sampler")
+    with running(distinct_model(folder / "model"), folder) as ready:
+        yield Subject(ready.url, ready.api_key, NAME)
+
+
+@pytest.fixture
+def sampler(subject):
+    with Sampler(subject.url, subject.key) as sampler:
+        yield sampler
+
+
+def test_health_and_models(subject, sampler):
+    assert sampler.is_healthy()
+    assert subject.model in sampler.models()
+
+
+def test_tokens_come_with_their_logprobs(subject, sampler):
+    for sample in sampler.sample(subject.model, PROMPT, Sampling(max_tokens=12, ignore_eos=True), n=3, seed=1):
+        assert len(sample.token_ids) == len(sample.logprobs) == 12
+        assert all(logprob <= 0 for logprob in sample.logprobs)
+        assert sample.was_cut_off
+        assert sample.stop_reason is None
+
+
+def test_same_seed_same_samples_other_seed_others(subject, sampler):
+    sampling = Sampling(max_tokens=16, ignore_eos=True)
+    first = sampler.sample(subject.model, PROMPT, sampling, n=4, seed=5)
+    assert [s.token_ids for s in sampler.sample(subject.model, PROMPT, sampling, n=4, seed=5)] == [
+        s.token_ids for s in first
+    ]
+    assert len({s.token_ids for s in first}) == 4
+    other = sampler.sample(subject.model, PROMPT, sampling, n=4, seed=50)
+    assert not {s.token_ids for s in first} & {s.token_ids for s in other}
+
+
+def test_sample_j_is_the_sample_of_seed_plus_j(subject, sampler):
+    sampling = Sampling(max_tokens=16, ignore_eos=True)
+    samples = sampler.sample(subject.model, PROMPT, sampling, n=3, seed=7)
+    alone = [sampler.sample(subject.model, PROMPT, sampling, n=1, seed=7 + j)[0] for j in range(3)]
+    assert [s.token_ids for s in alone] == [s.token_ids for s in samples]
+
+
+def test_temperature_0_ignores_the_seed(subject, sampler):
+    sampling = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
+    assert len({s.token_ids for j in range(2) for s in sampler.sample(subject.model, PROMPT, sampling, 2, j)}) == 1
+
+
+def test_tiny_top_p_is_greedy(subject, sampler):
+    greedy = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=8, temperature=0, ignore_eos=True), 1, 0)
+    nucleus = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=8, top_p=1e-9, ignore_eos=True), 1, 3)
+    assert nucleus[0].token_ids == greedy[0].token_ids
+
+
+def test_stop_token_ends_and_stays_in_the_ids(subject, sampler):
+    (free,) = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=20, ignore_eos=True), n=1, seed=2)
+    stop = free.token_ids[7]
+    end = free.token_ids.index(stop) + 1
+    sampling = Sampling(max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    (stopped,) = sampler.sample(subject.model, PROMPT, sampling, n=1, seed=2)
+    assert stopped.token_ids == free.token_ids[:end]
+    assert not stopped.was_cut_off
+    assert stopped.stop_reason == stop
+
+
+def test_stop_string_ends_the_text_before_it(subject, sampler):
+    free, stop, place = next(_completions_with_a_word(subject, sampler))
+    sampling = Sampling(max_tokens=60, ignore_eos=True, stop=("\u2603 never", stop))
+    (stopped,) = sampler.sample(subject.model, PROMPT, sampling, n=1, seed=free[0])
+    assert stopped.text == free[1].text[:place]
+    assert stopped.token_ids == free[1].token_ids[: len(stopped.token_ids)]
+    assert len(stopped.token_ids) < 60
+    assert not stopped.was_cut_off
+    assert stopped.stop_reason == stop
+
+
+def _completions_with_a_word(subject, sampler):
+    """Completions in whose text two plain letters stand side by side, not at the beginning."""
+    for seed in range(50):
+        (free,) = sampler.sample(subject.model, PROMPT, Sampling(max_tokens=60, ignore_eos=True), n=1, seed=seed)
+        for place in range(4, len(free.text) - 2):
+            pair = free.text[place : place + 2]
+            if pair.isascii() and pair.isalpha() and "\ufffd" not in free.text[: place + 2] and place < 40:
+                yield (seed, free), pair, free.text.index(pair)
+
+
+def test_several_prompts_answer_in_order(subject):
+    prompts = [[10, 11, 12], [20, 21, 22, 23]]
+    answer = subject.complete(prompt=prompts, n=2, max_tokens=3, seed=1, return_token_ids=True, ignore_eos=True)
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [c.prompt_token_ids for c in answer.choices] == [prompts[0], prompts[0], prompts[1], prompts[1]]
+    assert answer.usage.prompt_tokens == 7
+    assert answer.usage.completion_tokens == 12
+
+
+def test_text_prompts_are_tokenized(subject):
+    answer = subject.complete(prompt="hello there", max_tokens=2, return_token_ids=True)
+    assert answer.choices[0].prompt_token_ids
+    assert answer.model == subject.model
+
+
+def test_without_asking_there_are_no_ids_and_no_logprobs(subject):
+    (choice,) = subject.complete(max_tokens=2).choices
+    assert choice.token_ids is None
+    assert choice.logprobs is None
+
+
+def test_top_logprobs(subject):
+    (choice,) = subject.complete(max_tokens=3, temperature=0, logprobs=3).choices
+    assert choice.logprobs is not None
+    for own, likeliest in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+        assert own == max(likeliest.values())
+        assert len(likeliest) <= 4
+
+
+BAD = [
+    ({"prompt": []}, 400),
+    ({"prompt": [10**9]}, 400),
+    ({"max_tokens": 0}, 400),
+    ({"max_tokens": 10**7}, 400),
+    ({"temperature": -1.0}, 400),
+    ({"top_p": 0.0}, 400),
+    ({"logprobs": 1000}, 400),
+    ({"model": "nobody-has-this"}, 404),
+]
+
+
+@pytest.mark.parametrize(("change", "status"), BAD)
+def test_bad_requests_are_refused_in_openais_shape(subject, change, status):
+    response = subject.ask("/v1/completions", {"model": subject.model, "prompt": [1, 2], "max_tokens": 2, **change})
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json_is_refused(subject):
+    headers = {"Authorization": f"Bearer {subject.key}", "Content-Type": "application/json"}
+    response = httpx.post(f"{subject.url}/v1/completions", content=b"{", headers=headers, trust_env=False)
+    assert 400 <= response.status_code < 500
+    assert response.json()["error"]["message"]
+
+
+def test_a_wrong_key_is_refused(subject):
+    if not subject.key:
+        pytest.skip("this server asks for no key")
+    assert subject.ask("/v1/completions", {"model": subject.model, "prompt": [1]}, key="wrong").status_code == 401
+    with pytest.raises(InvalidInput, match="401"):
+        Sampler(subject.url, "wrong").models()
+
+
+def test_unloading_what_is_not_there_is_a_404(subject):
+    response = subject.ask("/v1/unload_lora_adapter", {"lora_name": "nobody"})
+    if response.status_code == 405 or "Not Found" in response.text:
+        pytest.skip("this server does not load adapters at run time")
+    assert response.status_code == 404
+    assert response.json()["error"]["message"]

@@ -1,0 +1,101 @@
+"""What is drawn follows the distribution that was asked for, against plain float64 numpy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_worker.sampler.drawing import draw, uniform
+
+
+def reference(logits, temperature, top_p):
+    """The distribution as vLLM defines it, [V] float64: tempered, then cut to the smallest likeliest set."""
+    scaled = logits.astype(np.float64) / temperature
+    probability = np.exp(scaled - scaled.max())
+    probability /= probability.sum()
+    order = np.argsort(-probability, kind="stable")
+    reached = np.cumsum(probability[order])
+    kept = order[: int(np.searchsorted(reached, top_p) + 1)]
+    cut = np.zeros_like(probability)
+    cut[kept] = probability[kept]
+    return cut / cut.sum()
+
+
+def draw_many(logits, temperature, top_p, numbers):
+    num = len(numbers)
+    return draw(
+        torch.tensor(logits).expand(num, -1).contiguous(),
+        torch.full((num,), float(temperature)),
+        torch.full((num,), float(top_p)),
+        torch.tensor(numbers, dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.7, 0.8), (1.0, 0.35)])
+def test_frequencies_are_the_distributions(temperature, top_p):
+    logits = np.random.default_rng(0).normal(0, 2, 40).astype(np.float32)
+    expected = reference(logits, temperature, top_p)
+    numbers = [uniform(seed, 3) for seed in range(20_000)]
+    drawn = draw_many(logits, temperature, top_p, numbers)
+    counts = np.bincount(drawn.token_B.numpy(), minlength=40)
+    assert not counts[expected == 0].any()
+    likely = expected * len(numbers) >= 5
+    chi2 = ((counts - expected * len(numbers)) ** 2 / np.where(likely, expected * len(numbers), 1))[likely].sum()
+    assert chi2 < 2 * likely.sum() + 20
+    told = drawn.processed_B.numpy()
+    assert np.abs(told - np.log(expected[drawn.token_B.numpy()])).max() < 1e-5
+    raw = reference(logits, 1.0, 1.0)
+    assert np.abs(drawn.raw_B.numpy() - np.log(raw[drawn.token_B.numpy()])).max() < 1e-5
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=30),
+    st.floats(0.25, 4, width=32),
+    st.floats(0.0625, 1, width=32),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_number_picks_the_token_under_it(logits, temperature, top_p, number):
+    """Inversion: the token whose stretch of the cumulative distribution holds the number, within rounding."""
+    expected = reference(np.array(logits, np.float32), temperature, top_p)
+    token = int(draw_many(logits, temperature, top_p, [number]).token_B[0])
+    below, above = expected[:token].sum(), expected[: token + 1].sum()
+    exact = np.sort(np.cumsum(np.sort(reference(np.array(logits, np.float32), temperature, 1.0))[::-1]))
+    if np.abs(exact - top_p).min() > 1e-5:  # on the edge of the nucleus rounding decides
+        assert below - 1e-5 <= number <= above + 1e-5
+
+
+def test_a_row_does_not_depend_on_the_others():
+    generator = torch.Generator().manual_seed(0)
+    logit_BV = torch.randn(8, 50, generator=generator) * 3
+    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.0, 2.0, 0.0, 1.0, 0.3])
+    top_p_B = torch.tensor([1.0, 0.5, 1.0, 0.6, 0.9, 1.0, 0.2, 1.0])
+    uniform_B = torch.rand(8, dtype=torch.float64, generator=generator)
+    together = draw(logit_BV, temperature_B, top_p_B, uniform_B)
+    for row in range(8):
+        one = slice(row, row + 1)
+        alone = draw(logit_BV[one], temperature_B[one], top_p_B[one], uniform_B[one])
+        assert alone.token_B[0] == together.token_B[row]
+        assert torch.equal(alone.raw_B[0], together.raw_B[row])
+        assert torch.equal(alone.processed_B[0], together.processed_B[row])
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logit_BV = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+    drawn = draw(logit_BV, torch.zeros(1), torch.ones(1), torch.tensor([0.99], dtype=torch.float64))
+    assert drawn.token_B.tolist() == [1]
+
+
+def test_the_last_number_below_1_draws_a_possible_token():
+    logits = [0.0, 0.0, -200.0]  # the last has probability 0 in float32
+    assert int(draw_many(logits, 1.0, 1.0, [1 - 2.0**-52]).token_B[0]) == 1
+
+
+def test_numbers_are_uniform_and_do_not_repeat():
+    numbers = np.array([uniform(seed, position) for seed in range(100) for position in range(100)])
+    assert len(set(numbers)) == 10_000
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert np.abs(np.bincount((numbers * 20).astype(int)) - 500).max() < 100
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.04
+    assert uniform(3, 4) == uniform(3, 4) != uniform(4, 3)

@@ -1,0 +1,70 @@
+"""Sequences that share prefixes, as one bin of trees or as a bin of chains each, and a loss that reads every column."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from activities.prefix_tree import SequenceRow, TreeUnit, build_tree
+from megatron_worker.batches import to_batch
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from tests.megatron_worker.rows import VOCAB_SIZE
+
+
+def random_sequences(seed: int, num_groups: int = 2, num_sequences: int = 5) -> list[SequenceRow]:
+    """Groups that part at a template, a prompt, in the middle of what was sampled, and not at all; one stands alone."""
+    generator = np.random.default_rng(seed)
+
+    def ids(longest: int) -> list[int]:
+        return generator.integers(3, VOCAB_SIZE, generator.integers(1, longest + 1)).tolist()
+
+    template, rows = ids(9), [_row(ids(40), 1, generator)]
+    for _ in range(num_groups):
+        prompt, turn = template + ids(60), ids(20)
+        for number in range(num_sequences):
+            ends = [turn + ids(12) + ids(30), ids(30), turn + ids(30), turn, turn]
+            rows.append(_row(prompt + ends[number % len(ends)], len(prompt), generator))
+    return rows
+
+
+def _row(ids: list[int], start: int, generator: np.random.Generator) -> SequenceRow:
+    """Three of four tokens from `start` on are targets."""
+    mask_L = (np.arange(len(ids)) >= start) & (generator.random(len(ids)) < 0.75)
+    mask_L[-1], mask_L[0] = len(ids) > 1, False
+    weight_L, advantage_L = generator.choice([0.5, 1.0], len(ids)), generator.standard_normal(len(ids))
+    scores_2L = -generator.random((2, len(ids)))
+    return SequenceRow(np.array(ids), mask_L, weight_L, advantage_L, *scores_2L)
+
+
+def as_tree(rows: Sequence[SequenceRow]) -> Batch:
+    """All rows in one bin; what they share stands once."""
+    return as_batch([build_tree(rows)])
+
+
+def as_chain(row: SequenceRow) -> Batch:
+    """One row in a bin of its own."""
+    return as_batch([build_tree([row])])
+
+
+def as_batch(units: Sequence[TreeUnit]) -> Batch:
+    """Units in one bin, by way of the disk as everything that is trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = UnitsWriter(Path(folder), (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+        for unit in units:
+            writer.append(**unit.columns())
+        writer.close()
+        with Units(Path(folder)) as stored:
+            return to_batch(stored.read_bin(np.arange(len(units))), torch.device("cpu"))
+
+
+def _sums(scores: Scores, batch: Batch) -> LossSums:
+    assert scores.logprob_N is not None
+    ratio_N = (scores.logprob_N - batch.old_logprob_N).clamp(max=1).exp()
+    loss = -(batch.weight_N * (batch.advantage_N * ratio_N + (scores.logprob_N - batch.ref_logprob_N) ** 2)).sum()
+    return LossSums(loss, batch.weight_N.sum())
+
+
+LOSS = LossFunction(Outputs(), _sums)
