@@ -21,7 +21,7 @@ NUM_PROMPTS = 16
 _PROMPT_TOKENS = 32  # of an example that has no prompt of its own
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 2 << 20
-_BATCHES_AHEAD = 2
+_BATCHES_AHEAD = 4
 
 
 class Prompt(Frozen):
@@ -95,29 +95,31 @@ def _size(example: Example) -> int:
 def _conversations(
     batches: Iterable[list[Example]], tokenizer: ModelTokenizer, row_limit_s: float
 ) -> Iterator[EncodedBatch]:
-    """The child renders batches ahead of the one that is encoded here."""
+    """The child renders and a thread encodes ahead of the caller, who reads and writes meanwhile."""
     assert tokenizer.template is not None
     with ExitStack() as stack:
         process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, row_limit_s))
         renderer = stack.enter_context(ThreadPoolExecutor(1, "render"))
-        stack.callback(process.kill)  # before the renderer, which may wait for it, and that before its pipes close
-        pending: deque[tuple[list[Chat], Future[list[Rendered]]]] = deque()
+        encoder = stack.enter_context(ThreadPoolExecutor(1, "encode"))
+        stack.callback(process.kill)  # before the threads, which may wait for it, and those before its pipes close
+        pending: deque[Future[EncodedBatch]] = deque()
         for k, batch in enumerate(batches):
             chats = [_as_chat(example) for example in batch]
-            pending.append((chats, renderer.submit(process.spans, chats, prompts=k == 0)))
+            rendered = renderer.submit(process.spans, chats, prompts=k == 0)
+            pending.append(encoder.submit(_encode_chats, chats, rendered, tokenizer))
             if len(pending) > _BATCHES_AHEAD:
-                yield _encode_chats(*pending.popleft(), tokenizer)
+                yield pending.popleft().result()
         while pending:
-            yield _encode_chats(*pending.popleft(), tokenizer)
+            yield pending.popleft().result()
 
 
 def _as_chat(example: Example) -> Chat:
     match example:
         case Chat():
             return example
-        case PromptCompletion(place, prompt, completion):
+        case PromptCompletion(place, prompt, completion, weight):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return Chat(place, turns, None, [0.0, 1.0])
+            return Chat(place, turns, None, [0.0, weight])
         case _:
             raise AssertionError(example)
 
@@ -151,18 +153,17 @@ def _last_text(chat: Chat, role: str) -> str:
 
 def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
     """Texts, or prompts with completions, ended by the end-of-text token and begun as the tokenizer begins texts."""
-    texts, starts = list[str](), list[int]()
+    texts, spans = list[str](), list[list[Span]]()
     for example in batch:
         match example:
-            case Text(_, text):
-                texts.append(text + tokenizer.eos)
-                starts.append(0)
-            case PromptCompletion(_, prompt, completion):
-                texts.append(prompt + completion + tokenizer.eos)
-                starts.append(len(prompt))
+            case Text(_, body, weight):
+                text, start = body + tokenizer.eos, 0
+            case PromptCompletion(_, prompt, completion, weight):
+                text, start = prompt + completion + tokenizer.eos, len(prompt)
             case _:
                 raise AssertionError(example)
-    spans = [[Span(start, len(text), 1.0)] for start, text in zip(starts, texts, strict=True)]
+        texts.append(text)
+        spans.append([Span(start, len(text), weight)])
     block = _block([example.place for example in batch], tokenizer.encode(texts, spans), tokenizer.prefix_ids)
     return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
 
@@ -170,12 +171,14 @@ def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) 
 def _token_ids(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
     rows = [example for example in batch if isinstance(example, TokenIds)]
     label_T = np.concatenate([row.labels for row in rows])
+    num_tokens_R = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
+    weight_T = np.repeat(np.array([row.weight for row in rows], dtype=np.float32), num_tokens_R)
     block = Block(
         places=[row.place for row in rows],
         id_T=np.concatenate([row.input_ids for row in rows]),
         label_T=label_T,
-        weight_T=(label_T != MASKED_LABEL).astype(np.float32),
-        num_tokens_R=np.array([len(row.input_ids) for row in rows], dtype=np.int64),
+        weight_T=np.where(label_T != MASKED_LABEL, weight_T, np.float32(0)),
+        num_tokens_R=num_tokens_R,
     )
     block.refuse_unknown_ids(tokenizer.vocab_size)
     return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])

@@ -47,11 +47,12 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A prompt and what is learned as its answer."""
+    """A prompt and what is learned as its answer. `weight`: the example's loss weight, here and below."""
 
     place: str
     prompt: str
     completion: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Text:
 
     place: str
     text: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class TokenIds:
     place: str
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
+    weight: float = 1.0
 
 
 Example = Chat | PromptCompletion | Text | TokenIds
@@ -96,9 +99,9 @@ class Dataset:
     def _columns(self) -> tuple[str, ...]:
         match self.kind:
             case "prompt_completion":
-                return (self.prompt_field, self.completion_field)
+                return (self.prompt_field, self.completion_field, "weight")
             case kind:
-                return _COLUMNS[kind]
+                return (*_COLUMNS[kind], "weight")
 
 
 _COLUMNS: dict[str, tuple[str, ...]] = {
@@ -183,7 +186,7 @@ def _listed(fields: Iterable[str]) -> str:
 def _chat(row: Row, _: Dataset) -> Chat:
     turns = _list_of_objects(row, "messages")
     messages = [_message(row, f"messages[{i}]", turn) for i, turn in enumerate(turns)]
-    return _conversation(row, "messages", messages, [_weight(row, i, turn) for i, turn in enumerate(turns)])
+    return _conversation(row, "messages", messages, [_turn_weight(row, i, turn) for i, turn in enumerate(turns)])
 
 
 def _message(row: Row, field: str, turn: dict[str, JSON]) -> dict[str, Any]:
@@ -213,16 +216,23 @@ def _check_parts(row: Row, field: str, parts: list[JSON]) -> None:
             raise InvalidInput(f"{field}[{i}] must be a text part: only text can be trained on", row.place)
 
 
-def _weight(row: Row, i: int, turn: dict[str, JSON]) -> float:
+def _turn_weight(row: Row, i: int, turn: dict[str, JSON]) -> float:
     """A message's loss weight: 1 for an assistant's unless it says otherwise, 0 for all others."""
-    weight = turn.get("weight")
-    if weight is not None and (
-        isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0
-    ):
-        raise InvalidInput(f"messages[{i}].weight must be a number of at least 0, not {weight!r:.40}", row.place)
-    if turn.get("role") != "assistant":
-        return 0.0
-    return 1.0 if weight is None else float(weight)
+    weight = _weight(row, f"messages[{i}].weight", turn.get("weight"))
+    return weight if turn.get("role") == "assistant" else 0.0
+
+
+def _weight(row: Row, field: str, weight: JSON) -> float:
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise InvalidInput(f"{field} must be a number of at least 0, not {weight!r:.40}", row.place)
+    return float(weight)
+
+
+def _row_weight(row: Row) -> float:
+    """The loss weight of a whole example: 1 unless its row has a `weight`."""
+    return _weight(row, "weight", row.fields.get("weight"))
 
 
 def _sharegpt(row: Row, _: Dataset) -> Chat:
@@ -242,7 +252,8 @@ def _sharegpt(row: Row, _: Dataset) -> Chat:
 def _conversation(row: Row, field: str, messages: list[dict[str, Any]], weights: list[float]) -> Chat:
     if not any(message["role"] == "assistant" for message in messages):
         raise InvalidInput(f"{field} has no assistant turn, so there is nothing to learn", row.place)
-    return Chat(row.place, messages, _tools(row), weights)
+    scale = _row_weight(row)
+    return Chat(row.place, messages, _tools(row), [weight * scale for weight in weights])
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:
@@ -268,17 +279,19 @@ def _list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
 
 
 def _prompt_completion(row: Row, dataset: Dataset) -> PromptCompletion:
-    return PromptCompletion(row.place, _text(row, dataset.prompt_field), _text(row, dataset.completion_field))
+    prompt, completion = _text(row, dataset.prompt_field), _text(row, dataset.completion_field)
+    return PromptCompletion(row.place, prompt, completion, _row_weight(row))
 
 
 def _alpaca(row: Row, _: Dataset) -> PromptCompletion:
     instruction, output = _text(row, "instruction"), _text(row, "output")
     context = _text(row, "input") if row.fields.get("input") is not None else ""
-    return PromptCompletion(row.place, f"{instruction}\n\n{context}" if context else instruction, output)
+    prompt = f"{instruction}\n\n{context}" if context else instruction
+    return PromptCompletion(row.place, prompt, output, _row_weight(row))
 
 
 def _plain(row: Row, _: Dataset) -> Text:
-    return Text(row.place, _text(row, "text"))
+    return Text(row.place, _text(row, "text"), _row_weight(row))
 
 
 def _text(row: Row, field: str) -> str:
@@ -295,7 +308,7 @@ def _tokenized(row: Row, _: Dataset) -> TokenIds:
     labels = input_ids if row.fields.get("labels") is None else _int_array(row, "labels")
     if len(labels) != len(input_ids):
         raise InvalidInput(f"labels has {len(labels)} entries, input_ids {len(input_ids)}", row.place)
-    return TokenIds(row.place, input_ids, labels)
+    return TokenIds(row.place, input_ids, labels, _row_weight(row))
 
 
 def _int_array(row: Row, field: str) -> NDArray[np.int64]:

@@ -79,7 +79,6 @@ class PackTrajectories:
                 return PackedGroups(trained_before=before)
             groups = self._bring(request)
             key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
-            key = content_key(key, str(request.step.step))
             if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
                 self._pack(request, groups, store, key)
             return _result(store, key)
@@ -116,7 +115,7 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
     writer.close()
     tokens_U = np.array([unit.num_tokens for of_group in trees for unit in of_group], dtype=np.int64)
     planned = PlanWriter(plan, _bin_tokens(run))
-    for bins in plan_steps(num_units, tokens_U, run, request.step.step):
+    for bins in plan_steps(num_units, tokens_U, run, request.policy_version):
         planned.append_step(bins)
     planned.close(tokens_U)
     report = StepReport(groups=read.report, metrics=rollout_metrics(read, int(tokens_U.sum()), request.policy_version))
@@ -151,18 +150,19 @@ def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
 
 
 def plan_steps(
-    num_units: Sequence[int], tokens_U: NDArray[np.int64], run: RLRun, step: int
+    num_units: Sequence[int], tokens_U: NDArray[np.int64], run: RLRun, policy_version: int
 ) -> Iterable[list[list[int]]]:
     """Every optimizer step's bins, epoch after epoch: a new shuffle of the groups, cut into parts as even as can be.
 
     Args:
         num_units: of each group; its units stand one behind the other.
-        step: the train step, which the shuffles depend on.
+        policy_version: the one that the steps begin from. The shuffles depend on it and on the run's seed alone, so a
+            run that failed steps or was resumed goes on to the same bits.
     """
     ends = list(accumulate(num_units))
     units_of_group = [range(end - num, end) for end, num in zip(ends, num_units, strict=True)]
     for epoch in range(run.epochs if ends else 0):
-        order = packing.epoch_order(len(ends), run.seed, step * run.epochs + epoch)
+        order = packing.epoch_order(len(ends), run.seed, policy_version * run.epochs + epoch)
         for part in np.array_split(order, min(run.mini_batches, len(ends))):
             units = [unit for group in sorted(part.tolist()) for unit in units_of_group[group]]
             bins = packing.pack(tokens_U[units].tolist(), _bin_tokens(run))

@@ -96,7 +96,7 @@ def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUn
     """Units of at most `bin_tokens` for all sequences, none of them cut, with little repeated between units.
 
     A subtree that fits goes into one unit, with the way from the root to it. Where it does not, its branches are put
-    together best fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
+    together first fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
     the order of their first sequences.
 
     Raises:
@@ -132,7 +132,7 @@ def _grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[_Node]]:
 
     In that order all sequences that share a prefix are neighbours, and share what the two least alike neighbours do.
     """
-    keys = [row.astype(">u4").tobytes() for row in ids]  # compare as the ids do
+    keys = [row.astype(">u4").tobytes() for row in ids]  # compare token by token
     order = sorted(range(len(ids)), key=keys.__getitem__)
     length_S = [len(ids[place]) for place in order]
     shared_S = [0, *(_num_shared(ids[a], ids[b]) for a, b in pairwise(order))]
@@ -182,7 +182,7 @@ def _split(nodes: list[_Node], bin_tokens: int) -> list[list[int]]:
     for number in reversed(range(len(nodes))):
         node = nodes[number]
         ending = _Part(0, list(range(node.first, node.first + node.num_ending)))
-        parts = _best_fit([*below_N[number], ending], bin_tokens - node.end)
+        parts = _first_fit([*below_N[number], ending], bin_tokens - node.end)
         parts = [_Part(p.num_tokens + node.end - node.begin, p.members) for p in parts]
         if node.parent < 0:
             done += [p.members for p in parts]
@@ -191,17 +191,16 @@ def _split(nodes: list[_Node], bin_tokens: int) -> list[list[int]]:
     return done
 
 
-def _best_fit(parts: list[_Part], room: int) -> list[_Part]:
-    """Parts put together into as few of at most `room` tokens as best fit, largest first, finds."""
+def _first_fit(parts: list[_Part], room: int) -> list[_Part]:
+    """Parts put together into as few of at most `room` tokens as first fit, largest first, finds."""
     joined: list[_Part] = []
     for part in sorted((p for p in parts if p.members), key=lambda p: (-p.num_tokens, p.members)):
-        fitting = [i for i, other in enumerate(joined) if other.num_tokens + part.num_tokens <= room]
-        if not fitting:
+        for place, other in enumerate(joined):
+            if other.num_tokens + part.num_tokens <= room:
+                joined[place] = _Part(other.num_tokens + part.num_tokens, other.members + part.members)
+                break
+        else:
             joined.append(part)
-            continue
-        fullest = max(fitting, key=lambda i: joined[i].num_tokens)
-        other = joined[fullest]
-        joined[fullest] = _Part(other.num_tokens + part.num_tokens, other.members + part.members)
     return joined
 
 

@@ -9,7 +9,6 @@ the native API and watches the worker's folder for each one's job file. Prints J
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.dev_connection import Connection
@@ -45,7 +45,7 @@ def main() -> None:
         "rows": ROWS,
         "seconds": [round(s, 3) for s in seconds],
         "median": round(statistics.median(seconds), 3),
-        "hardware": {"machine": platform.machine(), "cpus": os.cpu_count()},
+        **provenance(),
     }
     print(json.dumps(result, indent=1))
 

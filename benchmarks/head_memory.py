@@ -8,11 +8,12 @@ once the inputs stand). Prints JSON.
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.machine import field, provenance
 
 WAYS = ("longshore", "linear_cross_entropy", "log_softmax")
 
@@ -50,6 +51,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
     loss.backward()
     return {
         "way": way,
+        "torch": torch.__version__,
         "loss": float(loss.detach()),
         "gradient_norm": float(hidden_NH.grad.float().norm()),
         "peak_gb": round((_peak_bytes() - before) / 1e9, 3),
@@ -58,18 +60,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
 
 
 def _peak_bytes() -> int:
-    return 1024 * int(_field("/proc/self/status", "VmHWM").split()[0])
-
-
-def _field(path: str, name: str) -> str:
-    lines = Path(path).read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
-
-
-def _hardware() -> dict:
-    import torch
-
-    return {"cpu": _field("/proc/cpuinfo", "model name") or platform.processor(), "torch": torch.__version__}
+    return 1024 * int(field("/proc/self/status", "VmHWM").split()[0])
 
 
 def main() -> None:
@@ -89,7 +80,7 @@ def main() -> None:
     for way in WAYS:
         command = [sys.executable, "-m", "benchmarks.head_memory", *sys.argv[1:], "--way", way]
         results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    print(json.dumps({"options": vars(options), "hardware": _hardware(), "results": results}, indent=1))
+    print(json.dumps({"options": vars(options), **provenance(), "results": results}, indent=1))
 
 
 if __name__ == "__main__":

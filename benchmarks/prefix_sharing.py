@@ -3,9 +3,10 @@
     python -m benchmarks.prefix_sharing [--shapes 512+16x64 ...] [--vocab 512 32000] [--rounds 5] [--out FILE.json]
 
 A shape P+GxC is one prompt of P tokens and G completions of C. Both sides train LoRA r=16 on all linears of a 4-layer
-Qwen3 model of hidden size 256, from the two tables on disk, in bins of up to `--bin-tokens`; the completions are the
-targets. Timed is a whole step: forward, backward, optimizer. Rounds are interleaved, so that a busy machine hits both
-alike; the best round counts, by CPU seconds, which other processes disturb less, and by the clock.
+Qwen3 model of hidden size 256, from the two tables on disk; the completions are the targets. The tree is one bin;
+without sharing, bins of one sequence are tried, and bins of as many as fit into 4,096 tokens, and the faster of both
+counts. Timed is a whole step: forward, backward, optimizer. Rounds are interleaved, so that a busy machine hits
+all alike; the best round counts, by CPU seconds, which other processes disturb less, and by the clock.
 
 The bound is the ratio of the floating-point operations that both sides cannot avoid (a multiply-add is two):
 
@@ -23,19 +24,19 @@ attention kernels, and the rest (norms, rotation, activation, residuals, copies,
 import argparse
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from activities.prefix_tree import SequenceRow, TreeUnit, split_tree
-from benchmarks.throughput import commit
+from activities.prefix_tree import SequenceRow, TreeUnit, build_tree
+from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from megatron_worker.batches import to_batch
 from megatron_worker.engine import Batch
@@ -85,12 +86,6 @@ def make_rows(shape: Shape, vocab_size: int) -> list[SequenceRow]:
     return rows
 
 
-def first_fit(units: Sequence[TreeUnit], bin_tokens: int) -> list[list[TreeUnit]]:
-    """Bins of units, which here are all of one length."""
-    per_bin = max(1, bin_tokens // units[0].num_tokens)
-    return [list(units[i : i + per_bin]) for i in range(0, len(units), per_bin)]
-
-
 def as_batch(units: Sequence[TreeUnit]) -> Batch:
     with tempfile.TemporaryDirectory() as folder:
         writer = UnitsWriter(Path(folder), (*TOKEN_COLUMNS, *TARGET_COLUMNS))
@@ -138,20 +133,23 @@ def make_model(folder: Path, vocab_size: int) -> Path:
     )
 
 
-def contestants(engine: MegatronEngine, shape: Shape, vocab_size: int, bin_tokens: int) -> dict[str, Step]:
-    """A training step on all sequences, unshared and shared."""
+def contestants(engine: MegatronEngine, shape: Shape, vocab_size: int) -> dict[str, Step]:
+    """A training step on all sequences, shared, and unshared in bins of different sizes."""
     rows = make_rows(shape, vocab_size)
-    units = {"unshared": [u for row in rows for u in split_tree([row], bin_tokens)]}
-    units["shared"] = split_tree(rows, bin_tokens)
-    assert len(units["shared"]) == 1 and units["shared"][0].num_tokens == shape.prompt + shape.group * shape.completion
+    tree, chains = build_tree(rows), [build_tree([row]) for row in rows]
+    assert tree.num_tokens == shape.prompt + shape.group * shape.completion
     loss = loss_function(CrossEntropy())
 
     def step(batches: list[Batch]) -> None:
         weight = sum(float(engine.forward_backward(batch, loss)["weight"]) for batch in batches)
         engine.optim_step(Adam(), 1e-4, weight)
 
-    batches = {name: [as_batch(b) for b in first_fit(own, bin_tokens)] for name, own in units.items()}
-    return {name: lambda own=own: step(own) for name, own in batches.items()}
+    sizes = sorted({max(1, bin_tokens // chains[0].num_tokens) for bin_tokens in (0, 4096)})
+    batches = {"shared": [as_batch([tree])]}
+    for size in sizes:
+        bins = [chains[i : i + size] for i in range(0, len(chains), size)]
+        batches[f"unshared, {size} a bin"] = [as_batch(b) for b in bins]
+    return {name: partial(step, own) for name, own in batches.items()}
 
 
 def best_times(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
@@ -183,25 +181,26 @@ def shares(step: Step) -> dict[str, float]:
     return {**parts, "rest": 1 - sum(parts.values())}
 
 
-def measure(engine: MegatronEngine, shape: Shape, vocab_size: int, bin_tokens: int, rounds: int) -> dict[str, object]:
-    steps = contestants(engine, shape, vocab_size, bin_tokens)
+def measure(engine: MegatronEngine, shape: Shape, vocab_size: int, rounds: int) -> dict[str, object]:
+    steps = contestants(engine, shape, vocab_size)
     seconds = best_times(steps, rounds)
     unshared, shared = both_flops(shape, vocab_size)
     bound = sum(unshared.values()) / sum(shared.values())
-    speedup = {clock: own["unshared"] / own["shared"] for clock, own in seconds.items()}
+    fastest = {clock: min((n for n in own if n != "shared"), key=own.__getitem__) for clock, own in seconds.items()}
+    speedup = {clock: own[fastest[clock]] / own["shared"] for clock, own in seconds.items()}
     return {
         "shape": str(shape),
         "vocab_size": vocab_size,
-        "step_s": seconds,
         "speedup": speedup,
         "flop_bound": bound,
         "of_bound": {clock: value / bound for clock, value in speedup.items()},
-        "gflops": {"unshared": unshared, "shared": shared},
-        "gflop_per_s": {
-            "unshared": sum(unshared.values()) / seconds["cpu"]["unshared"] / 1e9,
+        "step_s": seconds,
+        "flop": {"unshared": unshared, "shared": shared},
+        "gflop_per_cpu_s": {
+            "unshared": sum(unshared.values()) / seconds["cpu"][fastest["cpu"]] / 1e9,
             "shared": sum(shared.values()) / seconds["cpu"]["shared"] / 1e9,
         },
-        "shares": {name: shares(step) for name, step in steps.items()},
+        "shares": {name: shares(steps[name]) for name in ("shared", fastest["cpu"])},
     }
 
 
@@ -209,7 +208,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--vocab", type=int, nargs="+", default=[512, 32_000])
-    parser.add_argument("--bin-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -221,11 +219,10 @@ def main() -> None:
             engine = MegatronEngine(make_model(Path(folder), vocab_size), Layout(), "float32")
             engine.add_adapter("run", Lora(rank=RANK, alpha=2 * RANK), seed=0)
             for shape in arguments.shapes:
-                figures.append(measure(engine, shape, vocab_size, arguments.bin_tokens, arguments.rounds))
+                figures.append(measure(engine, shape, vocab_size, arguments.rounds))
                 print(json.dumps(figures[-1]), flush=True)
-    hardware = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": arguments.threads}
-    result = {"benchmark": "prefix_sharing", "commit": commit(), "hardware": hardware, "torch": torch.__version__}
-    result |= {"bin_tokens": arguments.bin_tokens, "rounds": arguments.rounds, "figures": figures}
+    result = {"benchmark": "prefix_sharing", **provenance(), "torch": torch.__version__}
+    result |= {"threads": arguments.threads, "rounds": arguments.rounds, "figures": figures}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -11,10 +11,9 @@ the machine disturb less, instead of the clock's.
 """
 
 import argparse
+import dataclasses
 import json
 import os
-import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,10 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.megatron.greedy import sequences_as_batch
 from shared.jobs import LINEARS, Adam, CrossEntropy, Lora
 from shared.layout import Layout
 
@@ -105,16 +106,13 @@ def packed_batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def our_batch(rows: list[list[int]]) -> Batch:
-    position_T = torch.cat([torch.arange(len(row)) for row in rows])
-    token_id_T, index_T = torch.tensor([t for row in rows for t in row]), torch.arange(len(position_T))
-    target_N = index_T[position_T > 0]
+    bin_ = sequences_as_batch(rows, torch.device("cpu"))
+    target_N = (bin_.position_T > 0).nonzero()[:, 0]
     zeros_N = torch.zeros(len(target_N))
-    return Batch(
-        token_id_T=token_id_T,
-        position_T=position_T,
-        parent_T=torch.where(position_T == 0, -1, index_T - 1),
+    return dataclasses.replace(
+        bin_,
         hidden_index_N=target_N - 1,
-        label_N=token_id_T[target_N],
+        label_N=bin_.token_id_T[target_N],
         weight_N=torch.ones(len(target_N)),
         advantage_N=zeros_N,
         old_logprob_N=zeros_N,
@@ -163,11 +161,6 @@ def measure(model: Path, dtype: str, rows: list[list[int]], rounds: int) -> dict
     return {clock: {name: num_tokens / seconds for name, seconds in own.items()} for clock, own in best.items()}
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "none"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
@@ -189,12 +182,12 @@ def main() -> None:
                     for clock, own in speed.items()
                 }
                 figures.append({"hidden": hidden, "dtype": dtype, "tokens_per_s": speed, "ratios": ratios})
-                print(json.dumps(figures[-1]), flush=True)
-    hardware = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": arguments.threads}
-    result = {"benchmark": "throughput", "commit": commit(), "hardware": hardware, "torch": torch.__version__}
+    result = {"benchmark": "throughput", **provenance(), "torch": torch.__version__, "threads": arguments.threads}
     result |= {"num_rows": len(rows), "num_tokens": sum(map(len, rows)), "figures": figures}
+    text = json.dumps(result, indent=1)
+    print(text)
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

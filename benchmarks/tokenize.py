@@ -9,7 +9,6 @@ Prints one JSON object with the hardware. The tokenizer is a byte-level BPE of 3
 import argparse
 import json
 import os
-import platform
 import resource
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from activities.tokenize import TokenizeRequest, write_units
 from activities.tokenizer import ModelTokenizer
+from benchmarks.machine import provenance
 from examples.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS
 from shared.jobs import Artifact
 from shared.runs import DatasetSource
@@ -60,9 +60,7 @@ def measure(rows: Path, source: DatasetSource, copies: int, repeats: int) -> dic
         "tokens_per_s_median": round(report.num_tokens / sorted(seconds)[len(seconds) // 2]),
         "tokens_per_cpu_s": round(report.num_tokens / min(cpu_seconds)),
         "peak_rss_gb": round(_peak_rss_bytes() / 1e9, 3),
-        "cores": os.cpu_count(),
-        "machine": platform.platform(),
-        "load_average": os.getloadavg()[0],
+        **provenance(),
     }
 
 

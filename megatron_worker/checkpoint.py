@@ -87,10 +87,11 @@ def load_initial_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> None
         InvalidInput: it is incomplete, of another run's seed or shape, or not of the step that this job begins at.
     """
     state = read_state(folder)
-    for name, expected in (("seed", plan.seed), ("step", plan.first_step)):
-        if getattr(state, name) != expected:
-            message = f"the checkpoint's {name} is {getattr(state, name)}, the job begins at {expected}"
-            raise InvalidInput(message, str(folder / "state.json"))
+    place = str(folder / "state.json")
+    if state.seed != plan.seed:
+        raise InvalidInput(f"the checkpoint's seed is {state.seed}, the job's is {plan.seed}", place)
+    if state.step != plan.first_step:
+        raise InvalidInput(f"the checkpoint's step is {state.step}, the job begins at {plan.first_step}", place)
     engine.load(folder)
     _load_random_state(folder / "rng.safetensors")
 

@@ -279,15 +279,17 @@ def _score_reference(work: Work, folders: Folders) -> None:
         return
     folder = None if reference == "base" else folders[reference]
     trained = ADAPTER if isinstance(work.plan.trainable, Lora) else None
-    score_reference(work.engine, work.data, _turns(work, folders), reference, folder, trained)
+    score_reference(work.engine, work.data, _turns(work, folders, 0), reference, folder, trained)
 
 
 def _score_old(work: Work, folders: Folders) -> None:
+    """All but what the first step alone trains on: there the old policy is the policy itself (targets.py)."""
     if scores_old(work.plan.loss):
-        work.data.put("old_logprob_N", score(work.engine, work.data, _turns(work, folders)))
+        work.data.put("old_logprob_N", score(work.engine, work.data, _turns(work, folders, 1)))
 
 
-def _turns(work: Work, folders: Folders) -> list[Ints]:
+def _turns(work: Work, folders: Folders, first_step: int) -> list[Ints]:
+    """What is to be scored for the steps from `first_step` on that are not done."""
     plan, start, facts = work.plan, work.job.start, work.engine.facts
-    first_step = 0 if start is None else read_state(folders[start]).step - plan.first_step
-    return turns(work.data, first_step, plan.num_steps, facts.dp_rank, facts.dp_size)
+    done = 0 if start is None else read_state(folders[start]).step - plan.first_step
+    return turns(work.data, max(done, first_step), plan.num_steps, facts.dp_rank, facts.dp_size)

@@ -86,8 +86,8 @@ class TokenLogprobs(Answer):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    text_offset: list[int] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class Choice(Answer):

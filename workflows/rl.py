@@ -97,13 +97,13 @@ class RLWorkflow:
         if start.resumed:
             await self._record("reopen", ReopenRequest(run_id=start.run_id))
             recovered = await self._do("recover_steps", RecoverRequest(run_id=start.run_id), Recovered)
+            self._next_step = recovered.last_step + 1
         resolved = await self._do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
             request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
             adapter = (await self._do("resolve_adapter", request, ResolvedAdapter)).adapter
         await self._track()
-        self._next_step = recovered.last_step + 1
         state = RLState(model=resolved.model, shape=resolved.shape, adapter=adapter, status=self._status)
         return self._after(state, recovered.trained) if recovered.trained else state
 

@@ -21,7 +21,7 @@ def policy_loss(loss: PolicyLoss) -> LossFunction:
 
 def sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     """Sums over a bin's targets of positive weight."""
-    targets = live_targets(scores, batch)
+    targets = live_targets(scores, batch, loss)
     surrogate = _surrogate(loss, targets, shaped_advantages(targets, loss))
     importance_N = _importance(targets)
     value_N = surrogate.loss_N

@@ -45,14 +45,21 @@ class Surrogate:
     clipped: dict[str, Tensor]
 
 
-def live_targets(scores: Scores, batch: Batch) -> Targets:
-    """Rows of positive weight; sequences numbered anew, from 0 without a gap."""
+def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
+    """Rows of positive weight; sequences numbered anew, from 0 without a gap.
+
+    Against the trainer's own old policy, what was not scored (NaN) is met in the first step alone: there the old policy
+    is the policy.
+    """
     assert scores.logprob_N is not None and scores.entropy_N is not None
     live_N = batch.weight_N > 0
+    old_N = batch.old_logprob_N
+    if loss.old == "trainer":
+        old_N = torch.where(torch.isnan(old_N), scores.logprob_N.detach(), old_N)
     sequences_S, sequence_N = torch.unique(batch.sequence_N[live_N], return_inverse=True)
     return Targets(
         logprob_N=scores.logprob_N[live_N],
-        old_logprob_N=batch.old_logprob_N[live_N],
+        old_logprob_N=old_N[live_N],
         ref_logprob_N=batch.ref_logprob_N[live_N],
         sampler_logprob_N=batch.sampler_logprob_N[live_N],
         entropy_N=scores.entropy_N[live_N],

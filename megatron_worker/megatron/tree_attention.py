@@ -30,7 +30,7 @@ from shared.errors import InvalidInput
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # What calling the kernel costs beside its work, in pairs of a query and a key that it could have met meanwhile.
-_CALL_PAIRS = 4096
+_CALL_PAIRS = 2048
 _FLEX_BLOCK = 128
 
 Ints = NDArray[np.int64]
@@ -273,12 +273,12 @@ def _as_lists(chosen_KK: NDArray[np.bool_], device: torch.device) -> tuple[Tenso
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention)  # type: ignore[return-value]
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
 
 
 def _flex(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, mask: BlockMask) -> Tensor:
-    run = _compiled_flex() if query_THD.is_cuda else flex_attention
+    run: Any = _compiled_flex() if query_THD.is_cuda else flex_attention
     query, key, value = (x.transpose(0, 1)[None] for x in (query_THD, key_TGD, value_TGD))
-    output = run(query, key, value, block_mask=mask, enable_gqa=True)
-    return output[0].transpose(0, 1)  # type: ignore[union-attr]
+    output: Tensor = run(query, key, value, block_mask=mask, enable_gqa=True)
+    return output[0].transpose(0, 1)

@@ -1,7 +1,6 @@
 """The sampler's HTTP: loopback, a bearer key, JSON in and out. Threads wait; one thread computes."""
 
 import hmac
-import json
 import secrets
 import select
 import socket
@@ -48,6 +47,7 @@ class _Exchange(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
     server: Server
+    _body_is_unread = False
 
     def do_GET(self) -> None:
         self._answer("GET")
@@ -102,10 +102,10 @@ class _Exchange(BaseHTTPRequestHandler):
         """Read before anything is refused, so that the connection can be used again."""
         text = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (text.isascii() and text.isdigit()):
-            self.close_connection = True
+            self.close_connection = self._body_is_unread = True
             raise Refused(411, "a body needs a Content-Length")
         if int(text) > _MAX_BODY_BYTES:
-            self.close_connection = True
+            self.close_connection = self._body_is_unread = True
             raise Refused(413, f"a body may have {_MAX_BODY_BYTES} bytes")
         return self.rfile.read(int(text))
 
@@ -118,25 +118,37 @@ class _Exchange(BaseHTTPRequestHandler):
             return True
 
     def _send(self, status: int, answer: BaseModel | str) -> None:
-        text = answer if isinstance(answer, str) else answer.model_dump_json()
+        if isinstance(answer, str):
+            self._send_bytes(status, "text/plain", answer.encode())
+        else:
+            self._send_bytes(status, "application/json", answer.model_dump_json().encode())
+
+    def _send_bytes(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
-        self.send_header("Content-Length", str(len(text.encode())))
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
         self.send_header("x-request-id", secrets.token_hex(8))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(body)
         self.wfile.flush()
+        if self._body_is_unread:
+            self._drain()
+
+    def _drain(self) -> None:
+        """A connection that is closed with bytes unread is reset, and the client may never see the answer."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(1.0)
+        num_left = 2 * _MAX_BODY_BYTES
+        while num_left > 0 and (piece := self.rfile.read1(1 << 20)):
+            num_left -= len(piece)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What http.server itself refuses (a method it does not know, a request line that is none)."""
         self.close_connection = True
-        body = {"error": {"message": message or "bad request", "type": "invalid_request_error", "param": None}}
-        text = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        detail = ErrorDetail(message=message or "bad request", type="invalid_request_error")
+        self._send(code, ErrorResponse(error=detail))
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing a request: prompts belong to their users."""

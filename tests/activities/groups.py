@@ -14,7 +14,9 @@ def rl_run(**changes: Any) -> RLRun:
     return RLRun.model_validate({"model": "tiny", "loss": PPO(), "max_tokens": 64, "seed": 7} | changes)
 
 
-def trajectory(reward: float = 1.0, prompt: int = 3, answer: tuple[int, ...] = (5, 6), **changes: Any) -> dict[str, Any]:
+def trajectory(
+    reward: float = 1.0, prompt: int = 3, answer: tuple[int, ...] = (5, 6), **changes: Any
+) -> dict[str, Any]:
     """A prompt of `prompt` ids that are not sampled, and an answer."""
     ids = [*range(1, prompt + 1), *answer]
     return {

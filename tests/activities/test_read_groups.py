@@ -60,7 +60,11 @@ def test_a_broken_trajectory_is_dropped_and_counted(tmp_path: Path, name: str) -
 
 
 def test_groups_that_say_nothing_are_dropped_and_counted(tmp_path: Path) -> None:
-    equal, single, good = group(1.0, 1.0, policy_version=4), group(1.0, policy_version=4), group(0.0, 1.0, policy_version=4)
+    equal, single, good = (
+        group(1.0, 1.0, policy_version=4),
+        group(1.0, policy_version=4),
+        group(0.0, 1.0, policy_version=4),
+    )
     found = read(tmp_path / "rows.jsonl", equal, single, good)
     report = found.report
     assert len(found.groups) == 1

@@ -1,4 +1,4 @@
-"""The client against servers that misbehave. Against one that behaves: tests/megatron_worker/test_sampler_conformance.py."""
+"""The client against servers that misbehave. Against those that behave: test_sampler_conformance.py of the worker."""
 
 import json
 import threading
@@ -101,7 +101,7 @@ def test_what_passes_is_tried_again(scripted):
 
 def test_it_gives_up_after_its_attempts(scripted):
     server = scripted(*[(500, {"error": {"message": "boom", "type": "server_error"}})] * 5)
-    with pytest.raises(SamplerUnavailable, match="3 attempts.*boom"):
+    with pytest.raises(SamplerUnavailable, match=r"3 attempts.*boom"):
         sample(server.client())
     assert len(server.asked) == 3
 

@@ -92,6 +92,26 @@ def test_weights_of_messages_reach_their_targets(tmp_path: Path, chatml: ModelTo
     assert report.format == "chat" and report.trained_fraction == len(unit[1]) / len(unit[0])
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "completion": "b"},
+        {"instruction": "a", "output": "b"},
+        {"text": "a b"},
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_a_row_s_weight_scales_all_its_targets(tmp_path: Path, chatml: ModelTokenizer, row: dict[str, Any]) -> None:
+    units, _ = tokenize(tmp_path, chatml, row | {"weight": 0.25}, row)
+    weights = [{weight for _, weight in targets.values()} for _, targets in units]
+    assert weights == [{0.25}, {1.0}]
+    with pytest.raises(InvalidInput, match=r"rows.jsonl:1.*weight must be a number of at least 0, not -1"):
+        tokenize(tmp_path, chatml, row | {"weight": -1})
+
+
 def test_plain_text_is_trained_whole_with_its_end(tmp_path: Path, chatml: ModelTokenizer) -> None:
     [unit], _ = tokenize(tmp_path, chatml, {"text": "The crane lifts the crate."})
     assert chatml.decode(unit[0]) == "The crane lifts the crate.<|im_end|>"

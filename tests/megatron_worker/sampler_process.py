@@ -26,10 +26,10 @@ def start(model: Path, folder: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 def ready(process: subprocess.Popen[bytes], folder: Path) -> SamplerReady:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not (folder / "ready.json").exists():
         assert process.poll() is None, (folder / "stderr.txt").read_text()
-        assert time.monotonic() < deadline, "the sampler is not ready after 60 s"
+        assert time.monotonic() < deadline, "the sampler is not ready after 150 s"
         time.sleep(0.02)
     return SamplerReady.model_validate_json((folder / "ready.json").read_bytes())
 
@@ -41,7 +41,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[SamplerReady]:
         yield ready(process, folder)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def write_adapter(folder: Path, model: Path, seed: int, targets: tuple[str, ...], rank: int = 4) -> Path:

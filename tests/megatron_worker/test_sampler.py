@@ -1,4 +1,4 @@
-"""Our sampler against transformers, PEFT and the trainer; the same bits whatever else it does; adapters; the process."""
+"""Our sampler against transformers, PEFT and the trainer; equal bits whatever else goes on; adapters; the process."""
 
 import json
 import os
@@ -344,7 +344,7 @@ def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):
         time.sleep(0.3)
     began = time.monotonic()
     sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)
-    assert time.monotonic() - began < 5  # all 900 would take minutes
+    assert time.monotonic() - began < 30  # all 900 would take minutes
 
 
 # The process.
@@ -355,13 +355,21 @@ def test_sigterm_ends_it_while_it_works(place, tmp_path):
     found = ready(process, tmp_path)
     assert (tmp_path / "ready.json").stat().st_mode & 0o777 == 0o600
     body = {"model": NAME, "prompt": [1], "n": 500, "max_tokens": 4000, "ignore_eos": True}
-    asking = threading.Thread(target=lambda: pytest.raises(httpx.HTTPError, post, found, "/v1/completions", body))
+    failures = []
+
+    def ask():
+        try:
+            post(found, "/v1/completions", body)
+        except httpx.HTTPError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask)
     asking.start()
     time.sleep(0.5)
     process.terminate()
-    assert process.wait(10) == 0
-    asking.join(10)
-    assert not asking.is_alive()
+    assert process.wait(60) == 0
+    asking.join(60)
+    assert len(failures) == 1
     assert not (tmp_path / "ready.json").exists()
 
 
@@ -375,20 +383,19 @@ def test_it_leaves_with_its_parent(place, tmp_path):
     sampler = psutil.Process(ready(parent, tmp_path).pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    sampler.wait(10)
+    sampler.wait(60)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_model_that_cannot_be_used_is_exit_2(place, tmp_path, missing):
     shutil.copytree(place / "model", tmp_path / "model")
     (tmp_path / "model" / missing).unlink()
-    assert start(tmp_path / "model", tmp_path).wait(60) == 2
+    assert start(tmp_path / "model", tmp_path).wait(150) == 2
     assert missing in (tmp_path / "stderr.txt").read_text()
 
 
 def test_it_starts_without_megatron():
-    code = (
-        "import sys, megatron_worker.sampler.answers, megatron_worker.evaluation; print('megatron.core' in sys.modules)"
-    )
+    modules = "megatron_worker.sampler.answers, megatron_worker.evaluation"
+    code = f"import sys, {modules}; print('megatron.core' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,6 +1,7 @@
 """What any sampler must do: ours always, and the one behind LONGSHORE_SAMPLER_URL (and _KEY) too, where one is named.
 
-LONGSHORE_SAMPLER_URL=http://127.0.0.1:8000 LONGSHORE_SAMPLER_KEY=... pytest tests/megatron_worker/test_sampler_conformance.py
+export LONGSHORE_SAMPLER_URL=http://127.0.0.1:8000 LONGSHORE_SAMPLER_KEY=...
+pytest tests/megatron_worker/test_sampler_conformance.py
 """
 
 import os

@@ -3,7 +3,6 @@
 Shape suffixes: T tokens, H query heads, G key/value heads, D size of a head.
 """
 
-
 import numpy as np
 import pytest
 import torch
@@ -98,6 +97,18 @@ def test_output_and_gradients_in_lower_precision(dtype, bound):
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == dtype
             assert (a.double() - b).norm() <= bound * b.norm()
+
+
+def test_the_same_bits_again():
+    """Threads share the kernel's work in a fixed way, so that a step that is repeated is the same step."""
+    parent_T = random_forest(0, num_nodes=40, longest=60)
+    inputs, forest = heads(len(parent_T), torch.float32), forest_of(parent_T, torch.float32, 500)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    first, *others = [with_gradients(lambda *x: tree_attention.attend_forest(*x, forest), inputs) for _ in range(4)]
+    torch.set_num_threads(threads)
+    for again in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_calls_are_few_and_masks_small_where_completions_share_a_prompt():

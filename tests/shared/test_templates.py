@@ -74,18 +74,14 @@ def test_a_template_cannot_blow_up() -> None:
         render("{{item.x}}" * 1000, {"sample": {}, "item": {"x": "a" * 100_000}})
 
 
-@given(st.lists(PLAIN), st.lists(JSON))
-def test_any_text_and_any_value_come_through_as_they_are(texts: list[str], values: list[object]) -> None:
+@given(st.lists(st.tuples(PLAIN, JSON)))
+def test_any_text_and_any_value_come_through_as_they_are(pairs: list[tuple[str, object]]) -> None:
     template, expected = "", ""
-    for text, value in zip(texts, values, strict=False):
+    for place, (text, value) in enumerate(pairs):
         text = text.rstrip("{")  # a brace before a reference would belong to it
-        template += f"{text}{{{{ item.v[{len(values)}] }}}}" if False else text
-        expected += text
-        place = values.index(value)
-        template += f"{{{{ item.v[{place}] }}}}"
-        same = values[place]
-        expected += same if isinstance(same, str) else json.dumps(same, ensure_ascii=False)
-    assert render(template, {"sample": {}, "item": {"v": values}}) == expected
+        template += f"{text}{{{{ item.v[{place}] }}}}"
+        expected += text + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    assert render(template, {"sample": {}, "item": {"v": [value for _, value in pairs]}}) == expected
 
 
 @given(st.text(alphabet="{} .[]0aitemsample"))

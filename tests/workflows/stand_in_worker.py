@@ -80,7 +80,7 @@ class StandIn:
         self.paths.archive.mkdir(exist_ok=True)
         claimed.rename(self.paths.archive / path.name)
         kind, fields = terminal
-        self._say(job, kind, device="released", **fields)
+        self._say(job, kind, device="held" if job.plan.after == "keep" else "released", **fields)
 
     def _train(self, job: Job) -> tuple[type, dict]:
         plan, seed = job.plan, job.plan.seed

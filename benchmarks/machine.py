@@ -1,0 +1,28 @@
+"""What every figure is told with: the commit, the machine, and how busy it was."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def provenance() -> dict[str, object]:
+    """For a benchmark's JSON. The load is that of the last minute, the benchmark's own included."""
+    return {"commit": commit(), "hardware": {"cpu": _cpu(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}}
+
+
+def commit() -> str:
+    """The checkout's commit, `none` outside one; `-dirty` where files were changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "none"
+
+
+def field(path: str, name: str) -> str:
+    """The first value of a name in a file of `name: value` lines below /proc; empty where there is none."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
+
+
+def _cpu() -> str:
+    return field("/proc/cpuinfo", "model name") or platform.machine()

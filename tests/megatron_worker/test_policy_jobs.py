@@ -1,0 +1,318 @@
+"""Policy and preference jobs through the runner on a small real engine: old log-probabilities frozen at the start."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_worker.batches import PackedBatches
+from megatron_worker.engine import Batch, Outputs, Scores
+from megatron_worker.scoring import turns
+from shared.events import Saved, Step, Succeeded
+from shared.jobs import (
+    DPO,
+    PPO,
+    Artifact,
+    Checkpointing,
+    Evaluation,
+    Full,
+    Job,
+    JobPlan,
+    Kl,
+    Lora,
+    Loss,
+    PackedData,
+    Reinforce,
+    Schedule,
+)
+from shared.packed import UnitsWriter
+from tests.megatron_worker.test_runner import adapter_sha256, checkpoint, do, failure, losses, new_worker
+from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
+
+COLUMNS = ("token_id", "hidden_index", "label", "weight", "advantage", "old_logprob", "sequence")
+# Two epochs of two mini-batches over six units, two bins each.
+ROLLOUT = [[[0, 1], [2]], [[3], [4, 5]], [[5, 0], [3]], [[1, 2], [4]]]
+TRAINER = PPO(old="trainer", clip_low=0.05, clip_high=0.1, kl=Kl(coefficient=0.1), entropy_coefficient=0.01)
+
+
+def write_rollouts(folder: Path, num_units: int, columns: tuple[str, ...] = COLUMNS, vocab_size: int = VOCAB_SIZE):
+    """Each unit one sampled sequence of 4 to 8 tokens, its prompt of two tokens no target."""
+    random = np.random.default_rng(4)
+    writer = UnitsWriter(folder, columns)
+    for unit in range(num_units):
+        ids = random.integers(0, vocab_size, random.integers(4, 9))
+        index = np.arange(1, len(ids) - 1)
+        values = {
+            "token_id": ids,
+            "hidden_index": index,
+            "label": ids[2:],
+            "weight": np.ones(len(index)),
+            "advantage": np.full(len(index), (-1.0) ** unit),
+            "old_logprob": -4 + 0.1 * random.normal(size=len(index)),
+            "sequence": np.zeros(len(index)),
+        }
+        writer.append(**{name: values[name] for name in columns})
+    writer.close()
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    made = make_workshop(tmp_path)
+    write_rollouts(tmp_path / "rollouts", 6)
+    write_plan(tmp_path / "rollouts-plan", tmp_path / "rollouts", ROLLOUT)
+    data = PackedData(units=sealed(tmp_path / "rollouts"), plan=sealed(tmp_path / "rollouts-plan"))
+    return replace(made, data=data, num_steps=len(ROLLOUT))
+
+
+def a_plan(workshop: Workshop, loss: Loss, **changes: object) -> JobPlan:
+    fields: dict[str, object] = {
+        "loss": loss,
+        "schedule": Schedule(kind="constant", learning_rate=0.05),
+        "checkpointing": Checkpointing(every_steps=1),
+    }
+    return workshop.plan(**(fields | changes))
+
+
+def metrics_of(job: Job) -> list[dict[str, float]]:
+    events = read_log(job.log_path)
+    assert isinstance(events[-1], Succeeded), events[-1]
+    return [e.metrics for e in events if isinstance(e, Step)]
+
+
+def published(workshop: Workshop, job: Job, name: str) -> Artifact:
+    """A job's last adapter, as a folder of its own."""
+    folder = workshop.root / name
+    folder.mkdir()
+    weights = Path(job.checkpoint_dir) / f"step-{workshop.num_steps:08d}" / "weights" / "adapter_model.safetensors"
+    (folder / weights.name).write_bytes(weights.read_bytes())
+    return sealed(folder)
+
+
+class PlainLoop:
+    """The tiny model in float64, PPO's formula written out, torch's AdamW: what the job must come to."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        base = load_file(workshop.root / "model" / "model.safetensors")
+        self.embed_VH, self.out_VH = base["embed"].double(), base["out"].double()
+        generator = torch.Generator().manual_seed(7)
+        bound = HIDDEN_SIZE**-0.5
+        a_RH = torch.empty(4, HIDDEN_SIZE).uniform_(-bound, bound, generator=generator)
+        self.a_RH, self.b_VR = a_RH.double().requires_grad_(), torch.zeros(VOCAB_SIZE, 4).double().requires_grad_()
+        self.data = PackedBatches(workshop.root / "rollouts", workshop.root / "rollouts-plan")
+
+    def logprobs(self, units: list[int], adapted: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probability [N], entropy [N] and advantage [N] of units' targets."""
+        batch = self.data.batch(np.array(units), torch.device("cpu"))
+        token_TH = self.embed_VH[batch.token_id_T]
+        parent_TH = token_TH[batch.parent_T.clamp(min=0)] * (batch.parent_T >= 0)[:, None]
+        hidden_NH = (token_TH + 0.5 * parent_TH)[batch.hidden_index_N]
+        out_VH = self.out_VH + 2.0 * self.b_VR @ self.a_RH if adapted else self.out_VH
+        logprob_NV = (hidden_NH @ out_VH.t()).log_softmax(-1)
+        entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
+        return logprob_NV.gather(1, batch.label_N[:, None])[:, 0], entropy_N, batch.advantage_N.double()
+
+    def steps(self) -> Iterator[tuple[float, float, float]]:
+        """Loss, gradient norm and largest ratio of each step."""
+        optimizer = torch.optim.AdamW([self.a_RH, self.b_VR], lr=0.05, weight_decay=0.0)
+        with torch.no_grad():
+            old = {unit: self.logprobs([unit])[0] for unit in range(6)}
+            ref = {unit: self.logprobs([unit], adapted=False)[0] for unit in range(6)}
+        for bins in ROLLOUT:
+            units = [unit for each in bins for unit in each]
+            logprob, entropy, advantage = self.logprobs(units)
+            log_ratio = logprob - torch.cat([old[unit] for unit in units])
+            ratio, behind = log_ratio.exp(), torch.cat([ref[unit] for unit in units]) - logprob
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.1) * advantage)
+            loss = (-surrogate + 0.1 * (behind.exp() - 1 - behind) - 0.01 * entropy).mean()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_([self.a_RH, self.b_VR], 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item(), norm.item(), ratio.max().item()
+
+
+def test_several_steps_a_rollout_are_those_of_a_plain_loop(workshop: Workshop):
+    """Two epochs of two mini-batches; the ratio is against the policy that the job began with, in every one."""
+    metrics = metrics_of(do(workshop, "a", a_plan(workshop, TRAINER)))
+    expected = list(PlainLoop(workshop).steps())
+    for ours, (loss, norm, ratio_max) in zip(metrics, expected, strict=True):
+        assert ours["loss"] == pytest.approx(loss, rel=2e-5, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(norm, rel=2e-5)
+        assert ours["ratio_max"] == pytest.approx(ratio_max, rel=2e-5)
+    assert metrics[0]["ratio_max"] == metrics[0]["ratio_mean"] == 1.0
+    assert metrics[0]["kl_old_new"] == metrics[0]["kl_reference"] == 0.0
+    assert metrics[-1]["ratio_max"] > 1.1
+    assert metrics[-1]["kl_reference"] > 0
+    assert metrics[-1]["clip_high_fraction"] > 0
+
+
+@pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()], ids=["lora", "full"])
+def test_a_job_that_goes_on_is_scored_by_the_weights_it_began_with(workshop: Workshop, trainable: Lora | Full):
+    plan = a_plan(workshop, TRAINER, trainable=trainable)
+    whole = do(workshop, "whole", plan)
+    for step in range(1, 4):
+        resumed = do(workshop, f"from-{step}", plan, start=checkpoint(whole, step))
+        assert losses(resumed) == losses(whole)[step:]
+        assert checkpoint(resumed, 4).sha256 == checkpoint(whole, 4).sha256
+
+
+def test_the_reference_of_full_training_is_the_base_as_it_was_published(workshop: Workshop):
+    metrics = metrics_of(do(workshop, "a", a_plan(workshop, TRAINER, trainable=Full())))
+    assert metrics[0]["kl_reference"] == 0.0
+    assert metrics[-1]["kl_reference"] == pytest.approx(metrics[-1]["kl_old_new"], rel=0.5)
+    assert metrics[-1]["kl_reference"] > 1e-3
+
+
+def test_an_initial_adapter_is_the_old_policy_and_the_base_the_reference(workshop: Workshop):
+    first = do(workshop, "first", a_plan(workshop, TRAINER))
+    adapter = published(workshop, first, "published")
+    plan = a_plan(workshop, TRAINER, initial_adapter=adapter)
+    whole = do(workshop, "whole", plan)
+    metrics = metrics_of(whole)
+    assert metrics[0]["ratio_max"] == 1.0
+    assert metrics[0]["kl_reference"] > 1e-3
+    resumed = do(workshop, "resumed", plan, start=checkpoint(whole, 2))
+    assert adapter_sha256(resumed, 4) == adapter_sha256(whole, 4)
+
+
+def test_a_named_adapter_can_be_the_reference(workshop: Workshop):
+    adapter = published(workshop, do(workshop, "first", a_plan(workshop, TRAINER)), "published")
+    near = TRAINER.model_copy(update={"kl": Kl(coefficient=0.1, reference=adapter)})
+    metrics = metrics_of(do(workshop, "a", a_plan(workshop, near, initial_adapter=adapter)))
+    assert metrics[0]["kl_reference"] == 0.0 < metrics[-1]["kl_reference"]
+    from_base = metrics_of(do(workshop, "b", a_plan(workshop, near)))
+    assert from_base[0]["kl_reference"] > 1e-3
+    assert from_base[0]["ratio_max"] == 1.0
+
+
+def test_a_later_job_of_a_run_freezes_the_policy_it_begins_with(workshop: Workshop):
+    """Weights, moments and random state of the job before; ratios of 1 again; the same bits when gone on with."""
+    first = do(workshop, "first", a_plan(workshop, TRAINER))
+    plan = a_plan(
+        workshop, TRAINER, job_id="000002", initial_checkpoint=checkpoint(first, 4), first_step=workshop.num_steps
+    )
+    whole = do(workshop, "second", plan)
+    metrics = metrics_of(whole)
+    assert metrics[0]["ratio_max"] == 1.0
+    assert metrics[0]["kl_reference"] > 1e-3
+    middle = next(e for e in read_log(whole.log_path) if isinstance(e, Saved) and e.step == 6)
+    start = Artifact(uri=f"file://{middle.path}", sha256=middle.manifest_sha256)
+    resumed = do(workshop, "resumed", plan, start=start)
+    assert losses(resumed) == losses(whole)[2:]
+    assert adapter_sha256(resumed, 8) == adapter_sha256(whole, 8)
+
+
+def test_the_samplers_log_probabilities_are_used_as_they_were_sent(workshop: Workshop):
+    metrics = metrics_of(do(workshop, "a", a_plan(workshop, Reinforce())))
+    loop = PlainLoop(workshop)
+    with torch.no_grad():
+        logprob, _, advantage = loop.logprobs([0, 1, 2])
+    sent = loop.data.batch(np.array([0, 1, 2]), torch.device("cpu")).old_logprob_N.double()
+    ratio = (logprob - sent).exp()
+    assert metrics[0]["ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
+    assert metrics[0]["loss"] == pytest.approx(-(ratio * advantage).mean().item(), rel=1e-5)
+
+
+def test_rewarded_tokens_become_likely_and_punished_ones_rare(workshop: Workshop):
+    write_plan(workshop.root / "again", workshop.root / "rollouts", [[[0, 1, 2, 3, 4, 5]]] * 20)
+    data = replace(workshop, data=PackedData(units=workshop.data.units, plan=sealed(workshop.root / "again")))
+    metrics = metrics_of(do(workshop, "a", a_plan(data, Reinforce(old="trainer"), num_steps=20)))
+    assert metrics[0]["loss"] == pytest.approx(0, abs=0.2)
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
+
+
+def test_held_out_loss_is_of_the_text_whatever_is_trained_for(workshop: Workshop):
+    evaluation = Evaluation(data=workshop.held_out)
+    policy = do(workshop, "policy", a_plan(workshop, TRAINER, evaluation=evaluation))
+    text = do(workshop, "text", workshop.plan(evaluation=evaluation))
+    first = [next(e for e in read_log(j.log_path) if e.event == "evaluated").metrics for j in (policy, text)]
+    assert first[0] == first[1]
+
+
+def test_data_without_what_the_loss_learns_from_is_refused_before_any_step(workshop: Workshop):
+    write_rollouts(workshop.root / "bare", 6, COLUMNS[:4])
+    bare = PackedData(units=sealed(workshop.root / "bare"), plan=workshop.data.plan)
+    failed = failure(do(workshop, "a", a_plan(workshop, TRAINER, data=bare)))
+    assert (failed.kind, failed.step) == ("invalid_input", 0)
+    assert "the units have no column advantage; the loss ppo learns from it" in failed.message
+
+
+def test_a_missing_reference_adapter_fails_before_any_step(workshop: Workshop):
+    nowhere = Artifact(uri=f"file://{workshop.root}/nowhere", sha256="0" * 64)
+    loss = PPO(kl=Kl(coefficient=0.1, reference=nowhere))
+    assert failure(do(workshop, "a", a_plan(workshop, loss))).kind == "invalid_input"
+
+
+def test_every_unit_is_scored_once_and_a_resumed_job_in_the_same_turns(workshop: Workshop):
+    with PackedBatches(workshop.root / "rollouts", workshop.root / "rollouts-plan") as data:
+        whole = [units.tolist() for units in turns(data, 0, 4, 0, 1)]
+        assert whole == [[0, 1], [2], [3], [4, 5]]
+        assert [units.tolist() for units in turns(data, 3, 4, 0, 1)] == [[0, 1], [2], [4, 5]]
+        for first_step in range(4):
+            for rank in range(2):
+                mine = {int(u) for units in turns(data, first_step, 4, rank, 2) for u in units}
+                wanted = {int(u) for s in range(first_step, 4) for b in data.bins_of_rank(s, rank, 2) for u in b}
+                assert wanted <= mine
+
+
+def write_pairs(folder: Path, num_units: int) -> None:
+    """Each unit a prompt of two tokens and its two answers, as two chains."""
+    random = np.random.default_rng(5)
+    writer = UnitsWriter(folder, ("token_id", "position", "parent", "hidden_index", "label", *COLUMNS[3:5], "sequence"))
+    for _ in range(num_units):
+        prompt, answers = random.integers(0, VOCAB_SIZE, 2), random.integers(0, VOCAB_SIZE, (2, 3))
+        writer.append(
+            token_id=np.concatenate([prompt, answers[0], prompt, answers[1]]),
+            position=np.tile(np.arange(5), 2),
+            parent=np.tile(np.arange(-1, 4), 2) + np.repeat([0, 5], 5) * (np.tile(np.arange(5), 2) > 0),
+            hidden_index=np.array([1, 2, 3, 6, 7, 8]),
+            label=answers.flatten(),
+            weight=np.ones(6),
+            advantage=np.repeat([1.0, -1.0], 3),
+            sequence=np.repeat([0, 1], 3),
+        )
+    writer.close()
+
+
+def test_preferences_are_learnt_through_the_same_columns_and_runner(workshop: Workshop):
+    write_pairs(workshop.root / "pairs", 6)
+    write_plan(workshop.root / "pairs-plan", workshop.root / "pairs", [[[0, 1, 2], [3, 4, 5]]] * 12)
+    data = PackedData(units=sealed(workshop.root / "pairs"), plan=sealed(workshop.root / "pairs-plan"))
+    plan = a_plan(workshop, DPO(beta=0.5), data=data, num_steps=12)
+    whole = do(workshop, "dpo", plan)
+    metrics = metrics_of(whole)
+    assert metrics[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert metrics[0]["reward_margin"] == 0.0
+    assert metrics[-1]["preference_accuracy"] == 1.0
+    assert metrics[-1]["loss"] < 0.3
+    resumed = do(workshop, "resumed", plan, start=checkpoint(whole, 5))
+    assert adapter_sha256(resumed, 12) == adapter_sha256(whole, 12)
+
+
+def test_what_only_the_first_step_trains_on_is_not_scored(workshop: Workshop):
+    """One step on policy costs no pass more; the result is that of a job whose units are scored for a second step."""
+    scored = []
+
+    class Counting(TinyEngine):
+        def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+            if not torch.is_grad_enabled():
+                scored.append(len(batch.token_id_T))
+            return super().forward(batch, outputs)
+
+    loss = PPO(old="trainer", truncated_importance=1.05)
+    job = workshop.job("one", a_plan(workshop, loss, num_steps=1))
+    new_worker(workshop.root, lambda plan, model: Counting(model)).do_one(job)
+    assert not scored
+    whole = workshop.job("whole", a_plan(workshop, loss))
+    new_worker(workshop.root, lambda plan, model: Counting(model)).do_one(whole)
+    assert len(scored) == 4
+    assert checkpoint_bytes(job) == checkpoint_bytes(whole)
+
+
+def checkpoint_bytes(job: Job) -> bytes:
+    return (Path(job.checkpoint_dir) / "step-00000001" / "weights" / "adapter_model.safetensors").read_bytes()

@@ -1,0 +1,330 @@
+"""Client-driven RL runs on a real Temporal server, with stand-in workers whose weights name what they were trained on."""
+
+import asyncio
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.exceptions import ApplicationError, CancelledError
+from temporalio.worker import Worker
+
+from activities.find_checkpoint import FindCheckpoint
+from activities.pack_trajectories import PackTrajectories
+from activities.publish import Publish
+from activities.record_result import RecordResult
+from activities.record_step import RecordStep
+from activities.worker_process import processes_of
+from service.host import connect
+from shared.events import Started, Step
+from shared.paths import RunKeys
+from shared.run_events import read_events
+from shared.runs import RLStart, RunStatus, RunTiming, StepRequest, StepStatus
+from shared.settings import DownloadSettings, Settings
+from shared.store import open_store, open_uri
+from tests.activities.groups import group, random_groups, rl_run, write_groups
+from tests.workflows.stand_in_activities import StandInData
+from tests.workflows.test_sft import Stack, eventually
+from workflows import rl
+from workflows.rl import RLWorkflow
+from workflows.track import TrackWorkflow
+
+
+class RLStack(Stack):
+    """A control host for RL runs; files of groups in a folder."""
+
+    async def start_rl(self, run_id: str | None = None, resumed: bool = False, **run: Any) -> WorkflowHandle:
+        run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
+        start = RLStart(
+            run_id=run_id,
+            run=rl_run(**{"idle_s": 60, "mini_batches": 2, **run}),
+            timing=RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20),
+            shape=self.settings.shape,
+            resumed=resumed,
+        )
+        return await self.client.start_workflow(
+            RLWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
+        )
+
+    def groups(self, number: int) -> str:
+        """The groups of a step: others for every number."""
+        return write_groups(self.settings.root_path / "groups" / f"{number}.jsonl", *random_groups(seed=number))
+
+    async def train(self, handle: WorkflowHandle, number: int, key: str | None = None, wait: bool = True) -> StepStatus:
+        request = StepRequest(key=key or f"key-{number}", groups=self.groups(number), wait=wait)
+        while True:
+            step = await handle.execute_update(RLWorkflow.train_step, request)
+            if step.is_final or not wait:
+                return step
+
+    def adapter(self, step: StepStatus) -> bytes:
+        assert step.adapter is not None
+        store, key = open_uri(step.adapter, self.settings.s3)
+        return store.get_bytes(f"{key}/adapter_model.safetensors")
+
+    def jobs(self, handle: WorkflowHandle) -> list[str]:
+        return [event.job_id for event in read_events(self.store, handle.id)[0] if isinstance(event, Started)]
+
+
+@asynccontextmanager
+async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIterator[RLStack]:
+    name = uuid.uuid4().hex[:8]
+    settings = Settings(
+        root=root,
+        temporal_address=temporal_address,
+        shape=name,
+        control_queue=f"control-{name}",
+        download=DownloadSettings(file_roots=(root,)),
+        **changes,
+    )
+    client = await connect(settings)
+    store = open_store(settings.store, settings.s3)
+    data = StandInData(store, root / "scratch-data")
+    record, steps = RecordResult(settings), RecordStep(settings)
+    async with AsyncExitStack() as exits:
+        threads = exits.enter_context(ThreadPoolExecutor(8))
+        control = Worker(
+            client,
+            task_queue=settings.control_queue,
+            workflows=[RLWorkflow, TrackWorkflow],
+            activities=[
+                data.resolve_model,
+                data.track,
+                PackTrajectories(settings).pack_trajectories,
+                FindCheckpoint(settings).find_checkpoint,
+                Publish(settings).publish,
+                record.record_result,
+                record.reopen,
+                steps.record_step,
+                steps.recover_steps,
+            ],
+            activity_executor=threads,
+        )
+        await exits.enter_async_context(control)
+        yield RLStack(client, settings, store, data, exits)
+
+
+@pytest.fixture
+async def stack(temporal_address: str, tmp_path: Path) -> AsyncIterator[RLStack]:
+    async with started(temporal_address, tmp_path) as stack:
+        yield stack
+    assert stack.worker_ids() == [], "no worker's folder outlives its host"
+
+
+@pytest.fixture
+async def undisturbed(stack: RLStack) -> list[bytes]:
+    """The adapters of four steps in one run that nothing happens to."""
+    await stack.add_gpu_host()
+    handle = await stack.start_rl()
+    adapters = [stack.adapter(await stack.train(handle, number)) for number in range(1, 5)]
+    await handle.execute_update(RLWorkflow.finish)
+    assert (await handle.result()).state == "succeeded"
+    assert len(set(adapters)) == 4
+    return adapters
+
+
+async def test_every_step_publishes_the_policys_next_version(stack: RLStack) -> None:
+    await stack.add_gpu_host()
+    handle = await stack.start_rl(name="harbour")
+    steps = [await stack.train(handle, number) for number in (1, 2, 3)]
+    assert [(s.step, s.state, s.policy_version, s.optimizer_step, s.version) for s in steps] == [
+        (1, "done", 1, 2, 1),
+        (2, "done", 2, 4, 2),
+        (3, "done", 3, 6, 3),
+    ]
+    assert len({stack.adapter(step) for step in steps}) == 3
+    assert steps[0].metrics["loss"] == pytest.approx(1 / 2)
+    assert "reward_mean" in steps[0].metrics
+    status = await handle.query(RLWorkflow.status)
+    assert (status.phase, status.policy_version, status.step, status.epoch) == ("waiting_for_groups", 3, 6, 1)
+    assert status.adapter == steps[-1].adapter
+    await handle.execute_update(RLWorkflow.finish)
+    result = await handle.result()
+    assert (result.state, result.phase, result.adapter) == ("succeeded", "done", steps[-1].adapter)
+    assert result == await stack.result(handle.id)
+    events = [event for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_the_same_key_trains_once_whenever_it_comes_again(stack: RLStack) -> None:
+    await stack.add_gpu_host(step_s=0.1)
+    handle = await stack.start_rl()
+    twins = await asyncio.gather(*(stack.train(handle, 1) for _ in range(3)))
+    assert twins[0] == twins[1] == twins[2]
+    await stack.train(handle, 2)
+    assert await stack.train(handle, 1) == twins[0]
+    assert stack.jobs(handle) == ["000001", "000002"]
+    assert (await handle.query(RLWorkflow.status)).policy_version == 2
+    with pytest.raises(WorkflowUpdateFailedError) as caught:
+        await stack.train(handle, 3, key="key-1")
+    assert isinstance(caught.value.cause, ApplicationError)
+    assert "this key was used for" in caught.value.cause.message
+    await handle.cancel()
+
+
+async def test_steps_that_come_early_wait_their_turn(stack: RLStack) -> None:
+    handle = await stack.start_rl()
+    early = [await stack.train(handle, number, wait=False) for number in (1, 2, 3, 4)]
+    assert [(step.step, step.is_final) for step in early] == [(1, False), (2, False), (3, False), (4, False)]
+    await handle.execute_update(RLWorkflow.finish)
+    with pytest.raises(WorkflowUpdateFailedError):
+        await stack.train(handle, 5, wait=False)
+    await stack.add_gpu_host()
+    assert (await handle.result()).policy_version == 4
+    assert stack.jobs(handle) == ["000001", "000002", "000003", "000004"]
+    last = await handle.query(RLWorkflow.step, 4)
+    assert last is not None and last.policy_version == 4
+
+
+async def test_groups_that_cannot_be_trained_leave_the_policy_as_it_was(stack: RLStack, undisturbed: Any) -> None:
+    handle = await stack.start_rl()
+    assert stack.adapter(await stack.train(handle, 1)) == undisturbed[0]
+    bad = write_groups(stack.settings.root_path / "bad.jsonl", group(0.0, float("nan")))
+    failed = await handle.execute_update(RLWorkflow.train_step, StepRequest(key="bad", groups=bad, wait=True))
+    assert (failed.state, failed.policy_version) == ("failed", 1)
+    assert failed.problem is not None
+    assert failed.problem.message.startswith("bad.jsonl:1: trajectories.1.reward: it is nan")
+    equal = write_groups(stack.settings.root_path / "equal.jsonl", group(1.0, 1.0))
+    skipped = await handle.execute_update(RLWorkflow.train_step, StepRequest(key="equal", groups=equal, wait=True))
+    assert (skipped.state, skipped.policy_version, skipped.adapter) == ("skipped", 1, None)
+    assert (await stack.train(handle, 2)).policy_version == 2
+    await handle.cancel()
+
+
+async def test_an_idle_worker_is_given_back_and_the_next_step_leases_again(stack: RLStack, undisturbed: Any) -> None:
+    handle = await stack.start_rl(idle_s=0.2)
+    other = await stack.start_rl(idle_s=0.2)
+    for number in (1, 2):
+        assert stack.adapter(await stack.train(handle, number)) == undisturbed[number - 1]
+        assert (await stack.train(other, number)).policy_version == number, "one host serves both, in turns"
+    assert (await handle.query(RLWorkflow.status)).epoch == 2
+    await handle.cancel()
+    await other.cancel()
+
+
+async def test_a_worker_that_keeps_the_device_is_ended_with_its_lease(stack: RLStack) -> None:
+    await stack.add_gpu_host()
+    handle = await stack.start_rl(between_steps="keep")
+    await stack.train(handle, 1)
+    [worker_id] = stack.worker_ids()
+    await stack.train(handle, 2)
+    assert stack.worker_ids() == [worker_id], "between steps it stays"
+    await handle.execute_update(RLWorkflow.finish)
+    await handle.result()
+    await eventually(lambda: not stack.worker_ids(), "the worker's end, long before its idle time", 10)
+
+
+async def test_a_worker_killed_at_any_step_changes_no_bits(stack: RLStack, undisturbed: list[bytes]) -> None:
+    handle = await stack.start_rl()
+    found = []
+    for number in range(1, 5):
+        training = asyncio.create_task(stack.train(handle, number))
+        await asyncio.sleep(0.05 * number)
+        for worker_id in stack.worker_ids():
+            for process in processes_of(worker_id):
+                process.kill()
+        found.append(stack.adapter(await training))
+    assert found == undisturbed
+    assert (await handle.query(RLWorkflow.status)).epoch > 1
+    await handle.cancel()
+
+
+async def test_a_killed_host_changes_no_bits(stack: RLStack, undisturbed: list[bytes], tmp_path: Path) -> None:
+    async with started(stack.settings.temporal_address, tmp_path / "second") as second:
+        host = second.spawn_gpu_host(step_s=0.2)
+        handle = await second.start_rl()
+        assert second.adapter(await second.train(handle, 1)) == undisturbed[0]
+        training = asyncio.create_task(second.train(handle, 2))
+        await asyncio.sleep(0.3)
+        host.send_signal(signal.SIGKILL)
+        host.wait()
+        second.spawn_gpu_host()
+        assert second.adapter(await training) == undisturbed[1]
+        await handle.cancel()
+
+
+async def test_a_long_run_goes_on_in_new_executions(
+    stack: RLStack, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step an execution: everything that the next step needs is handed on, and so is who waits."""
+    monkeypatch.setattr(rl, "_STEPS_AN_EXECUTION", 1)
+    async with unsandboxed(stack) as control_queue:
+        settings = stack.settings
+        stack.settings = settings.model_copy(update={"control_queue": control_queue})
+        handle = await stack.start_rl()
+        early = [stack.train(handle, number) for number in range(1, 5)]
+        steps = await asyncio.gather(*early)
+        assert sorted(step.step for step in steps) == [1, 2, 3, 4]
+        assert await stack.train(handle, 1) == steps[0], "it is remembered"
+        await handle.execute_update(RLWorkflow.finish)
+        assert (await handle.result()).policy_version == 4
+        assert stack.jobs(handle) == ["000001", "000002", "000003", "000004"]
+        assert [stack.adapter(step) for step in steps] == undisturbed
+        executions = [e async for e in stack.client.list_workflows(f'WorkflowId = "{handle.id}"')]
+        assert len(executions) >= 4
+
+
+@asynccontextmanager
+async def unsandboxed(stack: RLStack) -> AsyncIterator[str]:
+    """A control host whose workflows see this process's modules, and so a constant that the test has changed."""
+    from temporalio.worker import UnsandboxedWorkflowRunner
+
+    settings = stack.settings.model_copy(update={"control_queue": f"{stack.settings.control_queue}-open"})
+    record, steps = RecordResult(settings), RecordStep(settings)
+    with ThreadPoolExecutor(8) as threads:
+        async with Worker(
+            stack.client,
+            task_queue=settings.control_queue,
+            workflows=[RLWorkflow, TrackWorkflow],
+            workflow_runner=UnsandboxedWorkflowRunner(),
+            activities=[
+                stack.data.resolve_model,
+                stack.data.track,
+                PackTrajectories(settings).pack_trajectories,
+                FindCheckpoint(settings).find_checkpoint,
+                Publish(settings).publish,
+                record.record_result,
+                record.reopen,
+                steps.record_step,
+                steps.recover_steps,
+            ],
+            activity_executor=threads,
+        ):
+            yield settings.control_queue
+
+
+async def test_a_cancelled_run_resumes_where_its_last_done_step_left_it(
+    stack: RLStack, undisturbed: list[bytes]
+) -> None:
+    """A step that was cut in two is trained anew: from what the step before left, not from its own half."""
+    async with started(stack.settings.temporal_address, stack.settings.root_path / "second") as second:
+        await second.add_gpu_host(step_s=0.3)
+        handle = await second.start_rl()
+        first = await second.train(handle, 1)
+        cut = asyncio.create_task(second.train(handle, 2))
+        await eventually(lambda: _is_past(handle, 3), "the middle of step 2")
+        await handle.cancel()
+        with pytest.raises(WorkflowUpdateFailedError):
+            await cut
+        with pytest.raises(WorkflowFailureError) as caught:
+            await handle.result()
+        assert isinstance(caught.value.cause, CancelledError)
+        assert (await handle.describe()).status == WorkflowExecutionStatus.CANCELED
+        assert (await second.result(handle.id)).state == "cancelled"
+        resumed = await second.start_rl(run_id=handle.id, resumed=True)
+        again = await second.train(resumed, 1)
+        assert (again.state, again.same_as, again.adapter) == ("done", 1, first.adapter), "the store remembers its key"
+        adapters = [second.adapter(await second.train(resumed, number)) for number in (2, 3, 4)]
+        await resumed.execute_update(RLWorkflow.finish)
+        result = await resumed.result()
+        assert (result.state, result.policy_version) == ("succeeded", 4)
+        assert [second.adapter(first), *adapters] == undisturbed
+
+
+async def _is_past(handle: WorkflowHandle, step: int) -> bool:
+    return (await handle.query(RLWorkflow.status)).step >= step
