@@ -1,9 +1,7 @@
 """Resolve an adapter: a PEFT folder to go on from, checked against model and run before any GPU is asked for."""
 
 import re
-from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from temporalio import activity
 
 from activities.heartbeat import beating
@@ -12,13 +10,12 @@ from activities.model_files import read_tensors
 from activities.model_location import Location, locate
 from activities.safetensors_header import TensorEntry
 from shared.errors import InvalidInput
-from shared.jobs import LINEARS, Artifact, Linear, Lora
+from shared.jobs import Artifact, Lora
 from shared.layout import ModelShape
 from shared.models import Frozen
+from shared.peft_format import CONFIG, WEIGHTS, check_same, lora_of
 from shared.settings import Settings
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 _TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\.(?P<linear>\w+)\.lora_(?P<side>[AB])\.weight"
 )
@@ -39,26 +36,6 @@ class ResolvedAdapter(Frozen):
     lora: Lora
 
 
-class _PeftConfig(BaseModel):
-    """`adapter_config.json`: plain LoRA on our linears; whatever would change the computation is refused."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    peft_type: Literal["LORA"]
-    r: int = Field(ge=1)
-    lora_alpha: float = Field(gt=0)
-    target_modules: tuple[Linear, ...] = Field(min_length=1)
-    bias: Literal["none"] = "none"
-    use_rslora: Literal[False] = False
-    use_dora: Literal[False] = False
-    fan_in_fan_out: Literal[False] = False
-    lora_bias: Literal[False] = False
-    modules_to_save: None = None
-    layers_to_transform: None = None
-    rank_pattern: dict[str, Any] = Field(default={}, max_length=0)
-    alpha_pattern: dict[str, Any] = Field(default={}, max_length=0)
-
-
 class ResolveAdapter:
     """Finds and checks adapters."""
 
@@ -75,33 +52,11 @@ class ResolveAdapter:
         """
         with beating():
             location = locate(request.uri, self._settings, (CONFIG, WEIGHTS))
-            lora = _read_config(location)
+            lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
             if request.lora is not None:
-                _check_same(lora, request.lora, location.place(CONFIG))
+                check_same(lora, request.lora, location.place(CONFIG))
             _check_weights(location, lora, request.shape)
             return ResolvedAdapter(adapter=import_files(location, [CONFIG, WEIGHTS], self._settings), lora=lora)
-
-
-def _read_config(location: Location) -> Lora:
-    raw = location.read_json(CONFIG)
-    try:
-        config = _PeftConfig.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc']))} cannot be used: {first['msg']}"
-        raise InvalidInput(problem, location.place(CONFIG)) from error
-    targets = tuple(name for name in LINEARS if name in config.target_modules)
-    return Lora(rank=config.r, alpha=config.lora_alpha, targets=targets)
-
-
-def _check_same(found: Lora, wanted: Lora, place: str) -> None:
-    for name, theirs, ours in (
-        ("rank", found.rank, wanted.rank),
-        ("alpha", found.alpha, wanted.alpha),
-        ("targets", sorted(found.targets), sorted(wanted.targets)),
-    ):
-        if theirs != ours:
-            raise InvalidInput(f"the adapter's {name} is {theirs}, the run asks for {ours}", place)
 
 
 def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:

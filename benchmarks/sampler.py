@@ -2,10 +2,10 @@
 
     python -m benchmarks.sampler [--hidden 64 256] [--slots 32 64] [--groups 8] [--group-size 16] [--out FILE.json]
 
-A 4-layer model (2 layers at hidden 64, the tests' size) with random weights in float32 on one thread. `--groups` prompts
-of 64 tokens, asked for at once, `--group-size` samples of 128 tokens each, temperature 1, no end token. transformers
-draws all of them as one batch. Rounds are interleaved; the best counts. `cpu` figures are drawn tokens a CPU second of
-the process that draws, which a busy machine disturbs less.
+A 4-layer model (2 layers at hidden 64, the tests' size) with random weights in float32 on one thread. `--groups`
+prompts of 64 tokens, asked for at once, `--group-size` samples of 128 tokens each, temperature 1, no end token.
+transformers draws all of them as one batch. Rounds are interleaved; the best counts. `cpu` figures are drawn tokens a
+CPU second of the process that draws, which a busy machine disturbs less.
 """
 
 import argparse
@@ -126,11 +126,8 @@ def main() -> None:
             speed = measure(contestants, arguments.groups, arguments.group_size, arguments.rounds)
         figures.append({"hidden": hidden, "tokens_per_s": speed})
         print(json.dumps(figures[-1]), flush=True)
-    result = {
-        "benchmark": "sampler",
-        "commit": commit(),
-        "hardware": {"machine": platform.machine(), "cpus": os.cpu_count()},
-    }
+    hardware = {"machine": platform.machine(), "cpus": os.cpu_count()}
+    result = {"benchmark": "sampler", "commit": commit(), "hardware": hardware}
     result |= {"groups": arguments.groups, "group_size": arguments.group_size, "figures": figures}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 from activities.tokenize import TokenizeRequest, write_units
 from activities.tokenizer import ModelTokenizer
 from benchmarks.machine import provenance
-from examples.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS
+from examples.tiny_model import CHAT_TEMPLATE, train_tokenizer
 from shared.jobs import Artifact
 from shared.runs import DatasetSource
 
@@ -71,18 +71,7 @@ def _peak_rss_bytes() -> int:
 
 def make_tokenizer(corpus: list[str], vocab_size: int = 32_000) -> ModelTokenizer:
     """A tokenizer of a real one's size and kind, with the tiny model's chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer = train_tokenizer(corpus, vocab_size)
     config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
     files = {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
     return ModelTokenizer(files, "benchmark")

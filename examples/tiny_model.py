@@ -42,7 +42,7 @@ def make_tiny_model(
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = _train_tokenizer(corpus, vocab_size)
+    tokenizer = train_tokenizer(corpus, vocab_size)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
@@ -70,7 +70,7 @@ def make_tiny_model(
     return folder
 
 
-def _train_tokenizer(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
+def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -25,8 +25,8 @@ from megatron_worker.families.pieces import Linear, Piece
 from megatron_worker.flat import Flat
 from megatron_worker.megatron.mesh import Mesh
 from megatron_worker.optimizer import Optimizer
-from megatron_worker.peft_format import PREFIX
 from shared.jobs import Lora
+from shared.peft_format import PREFIX
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class WarmEngine:
 
     def take(self, plan: JobPlan, model: Path) -> Engine:
         """The engine for a plan, on the device: the one at hand if it is the same, else a new one."""
-        key = _key(plan)
+        key = WorkerKey.of(plan)
         if self.engine is not None and self._key == key:
             if not self.on_device:
                 self.engine.reload()
@@ -74,13 +74,3 @@ def collect_garbage() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _key(plan: JobPlan) -> WorkerKey:
-    return WorkerKey(
-        model=plan.model,
-        layout=plan.layout,
-        dtype=plan.dtype,
-        engine=plan.engine,
-        threads_per_rank=plan.threads_per_rank,
-    )

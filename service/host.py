@@ -66,6 +66,7 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     """Workflows, and every activity that needs no accelerator. A gpu host loads none of them."""
     from activities.download import Download
     from activities.find_checkpoint import FindCheckpoint
+    from activities.grade import Grade
     from activities.pack import Pack
     from activities.pack_trajectories import PackTrajectories
     from activities.preview import PreviewDataset
@@ -81,7 +82,7 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from workflows.sft import SFTWorkflow
     from workflows.track import TrackWorkflow
 
-    record, steps = RecordResult(settings), RecordStep(settings)
+    record, steps, grade = RecordResult(settings), RecordStep(settings), Grade(settings)
     return Worker(
         client,
         task_queue=settings.control_queue,
@@ -98,6 +99,8 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
             PreviewDataset(settings).preview,
             FindCheckpoint(settings).find_checkpoint,
             Publish(settings).publish,
+            grade.grade,
+            grade.check_grader,
             record.record_result,
             record.reopen,
             Track(settings).track,

@@ -115,9 +115,8 @@ class Runs:
 
     async def _accept(self, run_id: str, run: Run) -> tuple[RunRecord, bool]:
         """Put a run on record. Returns what stands there, and whether this call wrote it."""
-        record = RunRecord(
-            run_id=run_id, run=run, created_at=time.time(), threads_per_rank=self._settings.threads_per_rank
-        )
+        threads = max(1, self._settings.cpu_threads // run.layout.world_size)
+        record = RunRecord(run_id=run_id, run=run, created_at=time.time(), threads_per_rank=threads)
         data = record.model_dump_json(indent=1).encode()
         await asyncio.to_thread(self._store.put_bytes, paths.run_index(run_id), b"")
         if await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run_id).record, data):

@@ -1,6 +1,8 @@
 """What a host and its worker tell each other beside jobs: who the worker is, and whose lease it serves."""
 
-from shared.jobs import Artifact, Dtype, Fence
+from typing import Self
+
+from shared.jobs import Artifact, Dtype, Fence, JobPlan
 from shared.layout import Layout
 from shared.models import Frozen
 
@@ -13,6 +15,17 @@ class WorkerKey(Frozen):
     dtype: Dtype
     engine: str = "megatron"
     threads_per_rank: int = 1
+
+    @classmethod
+    def of(cls, plan: JobPlan) -> Self:
+        """The worker that a plan needs."""
+        return cls(
+            model=plan.model,
+            layout=plan.layout,
+            dtype=plan.dtype,
+            engine=plan.engine,
+            threads_per_rank=plan.threads_per_rank,
+        )
 
 
 class WorkerRecord(Frozen):

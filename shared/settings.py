@@ -68,7 +68,7 @@ class Settings(BaseSettings):
 
     shape: str = Field(default="cpu", description="what this host offers: the lease queue is gpu-<shape>")
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
-    threads_per_rank: int = Field(default_factory=lambda: os.cpu_count() or 1)
+    cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     heartbeat_timeout_s: float = Field(default=20.0, description="a host that is silent so long is taken for dead")
     cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
 

@@ -22,6 +22,7 @@ OTHERS = {
     "docs/architecture.md": "the layers, the way of the data, where state lives, how a kill is survived",
     "docs/cli.md": "the commands, and what their exit codes mean",
     "docs/job_protocol.md": "what the two worlds say to each other, file by file",
+    "docs/losses.md": "what a run optimises: formula, source and metrics of every loss",
     "docs/operations.md": "settings, upgrade, backup, what to do when",
     "requirements/": "versions, locked",
     "requirements/install.sh": "makes .venv",

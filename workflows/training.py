@@ -135,7 +135,7 @@ class Training:
             LeaseRequest(
                 run_id=self.start.run_id,
                 epoch=self.epoch,
-                key=_worker_key(plan),
+                key=WorkerKey.of(plan),
                 ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
             ),
             task_queue=policies.lease_queue(self.start.shape),
@@ -191,16 +191,6 @@ def _release(lease: workflow.ActivityHandle[None]) -> None:
         lease.cancel()
     elif not lease.cancelled():
         lease.exception()  # taken note of, or asyncio complains that nobody did
-
-
-def _worker_key(plan: JobPlan) -> WorkerKey:
-    return WorkerKey(
-        model=plan.model,
-        layout=plan.layout,
-        dtype=plan.dtype,
-        engine=plan.engine,
-        threads_per_rank=plan.threads_per_rank,
-    )
 
 
 def _gave_up(losses: list[str]) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_worker import peft_format
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture
@@ -29,6 +28,7 @@ from megatron_worker.offload import HostBuffers
 from megatron_worker.optimizer import Optimizer
 from megatron_worker.sums import over_ranks
 from megatron_worker.weights import model_files, read_pieces, refuse_unknown, whole_tensor
+from shared import peft_format
 from shared.errors import InvalidInput
 from shared.jobs import Adam, Dtype, Full, Lora
 from shared.layout import Layout, ModelShape, check_layout
@@ -100,7 +100,7 @@ class MegatronEngine:
         with self._mesh.agreement():
             found = peft_format.read_config(folder)
             if lora is not None:
-                peft_format.check_same(found, lora, folder)
+                peft_format.check_same(found, lora, str(folder))
             adapter = self._new_adapter(found)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
@@ -184,7 +184,8 @@ class MegatronEngine:
                 self._load_full(folder / "weights", training)
             else:
                 adapter = self._adapters[training.slot]
-                peft_format.check_same(peft_format.read_config(folder / "weights"), adapter.lora, folder / "weights")
+                weights = folder / "weights"
+                peft_format.check_same(peft_format.read_config(weights), adapter.lora, str(weights))
                 read_adapter(folder / "weights", adapter, training.optimizer.master, mesh)
             read_optimizer(
                 folder / "optimizer", training.optimizer, training.pieces, mesh, self._keeps_masters(training)

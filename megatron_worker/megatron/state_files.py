@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_worker import peft_format
 from megatron_worker.families.pieces import Piece
 from megatron_worker.flat import Flat
 from megatron_worker.lora import Adapter
@@ -28,6 +27,7 @@ from megatron_worker.weights import (
     write_model,
     write_safetensors,
 )
+from shared import peft_format
 
 OPTIMIZER = "optimizer.safetensors"
 STEP = "step"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_worker import peft_format
 from megatron_worker.families.pieces import Piece
 from megatron_worker.sampler.decoder import Beside, Decoder, FusedLinear
 from megatron_worker.weights import TensorFiles, check_names, single_file
+from shared import peft_format
 from shared.jobs import Lora
 
 

@@ -12,11 +12,11 @@ from typing import TypeVar
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from megatron_worker import peft_format
 from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.ending import Ending
 from megatron_worker.sampler.generation import Generator, Sequence, Ticket
+from shared import peft_format
 from shared.completions import (
     MAX_SAMPLES,
     Choice,

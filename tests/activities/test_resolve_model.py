@@ -428,7 +428,7 @@ def test_an_adapter_that_cannot_be_used_names_its_field(config, adapter, changes
 
 def test_an_adapter_of_another_rank_than_the_run_is_refused(config, adapter) -> None:
     message = adapter_refusal(config, adapter, lora=Lora(rank=8, alpha=8, targets=("q_proj", "o_proj")))
-    assert "the adapter's rank is 4, the run asks for 8" in message
+    assert "the adapter's rank is 4, 8 is asked for" in message
 
 
 def test_an_adapter_of_a_deeper_model_is_refused(config, adapter) -> None:

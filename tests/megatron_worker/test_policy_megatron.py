@@ -1,12 +1,16 @@
 """Policy losses on the real engine: against transformers and autograd, however bins are cut, over ranks, resumed."""
 
 import dataclasses
+import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from activities.preference_pairs import pair_unit
+from megatron_worker.batches import to_batch
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
@@ -30,6 +34,7 @@ from shared.jobs import (
     Schedule,
 )
 from shared.layout import Layout
+from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.launch import torchrun
 from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows
 from tests.megatron_worker.test_megatron_job import new_worker
@@ -212,6 +217,72 @@ def test_old_log_probabilities_are_frozen_at_the_start_and_found_again(workshop:
     assert [m["loss"] for m in steps(resumed)] == [m["loss"] for m in metrics][2:]
     again = [e for e in read_log(resumed.log_path) if isinstance(e, Saved)]
     assert again[-1].manifest_sha256 == saved[-1].manifest_sha256
+
+
+def test_a_named_adapter_is_the_reference(workshop: Workshop):
+    """Beside the adapter that is trained, in a slot of its own, and gone when the job ends."""
+    worker, first = new_worker(workshop.root), a_job(workshop, "first")
+    worker.do_one(first)
+    steps(first)
+    shutil.copytree(Path(first.checkpoint_dir) / "step-00000004" / "weights", workshop.root / "published")
+    adapter = sealed(workshop.root / "published")
+    loss = TRAINER.model_copy(update={"kl": Kl(coefficient=0.1, reference=adapter)})
+    from_it, from_base = (
+        a_job(workshop, name, loss=loss, initial_adapter=initial)
+        for name, initial in (("from-it", adapter), ("from-base", None))
+    )
+    for job in (from_it, from_base):
+        worker.do_one(job)
+    assert steps(from_it)[0]["kl_reference"] == 0.0 < steps(from_it)[-1]["kl_reference"]
+    assert steps(from_base)[0]["kl_reference"] > 1e-3
+    assert steps(from_base)[0]["ratio_max"] == 1.0
+
+
+def test_pairs_as_trees_are_pairs_as_chains(model: Path, tmp_path: Path):
+    """The prompt once or twice: the same preference loss and gradient."""
+    random, engine, loss = np.random.default_rng(3), fresh(model), loss_function(DPO(beta=0.3))
+    trees = UnitsWriter(tmp_path / "trees", (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+    chains = UnitsWriter(tmp_path / "chains", (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+    for _ in range(3):
+        prompt, chosen, rejected = (random.integers(3, 300, n) for n in (20, 7, 11))
+        trees.append(**pair_unit(prompt, chosen, rejected).columns())
+        chains.append(**as_chains(prompt, chosen, rejected))
+    results = []
+    for writer, name in ((trees, "trees"), (chains, "chains")):
+        writer.close()
+        with Units(tmp_path / name) as units:
+            batch = to_batch(units.read_bin(np.arange(3)), torch.device("cpu"))
+        with torch.no_grad():
+            logprob_N = engine.forward(batch, Outputs()).logprob_N
+        results.append(gradient(engine, loss, [dataclasses.replace(batch, ref_logprob_N=logprob_N)]))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    assert results[0][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert (results[0][1] - results[1][1]).norm() <= 2e-6 * results[1][1].norm()
+
+
+def as_chains(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, np.ndarray]:
+    """A pair's columns with the prompt written out for each answer."""
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in (*TOKEN_COLUMNS, *TARGET_COLUMNS)}
+    at = 0
+    for number, answer in enumerate((chosen, rejected)):
+        ids = np.concatenate([prompt, answer])
+        place, targets = np.arange(len(ids)), len(answer)
+        own = {
+            "token_id": ids,
+            "position": place,
+            "parent": np.where(place == 0, -1, place - 1 + at),
+            "hidden_index": at + len(prompt) - 1 + np.arange(targets),
+            "label": answer,
+            "weight": np.ones(targets),
+            "advantage": np.full(targets, 1.0 - 2 * number),
+            "old_logprob": np.zeros(targets),
+            "ref_logprob": np.zeros(targets),
+            "sequence": np.full(targets, number),
+        }
+        for name, values in own.items():
+            columns[name].append(values)
+        at += len(ids)
+    return {name: np.concatenate(values) for name, values in columns.items()}
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=lambda layout: layout.label)

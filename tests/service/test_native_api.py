@@ -41,7 +41,7 @@ def test_a_run_is_accepted_runs_and_succeeds(api, service: Service) -> None:
     assert (done.state, done.step, done.metrics) == ("succeeded", 4, {"loss": 1.5})
     record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(view.run_id).record))
     assert record.run == SFTRun.model_validate(sft(seed=SUCCEEDS, name="harbour"))
-    assert record.threads_per_rank == service.settings.threads_per_rank
+    assert record.threads_per_rank == service.settings.cpu_threads
 
 
 def test_a_failed_run_says_why(api) -> None:

@@ -1,4 +1,4 @@
-"""PEFT's folder: `adapter_config.json` beside `adapter_model.safetensors`. What we do not compute is refused."""
+"""PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. What we do not compute is refused."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,9 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 
 
-class _PeftConfig(BaseModel):
+class _Config(BaseModel):
+    """Plain LoRA on our linears; a field that would change the computation has one value that is taken."""
+
     model_config = ConfigDict(extra="ignore")
 
     peft_type: Literal["LORA"]
@@ -32,44 +34,60 @@ class _PeftConfig(BaseModel):
     alpha_pattern: dict[str, Any] = Field(default={}, max_length=0)
 
 
-def write_config(folder: Path, lora: Lora) -> None:
-    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    config = {
+def config_of(lora: Lora) -> dict[str, object]:
+    """The content of `adapter_config.json`. Equal adapters have equal contents."""
+    return {
         "base_model_name_or_path": None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "lora_alpha": alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": lora.rank,
         "target_modules": [name for name in LINEARS if name in lora.targets],
         "task_type": "CAUSAL_LM",
     }
+
+
+def lora_of(config: dict[str, Any], place: str) -> Lora:
+    """The adapter that an `adapter_config.json` describes.
+
+    Raises:
+        InvalidInput: it asks for something else than plain LoRA on our linears.
+    """
+    try:
+        read = _Config.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc']))} cannot be used: {first['msg']}", place) from error
+    targets = tuple(name for name in LINEARS if name in read.target_modules)
+    return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets)
+
+
+def write_config(folder: Path, lora: Lora) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config_of(lora), indent=2) + "\n")
 
 
 def read_config(folder: Path) -> Lora:
     """Raises InvalidInput when it is missing, unreadable, or asks for something else than plain LoRA on our linears."""
     path = folder / CONFIG
     try:
-        config = _PeftConfig.model_validate_json(path.read_bytes())
+        config = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise InvalidInput("the adapter is missing: no adapter_config.json", str(folder)) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", str(path)) from error
-    targets = tuple(name for name in LINEARS if name in config.target_modules)
-    return Lora(rank=config.r, alpha=config.lora_alpha, targets=targets)
+        raise InvalidInput(f"the adapter is missing: no {CONFIG}", str(folder)) from error
+    except ValueError as error:
+        raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
+    return lora_of(config, str(path))
 
 
-def check_same(found: Lora, expected: Lora, folder: Path) -> None:
-    """Raises InvalidInput when an adapter is of another rank, scale or targets than the job asks for."""
+def check_same(found: Lora, expected: Lora, place: str) -> None:
+    """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for."""
     for name, theirs, ours in (
         ("rank", found.rank, expected.rank),
         ("alpha", found.alpha, expected.alpha),
         ("targets", sorted(found.targets), sorted(expected.targets)),
     ):
         if theirs != ours:
-            raise InvalidInput(f"the adapter's {name} is {theirs}, the job asks for {ours}", str(folder / CONFIG))
+            raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)
