@@ -5,6 +5,7 @@ sample sees another and the same sample always gets the same grade. A sandbox th
 """
 
 import json
+import logging
 import math
 import os
 import select
@@ -23,6 +24,7 @@ from shared.settings import GradingSettings
 
 Isolation = Literal["namespaces", "rlimits"]
 
+_log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("sandbox_process.py")
 _START_S = 30.0
 _GRACE_S = 10.0  # beyond a sample's own time, which the supervisor inside keeps
@@ -96,6 +98,7 @@ class PythonSandbox:
                     "grading.accept_rlimits_only grades all the same, with files readable and less protection",
                     "grader",
                 )
+            _log.warning("python graders run behind resource limits alone: %s", answer["refused"])
             self.isolation = "rlimits"
             answer = self._launch()
         if "refused" in answer:

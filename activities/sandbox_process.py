@@ -69,6 +69,9 @@ class _Refused(Exception):
 
 def main() -> None:
     limits = Limits(**json.loads(sys.argv[1]))
+    if sys.platform != "linux":
+        _send({"refused": "it takes Linux"})
+        return
     _die_with_parent(limits.parent_pid)
     os.umask(0o022)  # nobody must be able to enter the folders of the new root
     for name in _PRELOADED:

@@ -24,6 +24,7 @@ OTHERS = {
     "docs/job_protocol.md": "what the two worlds say to each other, file by file",
     "docs/losses.md": "what a run optimises: formula, source and metrics of every loss",
     "docs/operations.md": "settings, upgrade, backup, what to do when",
+    "docs/sampler.md": "where completions come from: the protocol, what logprobs mean, which bits are equal",
     "requirements/": "versions, locked",
     "requirements/install.sh": "makes .venv",
     "requirements/constraints.txt": "every version that was tested",

@@ -72,7 +72,7 @@ Truncation = Annotated[TooLong, typer.Option("--too-long", help="What happens to
 
 @app.callback()
 def _group() -> None:
-    """A group, though it has one member so far."""
+    """`sft` is here, `rl` in rl_commands.py."""
 
 
 @app.command()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.testing import ActivityEnvironment
 
 from activities.grade import Grade, Graded, GradeRequest
@@ -252,3 +253,11 @@ def test_a_server_that_goes_away_keeps_what_was_graded(tmp_path: Path, judge: Ju
     _, grades = graded(tmp_path, grader, *rows, score_model_url=judge.url, score_model_concurrency=1)
     assert len(judge.asked) - asked == 6, "only the second part is asked for again"
     assert [grade.grade for grade in grades] == [1.0] * 64 + [64.0, 65.0, 66.0, 67.0, 68.0, 69.0]
+
+
+def test_requests_and_answers_pass_through_temporal(tmp_path: Path) -> None:
+    converter = pydantic_data_converter.payload_converter
+    request = GradeRequest(samples=Artifact(uri="file:///x", sha256="0" * 64), grader=parse_grader(CHECK))
+    found, _ = graded(tmp_path, CHECK, row("a", "a"))
+    for value, kind in [(request, GradeRequest), (request.grader, Grader), (found, Graded)]:
+        assert converter.from_payloads(converter.to_payloads([value]), [kind]) == [value]  # type: ignore[list-item]

@@ -60,6 +60,15 @@ def request_for(store: ObjectStore, tmp_path: Path, run_id: str = "r1", name: st
     )
 
 
+def test_every_step_of_a_run_has_a_version_and_the_same_step_the_same_one(store) -> None:
+    def claim(step: int, sha256: str = "a", run_id: str = "r1") -> int:
+        return claim_version(store, "adapters", "harbour", Claim(run_id=run_id, step=step, checkpoint_sha256=sha256))
+
+    assert [claim(1), claim(2), claim(1, run_id="r2"), claim(3)] == [1, 2, 3, 4]
+    assert [claim(3), claim(1, run_id="r2"), claim(2)] == [4, 3, 2], "however often it is tried"
+    assert claim(3, sha256="b") == 5, "a step that was never done, and whose number came again, is another adapter"
+
+
 def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, store, tmp_path: Path) -> None:
     published = Publish(settings).publish(request_for(store, tmp_path))
     assert (published.name, published.version) == ("harbour", 1)

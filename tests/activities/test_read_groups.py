@@ -84,7 +84,7 @@ def test_a_group_of_one_is_whole_where_the_batch_is_compared(tmp_path: Path) -> 
 
 
 def test_given_advantages_must_be_given(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="trajectories.0.advantage: the run's advantages are given"):
+    with pytest.raises(InvalidInput, match=r"trajectories\.0\.advantage: the run's advantages are given"):
         read(tmp_path / "rows.jsonl", group(1.0, policy_version=4), advantages="given")
     assert read(tmp_path / "rows.jsonl", group(1.0, policy_version=4, advantage=0.5), advantages="given").groups
 

@@ -15,13 +15,15 @@ import httpx
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from activities.sampler_client import Sampler
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.adapters import load_adapter
+from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import reliable_width
+from megatron_worker.sampler.ending import Ending
+from megatron_worker.sampler.generation import Generator, Sequence, Ticket, reliable_width
 from shared.completions import Sampling
 from shared.errors import InvalidInput
 from shared.jobs import LINEARS
@@ -345,6 +347,34 @@ def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):
     began = time.monotonic()
     sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)
     assert time.monotonic() - began < 30  # all 900 would take minutes
+
+
+def test_a_cancelled_ticket_leaves_its_slots(place):
+    """It would never end by itself; what comes after it finds its slots free, and it does not grow any more."""
+    decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
+    tokenizer = Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
+    generator, model = Generator(decoder, 2), Adapter(NAME, "", {})
+
+    def ticket(max_tokens):
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sequences = [Sequence((5, 6), sampling, seed, Ending(sampling, frozenset(), tokenizer)) for seed in range(3)]
+        submitted = Ticket(model, sequences)
+        generator.submit(submitted)
+        return submitted
+
+    loop = threading.Thread(target=generator.run, daemon=True)
+    loop.start()
+    endless = ticket(10**6)
+    while not endless.sequences[0].token_ids:
+        time.sleep(0.01)
+    endless.cancelled = True
+    assert ticket(2).done.wait(60)
+    num_drawn = [len(sequence.token_ids) for sequence in endless.sequences]
+    assert ticket(30).done.wait(60)
+    assert [len(sequence.token_ids) for sequence in endless.sequences] == num_drawn
+    generator.stop()
+    loop.join(60)
+    assert not loop.is_alive()
 
 
 # The process.

@@ -67,6 +67,36 @@ def test_a_key_is_not_taken_for_another_request(api) -> None:
     assert first in answer.json()["error"]["message"]
 
 
+def test_an_rl_run_is_taken_whole_or_refused_with_field_and_rule(api) -> None:
+    run = {"model": "tiny", "loss": {"kind": "ppo"}}
+    for changes, place, word in (
+        ({"loss": {"kind": "cross_entropy"}}, "loss", "cross_entropy"),
+        ({"loss": {"kind": "ppo", "truncated_importance": 2.0}}, "loss", "would be ignored"),
+        ({"advantages": "given", "equal_rewards": "keep"}, "", "has no meaning"),
+        ({"bin_tokens": 16}, "", "must hold a trajectory"),
+        ({"dataset": {"uri": "file:///rows.jsonl"}}, "dataset", "no such field"),
+    ):
+        answer = api.post("/runs/rl", json=run | changes)
+        assert answer.status_code == 422, changes
+        error = answer.json()["error"]
+        assert place in (error["place"] or ""), error
+        assert word in error["message"], error
+
+
+def test_only_rl_runs_take_train_steps(api) -> None:
+    run_id = submitted(api, seed=WAITS).run_id
+    step = {"key": "a", "groups": "file:///groups.jsonl"}
+    for answer in (
+        api.post(f"/runs/{run_id}/steps", json=step),
+        api.get(f"/runs/{run_id}/steps/1"),
+        api.post(f"/runs/{run_id}/finish"),
+    ):
+        assert answer.status_code == 409
+        assert "is no RL run" in answer.json()["error"]["message"]
+    assert api.post("/runs/nothing/steps", json=step).status_code == 404
+    assert api.post(f"/runs/{run_id}/steps", json=step | {"key": ""}).status_code == 422
+
+
 def test_cancel_and_resume(api) -> None:
     run_id = submitted(api, seed=WAITS).run_id
     assert api.post(f"/runs/{run_id}/resume").status_code == 409

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from activities.worker_process import processes_of
+from tests.workflows import test_rl
 from tests.workflows.test_sft import Stack, eventually, failure_of, has_checkpoint, started
+from workflows.rl import RLWorkflow
 
 HISTORIES = Path(__file__).parent / "histories"
 
@@ -25,6 +27,15 @@ async def main(address: str) -> None:
             await _record(stack, "worker_lost", await _worker_lost(stack))
             await _record(stack, "cancelled", await _cancelled(stack))
             await _record(stack, "failed", await _failed(stack))
+    await record_rl(address)
+
+
+async def record_rl(address: str) -> None:
+    """A client-driven run: steps, the same key twice, groups that cannot be trained, a worker killed, an idle time."""
+    with tempfile.TemporaryDirectory() as root:
+        async with test_rl.started(address, Path(root)) as stack:
+            await stack.add_gpu_host(step_s=0.1)
+            await _record(stack, "rl", await _client_driven(stack))
 
 
 async def _record(stack: Stack, name: str, run_id: str) -> None:
@@ -64,6 +75,23 @@ async def _cancelled(stack: Stack) -> str:
     await eventually(lambda: has_checkpoint(handle), "a checkpoint")
     await handle.cancel()
     await failure_of(handle)
+    return handle.id
+
+
+async def _client_driven(stack: test_rl.RLStack) -> str:
+    handle = await stack.start_rl(idle_s=1)
+    await stack.train(handle, 1)
+    await stack.train(handle, 1)
+    await handle.execute_update(RLWorkflow.train_step, stack.broken())
+    training = asyncio.create_task(stack.train(handle, 2))
+    await asyncio.sleep(0.2)
+    for process in processes_of(stack.worker_ids()[0]):
+        process.kill()
+    await training
+    await asyncio.sleep(2)
+    await stack.train(handle, 3)
+    await handle.execute_update(RLWorkflow.finish)
+    await handle.result()
     return handle.id
 
 

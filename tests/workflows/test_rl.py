@@ -1,4 +1,4 @@
-"""Client-driven RL runs on a real Temporal server, with stand-in workers whose weights name what they were trained on."""
+"""Client-driven RL runs on a real Temporal server; the stand-in workers' weights name what they were trained on."""
 
 import asyncio
 import signal
@@ -22,9 +22,8 @@ from activities.record_step import RecordStep
 from activities.worker_process import processes_of
 from service.host import connect
 from shared.events import Started, Step
-from shared.paths import RunKeys
 from shared.run_events import read_events
-from shared.runs import RLStart, RunStatus, RunTiming, StepRequest, StepStatus
+from shared.runs import RLStart, RunTiming, StepRequest, StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
@@ -61,6 +60,11 @@ class RLStack(Stack):
             step = await handle.execute_update(RLWorkflow.train_step, request)
             if step.is_final or not wait:
                 return step
+
+    def broken(self) -> StepRequest:
+        """A step whose groups cannot be trained."""
+        bad = write_groups(self.settings.root_path / "bad.jsonl", group(0.0, float("nan")))
+        return StepRequest(key="bad", groups=bad, wait=True)
 
     def adapter(self, step: StepStatus) -> bytes:
         assert step.adapter is not None
@@ -184,8 +188,7 @@ async def test_steps_that_come_early_wait_their_turn(stack: RLStack) -> None:
 async def test_groups_that_cannot_be_trained_leave_the_policy_as_it_was(stack: RLStack, undisturbed: Any) -> None:
     handle = await stack.start_rl()
     assert stack.adapter(await stack.train(handle, 1)) == undisturbed[0]
-    bad = write_groups(stack.settings.root_path / "bad.jsonl", group(0.0, float("nan")))
-    failed = await handle.execute_update(RLWorkflow.train_step, StepRequest(key="bad", groups=bad, wait=True))
+    failed = await handle.execute_update(RLWorkflow.train_step, stack.broken())
     assert (failed.state, failed.policy_version) == ("failed", 1)
     assert failed.problem is not None
     assert failed.problem.message.startswith("bad.jsonl:1: trajectories.1.reward: it is nan")

@@ -1,0 +1,86 @@
+"""The record of train steps: what a run without a history goes on from, and what must not be gone on from."""
+
+from pathlib import Path
+
+import pytest
+
+from activities.checkpoints import newest, own
+from activities.record_step import RecordStep, RecoverRequest, StepRecordRequest
+from shared.jobs import Fence, JobPlan, Lora, PackedData, Schedule
+from shared.paths import RunKeys
+from shared.runs import CheckpointRef, StepStatus
+from shared.settings import Settings
+from shared.store import ObjectStore, open_store
+from tests.workflows.stand_in import artifact
+
+RUN = "r1"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(root=tmp_path / "root")
+
+
+@pytest.fixture
+def store(settings: Settings) -> ObjectStore:
+    return open_store(settings.store, settings.s3)
+
+
+def save_checkpoint(store: ObjectStore, tmp_path: Path, step: int, epoch: int = 1) -> CheckpointRef:
+    fence = Fence(epoch=epoch)
+    key = RunKeys(RUN).checkpoint(fence, step)
+    made = artifact(store, tmp_path / f"checkpoint-{epoch}-{step}", key, state_json=f'{{"step": {step}}}')
+    return CheckpointRef(step=step, fence=fence, artifact=made)
+
+
+def record(settings: Settings, number: int, **fields: object) -> StepStatus:
+    step = StepStatus.model_validate({"step": number, "key": f"key-{number}", "groups": "file:///g.jsonl", **fields})
+    RecordStep(settings).record_step(StepRecordRequest(run_id=RUN, step=step))
+    return step
+
+
+def test_a_run_goes_on_from_its_last_done_step(settings: Settings, store: ObjectStore, tmp_path: Path) -> None:
+    kept = save_checkpoint(store, tmp_path, 4)
+    record(settings, 1, state="done", policy_version=1, optimizer_step=2)
+    done = record(settings, 2, state="done", policy_version=2, optimizer_step=4, checkpoint=kept)
+    record(settings, 3, state="failed", policy_version=2, optimizer_step=4)
+    record(settings, 4, state="done", policy_version=1, optimizer_step=2, same_as=1)
+    recovered = RecordStep(settings).recover_steps(RecoverRequest(run_id=RUN))
+    assert (recovered.last_step, recovered.trained) == (4, done)
+
+
+def test_checkpoints_of_steps_that_were_never_done_are_discarded(
+    settings: Settings, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Half of a step that was cut short would else be the run's newest, and the next step would begin inside it."""
+    kept = save_checkpoint(store, tmp_path, 4)
+    save_checkpoint(store, tmp_path, 5)
+    save_checkpoint(store, tmp_path, 7, epoch=2)
+    record(settings, 1, state="done", policy_version=1, optimizer_step=4, checkpoint=kept)
+    RecordStep(settings).recover_steps(RecoverRequest(run_id=RUN))
+    assert newest(store, RUN) == kept
+    assert not [info.key for info in store.list(f"{RunKeys(RUN).checkpoints}/") if "step-00000004" not in info.key]
+
+
+def test_a_run_without_a_done_step_begins_anew(settings: Settings, store: ObjectStore, tmp_path: Path) -> None:
+    save_checkpoint(store, tmp_path, 0)
+    recovered = RecordStep(settings).recover_steps(RecoverRequest(run_id=RUN))
+    assert (recovered.last_step, recovered.trained) == (0, None)
+    assert newest(store, RUN) is None
+
+
+def test_what_the_job_before_left_is_not_this_jobs_own(store: ObjectStore, tmp_path: Path) -> None:
+    before, after = save_checkpoint(store, tmp_path, 4), save_checkpoint(store, tmp_path, 5)
+    data = PackedData(units=before.artifact, plan=before.artifact)
+    first = JobPlan(
+        run_id=RUN,
+        job_id="000001",
+        model=before.artifact,
+        trainable=Lora(),
+        data=data,
+        num_steps=2,
+        schedule=Schedule(learning_rate=1e-4),
+    )
+    later = first.model_copy(update={"first_step": 4, "initial_checkpoint": before.artifact})
+    assert own(first, before) == before
+    assert (own(later, before), own(later, after), own(later, None)) == (None, after, None)
