@@ -1,0 +1,101 @@
+"""What a train step costs beyond its training: a tiny model's steps of 64 trajectories on a warm worker.
+
+    python -m benchmarks.rl_step [--steps 10]
+
+Starts `longshore dev` in a temporary folder, submits an RL run, and sends steps one by one over the native API. A
+step's cost is the time from its POST to the answer that it is done, upload of its groups left out, less `step_s` of its
+optimizer steps (what the worker itself measured). The first step warms the worker up and does not count. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.control_plane import LONGSHORE
+from benchmarks.machine import provenance
+from examples.tiny_model import make_tiny_model
+from service.cli.client import Client
+from service.dev_connection import Connection
+from shared.events import Step
+from shared.jobs import PPO, Lora
+from shared.runs import RLRun
+
+GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 32, 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    num_steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "stack"
+        environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
+        subprocess.run([LONGSHORE, "dev", "--detach", "--root", str(root)], env=environment, check=True)
+        try:
+            whole, trained = _measure(root, Path(folder), num_steps)
+        finally:
+            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
+    beyond = [a - b for a, b in zip(whole, trained, strict=True)]
+    result = {
+        "what": "seconds of a warm train step beyond its training",
+        "trajectories": GROUPS * GROUP_SIZE,
+        "median": round(statistics.median(beyond), 3),
+        "worst": round(max(beyond), 3),
+        "seconds_whole": [round(s, 3) for s in whole],
+        "seconds_training": [round(s, 3) for s in trained],
+        **provenance(),
+    }
+    print(json.dumps(result, indent=1))
+
+
+def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of every step but the first, and of the training in it."""
+    model = make_tiny_model(folder / "model", ["how many crates are on the quay? seven crates."] * 8)
+    run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=4), max_tokens=128, bin_tokens=2048)
+    connection = Connection.read(root)
+    assert connection is not None
+    whole = []
+    with Client(connection.api_url, connection.api_key) as client:
+        run_id = client.submit_rl(run, "run").run_id
+        for number in range(num_steps + 1):
+            uri = client.upload(_groups(folder / f"{number}.jsonl", number))
+            began = time.perf_counter()
+            step = client.train_step(run_id, f"key-{number}", uri)
+            while not step.is_final:
+                step = client.step(run_id, step.step, wait_s=30)
+            whole.append(time.perf_counter() - began)
+            assert step.state == "done", step.problem
+        client.finish(run_id)
+        events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
+    trained = [event.metrics["step_s"] for event in events if isinstance(event, Step)]
+    return whole[1:], trained[1:]
+
+
+def _groups(path: Path, seed: int) -> Path:
+    random = np.random.default_rng(seed)
+
+    def ids(count: int) -> list[int]:
+        return [int(i) for i in random.integers(1, 200, count)]
+
+    def trajectory(prompt: list[int]) -> dict[str, object]:
+        return {
+            "token_ids": prompt + ids(ANSWER_TOKENS),
+            "sampled": [False] * PROMPT_TOKENS + [True] * ANSWER_TOKENS,
+            "logprobs": [None] * PROMPT_TOKENS + [-5.0] * ANSWER_TOKENS,
+            "reward": float(random.normal()),
+        }
+
+    groups = ({"trajectories": [trajectory(p) for _ in range(GROUP_SIZE)]} for p in map(ids, [PROMPT_TOKENS] * GROUPS))
+    path.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    return path
+
+
+if __name__ == "__main__":
+    main()
