@@ -260,9 +260,10 @@ async def test_a_long_run_goes_on_in_new_executions(
         settings = stack.settings
         stack.settings = settings.model_copy(update={"control_queue": control_queue})
         handle = await stack.start_rl()
-        early = [stack.train(handle, number) for number in range(1, 5)]
-        steps = await asyncio.gather(*early)
-        assert sorted(step.step for step in steps) == [1, 2, 3, 4]
+        for number in range(1, 5):  # one behind the other: they count as they come
+            await stack.train(handle, number, wait=False)
+        steps = await asyncio.gather(*(stack.train(handle, number) for number in range(1, 5)))
+        assert [step.step for step in steps] == [1, 2, 3, 4]
         assert await stack.train(handle, 1) == steps[0], "it is remembered"
         await handle.execute_update(RLWorkflow.finish)
         assert (await handle.result()).policy_version == 4
