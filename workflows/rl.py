@@ -2,15 +2,12 @@
 
 import asyncio
 from datetime import timedelta
-from typing import Literal, NoReturn, TypeVar
+from typing import NoReturn
 
 from temporalio import workflow
-from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import BaseModel
-
     from activities.lease import LeaseGrant
     from activities.pack_trajectories import GroupsRequest, PackedGroups
     from activities.progress import ProgressReport
@@ -19,17 +16,13 @@ with workflow.unsafe.imports_passed_through():
     from activities.record_step import Recovered, RecoverRequest, StepRecordRequest
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
-    from activities.track import TrackRequest
     from shared.jobs import Artifact
-    from shared.models import Frozen
     from shared.runs import RLStart, RLState, RunStatus, StepRequest, StepStatus
-    from workflows import policies
+    from workflows import control, policies
     from workflows.job_plan import rl_job
     from workflows.outcomes import RunCancelled, RunFailed, problem_of
-    from workflows.track import TrackWorkflow
+    from workflows.track import track
     from workflows.training import Training
-
-Answer = TypeVar("Answer", bound=BaseModel)
 
 MAX_WAITING = 64
 """Steps that may wait their turn; a client that is further ahead is told to come back."""
@@ -77,7 +70,7 @@ class RLWorkflow:
             self._end_early(error)
         self._training.release()
         self._show(ended_at=workflow.now().timestamp())
-        await self._record("record_result", self.status())
+        await control.record("record_result", self.status())
         await workflow.wait_condition(workflow.all_handlers_finished)
         match self._status.state:
             case "cancelled":
@@ -95,15 +88,15 @@ class RLWorkflow:
         self._show(phase="checking")
         recovered = Recovered()
         if start.resumed:
-            await self._record("reopen", ReopenRequest(run_id=start.run_id))
-            recovered = await self._do("recover_steps", RecoverRequest(run_id=start.run_id), Recovered)
+            await control.record("reopen", ReopenRequest(run_id=start.run_id))
+            recovered = await control.do("recover_steps", RecoverRequest(run_id=start.run_id), Recovered)
             self._next_step = recovered.last_step + 1
-        resolved = await self._do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
+        resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
             request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
-            adapter = (await self._do("resolve_adapter", request, ResolvedAdapter)).adapter
-        await self._track()
+            adapter = (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
+        await track(self._start.run_id, self._start.run)
         state = RLState(model=resolved.model, shape=resolved.shape, adapter=adapter, status=self._status)
         return self._after(state, recovered.trained) if recovered.trained else state
 
@@ -144,7 +137,7 @@ class RLWorkflow:
             if problem.kind not in policies.STEP_KINDS:
                 raise
             done = step.model_copy(update={"state": "failed", "problem": problem, **self._policy()})
-        await self._record("record_step", StepRecordRequest(run_id=self._start.run_id, step=done))
+        await control.record("record_step", StepRecordRequest(run_id=self._start.run_id, step=done))
         if done.state == "done" and done.same_as is None:
             assert self._state is not None
             self._state = self._after(self._state, done)
@@ -162,7 +155,7 @@ class RLWorkflow:
             policy_version=state.policy_version,
             vocab_size=state.shape.vocab_size,
         )
-        packed = await self._do("pack_trajectories", request, PackedGroups)
+        packed = await control.do("pack_trajectories", request, PackedGroups)
         if (before := packed.trained_before) is not None:
             return before.model_copy(update={"step": step.step, "same_as": before.step})
         if packed.data is None or packed.report_uri is None:
@@ -172,7 +165,7 @@ class RLWorkflow:
         self._show(phase="publishing")
         assert result.checkpoint is not None
         metrics = packed.metrics | result.metrics
-        published = await self._do(
+        published = await control.do(
             "publish",
             PublishRequest(
                 run_id=start.run_id,
@@ -336,37 +329,6 @@ class RLWorkflow:
         self._training.progress(report)
 
     # How it is done.
-
-    async def _do(
-        self, name: str, request: Frozen, answer: type[Answer], retry: RetryPolicy = policies.RETRY
-    ) -> Answer:
-        """One activity on the control queue, retried a bounded number of times."""
-        result: Answer = await workflow.execute_activity(
-            name,
-            request,
-            result_type=answer,
-            start_to_close_timeout=policies.DATA_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=retry,
-        )
-        return result
-
-    async def _record(self, name: Literal["record_result", "reopen", "record_step"], request: Frozen) -> None:
-        await workflow.execute_activity(
-            name,
-            request,
-            start_to_close_timeout=policies.RECORD_TIMEOUT,
-            retry_policy=policies.RECORD_RETRY,
-        )
-
-    async def _track(self) -> None:
-        """Let the run be followed for W&B, by a workflow that outlives this one: nothing here waits for it."""
-        await workflow.start_child_workflow(
-            TrackWorkflow.run,
-            TrackRequest(run_id=self._start.run_id, run=self._start.run),
-            id=f"{self._start.run_id}-track-{workflow.info().run_id}",
-            parent_close_policy=workflow.ParentClosePolicy.ABANDON,
-        )
 
     def _end_early(self, error: BaseException) -> None:
         if isinstance(error, RunCancelled) or is_cancelled_exception(error):

@@ -1,15 +1,12 @@
 """Supervised fine-tuning: from a dataset to a published adapter."""
 
 import asyncio
-from typing import Literal, TypeVar
+from typing import Literal
 
 from temporalio import workflow
-from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import BaseModel
-
     from activities.download import Downloaded, DownloadRequest
     from activities.lease import LeaseGrant
     from activities.pack import Packed, PackRequest
@@ -19,18 +16,14 @@ with workflow.unsafe.imports_passed_through():
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
     from activities.tokenize import Tokenized, TokenizeRequest
-    from activities.track import TrackRequest
     from shared.jobs import Artifact, PackedData
     from shared.layout import ModelShape
-    from shared.models import Frozen
     from shared.runs import DatasetSource, RunStart, RunStatus
-    from workflows import policies
+    from workflows import control, policies
     from workflows.job_plan import sft_job
     from workflows.outcomes import RunCancelled, problem_of
-    from workflows.track import TrackWorkflow
+    from workflows.track import track
     from workflows.training import Training
-
-Answer = TypeVar("Answer", bound=BaseModel)
 
 
 @workflow.defn
@@ -52,7 +45,7 @@ class SFTWorkflow:
         except (Exception, asyncio.CancelledError) as error:
             self._end_early(error)
         self._show(ended_at=workflow.now().timestamp())
-        await self._record_result()
+        await control.record("record_result", self.status())
         match self._status.state:
             case "cancelled":
                 raise asyncio.CancelledError
@@ -65,8 +58,8 @@ class SFTWorkflow:
         start, run = self._start, self._start.run
         self._show(phase="checking")
         if start.resumed:
-            await self._record("reopen", ReopenRequest(run_id=start.run_id))
-        resolved = await self._do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
+            await control.record("reopen", ReopenRequest(run_id=start.run_id))
+        resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
         model = resolved.model
         adapter = await self._resolve_adapter(resolved.shape)
 
@@ -85,12 +78,12 @@ class SFTWorkflow:
             num_steps=packed.num_steps,
         )
         self._show(phase="waiting_for_worker", num_steps=plan.num_steps, dataset_report=units.report_uri)
-        await self._track()
+        await track(self._start.run_id, self._start.run)
         result = await self._training.do(plan)
 
         self._show(phase="publishing")
         assert result.checkpoint is not None
-        published = await self._do(
+        published = await control.do(
             "publish",
             PublishRequest(
                 run_id=start.run_id,
@@ -118,7 +111,7 @@ class SFTWorkflow:
             return None
         assert run.trainable.kind == "lora"  # SFTRun takes an adapter with nothing else
         request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=shape)
-        return (await self._do("resolve_adapter", request, ResolvedAdapter)).adapter
+        return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _prepare(
         self, split: Literal["train", "eval"], source: DatasetSource, model: Artifact
@@ -127,9 +120,9 @@ class SFTWorkflow:
         run = self._start.run
         self._show(phase="downloading")
         request = DownloadRequest(run_id=self._start.run_id, split=split, source=source)
-        downloaded = await self._do("download", request, Downloaded)
+        downloaded = await control.do("download", request, Downloaded)
         self._show(phase="tokenizing")
-        tokenized = await self._do(
+        tokenized = await control.do(
             "tokenize",
             TokenizeRequest(
                 dataset=downloaded.dataset,
@@ -143,7 +136,7 @@ class SFTWorkflow:
         )
         self._show(phase="packing")
         whole = split == "eval"
-        packed = await self._do(
+        packed = await control.do(
             "pack",
             PackRequest(
                 units=tokenized.units,
@@ -158,40 +151,6 @@ class SFTWorkflow:
             Packed,
         )
         return tokenized, packed
-
-    async def _do(
-        self, name: str, request: Frozen, answer: type[Answer], retry: RetryPolicy = policies.RETRY
-    ) -> Answer:
-        """One activity on the control queue, retried a bounded number of times."""
-        result: Answer = await workflow.execute_activity(
-            name,
-            request,
-            result_type=answer,
-            start_to_close_timeout=policies.DATA_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=retry,
-        )
-        return result
-
-    async def _track(self) -> None:
-        """Let the run be followed for W&B, by a workflow that outlives this one: nothing here waits for it."""
-        await workflow.start_child_workflow(
-            TrackWorkflow.run,
-            TrackRequest(run_id=self._start.run_id, run=self._start.run),
-            id=f"{self._start.run_id}-track-{workflow.info().run_id}",
-            parent_close_policy=workflow.ParentClosePolicy.ABANDON,
-        )
-
-    async def _record_result(self) -> None:
-        await self._record("record_result", self.status())
-
-    async def _record(self, name: Literal["record_result", "reopen"], request: Frozen) -> None:
-        await workflow.execute_activity(
-            name,
-            request,
-            start_to_close_timeout=policies.RECORD_TIMEOUT,
-            retry_policy=policies.RECORD_RETRY,
-        )
 
     def _end_early(self, error: BaseException) -> None:
         if isinstance(error, RunCancelled) or is_cancelled_exception(error):

@@ -4,6 +4,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.track import Tracked, TrackRequest
+    from shared.runs import Run
     from workflows import policies
 
 
@@ -22,3 +23,13 @@ class TrackWorkflow:
             retry_policy=policies.PATIENT,
         )
         return tracked
+
+
+async def track(run_id: str, run: Run) -> None:
+    """Let a run be followed by a workflow that outlives its own: nothing there waits for it."""
+    await workflow.start_child_workflow(
+        TrackWorkflow.run,
+        TrackRequest(run_id=run_id, run=run),
+        id=f"{run_id}-track-{workflow.info().run_id}",
+        parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+    )
