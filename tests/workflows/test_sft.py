@@ -247,7 +247,7 @@ async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> No
 
 async def test_a_cancelled_run_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack) -> None:
     await stack.add_gpu_host(step_s=0.05)
-    handle = await stack.start(steps=60, checkpoint_every=20)
+    handle = await stack.start(steps=160, checkpoint_every=20)
     await eventually(lambda: _is_past(handle, 2), "some steps")
     loop = asyncio.get_running_loop()
     asked_at = loop.time()
@@ -258,18 +258,18 @@ async def test_a_cancelled_run_frees_its_worker_and_resumes_to_the_same_bits(sta
     result = await stack.result(handle.id)
     assert (result.state, result.problem) == ("cancelled", None)
     assert result.checkpoint is not None
-    assert 2 <= result.checkpoint.step == result.step < 60
+    assert 2 <= result.checkpoint.step == result.step < 160
     [worker_id] = stack.worker_ids()
 
-    resumed = await stack.start(run_id=handle.id, resumed=True, steps=60, checkpoint_every=20)
+    resumed = await stack.start(run_id=handle.id, resumed=True, steps=160, checkpoint_every=20)
     status = await resumed.result()
     assert status.state == "succeeded"
     assert status.epoch == 2, "epochs go on where the execution before stopped"
     assert await num_failed_activities(resumed) == 0
     assert stack.worker_ids() == [worker_id], "the free worker was warm"
-    assert stack.weights(status) == adapter_bytes(7, 60)
+    assert stack.weights(status) == adapter_bytes(7, 160)
     steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
-    assert steps == list(range(1, 61)), "no step was done twice"
+    assert steps == list(range(1, 161)), "no step was done twice"
 
 
 async def test_a_cancel_is_not_forgotten_when_the_host_dies_before_it_is_done(stack: Stack) -> None:
