@@ -25,7 +25,7 @@ demo-stop: setup
 	@.venv/bin/longshore dev --stop --root .demo
 
 test: setup
-	@.venv/bin/python -m pytest
+	@PYTHONNODEBUGRANGES=1 .venv/bin/python -m pytest
 
 lint: setup
 	@.venv/bin/ruff check .
