@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from shared.graders import Grader
 from shared.jobs import Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
 from shared.layout import Layout, ModelShape
 from shared.models import Frozen
@@ -87,8 +88,63 @@ class SFTRun(Frozen):
 AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
 
 
+class HeldOut(Frozen):
+    """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
+
+    prompts: DatasetSource
+    every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
+    samples_per_prompt: int = Field(default=1, ge=1, le=1024)
+    temperature: float = Field(default=0.0, ge=0, le=10, description="0: greedy")
+    target: float | None = Field(
+        default=None, allow_inf_nan=False, description="mean grade at which the run ends, with the step that reached it"
+    )
+
+    @model_validator(mode="after")
+    def _greedy_once(self) -> "HeldOut":
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError("greedy samples of a prompt are all the same: one is enough")
+        return self
+
+
+class Rollouts(Frozen):
+    """How a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
+
+    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
+    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first.
+    """
+
+    prompts: DatasetSource = Field(description="rows whose last message, or prompt_field, the model answers")
+    grader: Grader
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
+    group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
+    epochs: float | None = Field(default=None, gt=0, le=1000)
+    steps: int | None = Field(default=None, ge=1, le=1_000_000)
+    temperature: float = Field(default=1.0, gt=0, le=10, description="the trainer divides its logits by it too")
+    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), max_length=16)
+    off_policy_steps: int = Field(default=0, ge=0, le=64, description="sampled ahead while training; 0: on-policy")
+    sampler_url: str | None = Field(
+        default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
+    )
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="prompts too long to be answered")
+    max_ungraded_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="of a step's samples; those are left out, and the run fails beyond"
+    )
+    shuffle_rewards: bool = Field(
+        default=False, description="a control experiment: rewards change places within their group, and say nothing"
+    )
+    held_out: HeldOut | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Rollouts":
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        return self
+
+
 class RLRun(Frozen):
-    """Reinforcement learning on trajectory groups that a client sends, step after step, until it finishes the run.
+    """Reinforcement learning on trajectory groups: those that a client sends, step after step, until it finishes the
+    run; or, with `rollouts`, the run's own.
 
     A train step trains one file of groups: `epochs` times over, each time in `mini_batches` optimizer steps of whole
     groups. It makes the policy's next version, which is published as the adapter's.
@@ -100,6 +156,7 @@ class RLRun(Frozen):
     model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
     trainable: Lora = Lora()
     initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
     loss: PolicyLoss = Field(discriminator="kind")
     advantages: AdvantageKind = Field(
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
@@ -137,6 +194,21 @@ class RLRun(Frozen):
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
 
+    @model_validator(mode="after")
+    def _rollouts_fit(self) -> "RLRun":
+        rollouts = self.rollouts
+        if rollouts is None:
+            return self
+        if rollouts.max_completion_tokens >= self.max_tokens:
+            raise ValueError("max_tokens must hold a prompt too: more than rollouts.max_completion_tokens")
+        if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
+            raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
+        if self.advantages == "given":
+            raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
+        if rollouts.group_size == 1 and self.advantages != "batch_normalized":
+            raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
+        return self
+
 
 Run = Annotated[SFTRun | RLRun, Field(discriminator="kind")]
 
@@ -172,6 +244,10 @@ Phase = Literal[
     "downloading",
     "tokenizing",
     "waiting_for_groups",
+    "waiting_for_sampler",
+    "evaluating",
+    "sampling",
+    "grading",
     "packing",
     "waiting_for_worker",
     "training",
@@ -246,7 +322,7 @@ class StepStatus(Frozen):
     `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
     """
 
-    step: int = Field(description="in order of arrival, from 1")
+    step: int = Field(description="in order of arrival, from 1; 0 is the policy before the first, where it is evaluated")
     key: StepKey
     groups: str
     state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
