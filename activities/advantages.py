@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.runs import AdvantageKind
+from shared.loss_presets import AdvantageKind
 
 Rewards = NDArray[np.float64]
 _EPSILON = 1e-6  # keeps a group of equal rewards at 0, and changes no other by more than it

@@ -58,6 +58,8 @@ class Carrier:
         self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
 
     def checkpoint(self, saved: Saved) -> None:
+        """Carry a checkpoint, behind the log of the steps that made it: who goes on from it finds their metrics."""
+        self._part()
         self._num_saved += 1
         number = self._num_saved
         self._begin(lambda: self._checkpoint(saved, number))

@@ -11,7 +11,8 @@ import numpy as np
 
 from activities.blocks import Block
 from activities.chat_template import Rendered, Span
-from activities.formats import MASKED_LABEL, Chat, Example, PromptCompletion, Text, TokenIds
+from activities.examples import Chat, Example, Pair, PromptCompletion, Text, TokenIds
+from activities.formats import MASKED_LABEL
 from activities.template_process import TemplateProcess
 from activities.tokenizer import Encoded, ModelTokenizer
 from shared.errors import InvalidInput
@@ -43,28 +44,29 @@ class EncodedBatch:
 def encoded(
     examples: Iterable[Example], tokenizer: ModelTokenizer, row_limit_s: float = 10.0
 ) -> Generator[EncodedBatch, None, None]:
-    """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS rows and brings their prompts.
+    """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS of them and brings their prompts.
 
     A prompt and completion are a user's and an assistant's turn; where the model has no chat template, they are one
     text, of which the completion and the end-of-text token are trained. A text is trained with its end-of-text token.
+    A pair is two rows of a block, the chosen answer's and the rejected one's, and has one prompt.
 
     Raises:
         InvalidInput: an example cannot be rendered or encoded.
     """
-    batches = _batches(examples)
+    batches = (_rows_of(batch) for batch in _batches(examples))
     first = next(batches, None)
     if first is None:
         return
-    batches = chain([first], batches)
+    everything = chain([first], batches)
     match first[0]:
         case TokenIds():
-            yield from (_token_ids(batch, tokenizer, k == 0) for k, batch in enumerate(batches))
+            yield from (_token_ids(batch, tokenizer, k == 0) for k, batch in enumerate(everything))
         case Chat() if tokenizer.template is None:
             raise InvalidInput("the model has no chat template, and the dataset holds conversations", tokenizer.place)
         case Chat() | PromptCompletion() if tokenizer.template is not None:
-            yield from _conversations(batches, tokenizer, row_limit_s)
+            yield from _conversations(everything, tokenizer, row_limit_s)
         case _:
-            yield from (_plain(batch, tokenizer, k == 0) for k, batch in enumerate(batches))
+            yield from (_plain(batch, tokenizer, k == 0) for k, batch in enumerate(everything))
 
 
 def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -80,8 +82,20 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
         yield batch
 
 
+def _rows_of(batch: list[Example]) -> list[Example]:
+    """Every example alone, and both answers of a pair, one behind the other."""
+    return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, Pair) else (one,))]
+
+
+def _is_first_R(places: list[str]) -> list[bool]:
+    """Which rows have a prompt to show: all but the rejected answers, which stand behind a row of the same place."""
+    return [k == 0 or place != places[k - 1] for k, place in enumerate(places)]
+
+
 def _size(example: Example) -> int:
     match example:
+        case Pair():
+            return _size(example.chosen) + _size(example.rejected)
         case Chat():
             return sum(len(m["content"]) for m in example.messages if isinstance(m.get("content"), str))
         case PromptCompletion():
@@ -127,16 +141,17 @@ def _as_chat(example: Example) -> Chat:
 def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer) -> EncodedBatch:
     rendered = future.result()
     codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
+    places = [chat.place for chat in chats]
     prompts = [
         Prompt(
             prompt_ids=tuple(tokenizer.tokens_of(row.prompt)),
             prompt=_last_text(chat, "user"),
             reference=_last_text(chat, "assistant"),
         )
-        for chat, row in zip(chats, rendered, strict=True)
-        if row.prompt is not None
+        for chat, row, is_first in zip(chats, rendered, _is_first_R(places), strict=True)
+        if row.prompt is not None and is_first
     ]
-    return EncodedBatch(_block([chat.place for chat in chats], codes), prompts)
+    return EncodedBatch(_block(places, codes), prompts)
 
 
 def _last_text(chat: Chat, role: str) -> str:
@@ -160,6 +175,8 @@ def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) 
                 text, start = body + tokenizer.eos, 0
             case PromptCompletion(_, prompt, completion, weight):
                 text, start = prompt + completion + tokenizer.eos, len(prompt)
+            case Chat():
+                raise InvalidInput("the row holds a conversation, and the model has no chat template", example.place)
             case _:
                 raise AssertionError(example)
         texts.append(text)
@@ -198,11 +215,12 @@ def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = Non
 def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
     """For rows without turns: the tokens before the first trained one, or the first few where there are none."""
     prompts: list[Prompt] = []
-    for start, num_tokens in zip(block.start_R.tolist(), block.num_tokens_R.tolist(), strict=True):
+    rows = zip(block.start_R.tolist(), block.num_tokens_R.tolist(), _is_first_R(block.places), strict=True)
+    for start, num_tokens, is_first in rows:
         ids = block.id_T[start : start + num_tokens].tolist()
         untrained = int(np.argmax(block.weight_T[start : start + num_tokens] > 0)) if ids else 0
         cut = untrained if untrained > len(tokenizer.prefix_ids) else min(_PROMPT_TOKENS, num_tokens // 2)
-        if cut:
+        if cut and is_first:
             prompt, reference = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:])
             prompts.append(Prompt(prompt_ids=tuple(ids[:cut]), prompt=prompt, reference=reference))
     return prompts

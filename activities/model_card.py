@@ -4,16 +4,20 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from shared.jobs import Full, Lora
-from shared.runs import RLRun, Run, SFTRun
+from shared.runs import DPORun, RLRun, Run, SFTRun
 
 # Clocks and machines differ from run to run; the card does not.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
+_METHODS = {
+    "sft": "Supervised fine-tuning",
+    "dpo": "Direct preference optimisation (DPO)",
+    "rl": "Reinforcement learning",
+}
 
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    how = "Supervised fine-tuning" if run.kind == "sft" else "Reinforcement learning"
-    data = f"`{_without_secrets(run.dataset.uri)}`" if run.kind == "sft" else "trajectories that a client sent"
+    data = f"`{_without_secrets(run.dataset.uri)}`" if run.kind != "rl" else "trajectories that a client sent"
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -25,7 +29,7 @@ def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, obje
             "---",
             f"# {kind} of {run.model}",
             "",
-            f"{how} by Longshore on {data}.",
+            f"{_METHODS[run.kind]} by Longshore on {data}.",
             "",
             "## Metrics",
             *_table({n: f"{v:.6g}" for n, v in metrics.items() if not n.endswith(_NOT_OF_THE_MODEL)}),
@@ -49,7 +53,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
             method = {"LoRA rank": str(rank), "LoRA alpha": f"{alpha:g}", "LoRA targets": ", ".join(targets)}
         case Full():
             method = {"trained": "all weights"}
-    own = _of_supervision(run) if run.kind == "sft" else _of_reinforcement(run)
+    own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)
     return {
         **method,
         **own,
@@ -60,13 +64,27 @@ def _hyperparameters(run: Run) -> dict[str, str]:
     }
 
 
-def _of_supervision(run: SFTRun) -> dict[str, str]:
-    return {
+def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
+    match run:
+        case SFTRun():
+            own = {}
+        case DPORun():
+            own = {
+                "beta": f"{run.beta:g}",
+                "label smoothing": f"{run.label_smoothing:g}",
+                "reference": _named_reference(run),
+            }
+    return own | {
         "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",
         "batch": f"{run.batch_size} examples" if run.batch_size is not None else f"{run.batch_tokens} tokens",
         "longest example": f"{run.max_tokens} tokens",
         "learning rate": f"{run.learning_rate:g}, {run.schedule}, {run.warmup_steps} warm-up steps",
     }
+
+
+def _named_reference(run: DPORun) -> str:
+    reference = run.reference or run.initial_adapter or "base"
+    return "the base model" if reference == "base" else f"`{_without_secrets(reference)}`"
 
 
 def _of_reinforcement(run: RLRun) -> dict[str, str]:

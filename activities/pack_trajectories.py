@@ -11,9 +11,11 @@ from temporalio import activity
 
 from activities import packing
 from activities.advantages import advantages_of
+from activities.chat_trajectories import Conversations
 from activities.download import Download, DownloadRequest
+from activities.group_samples import find_groups
 from activities.heartbeat import beating
-from activities.prefix_tree import SequenceRow, TreeUnit, split_tree
+from activities.prefix_tree import SequenceRow, split_tree
 from activities.read_groups import GroupsRead, GroupsReport, Rules, parse_groups, read_groups
 from activities.record_step import find_key
 from activities.scratch import scratch_folder
@@ -27,19 +29,23 @@ from shared.settings import Settings
 from shared.store import ObjectStore, disk_errors, open_store, uri_of
 from shared.trajectories import Trajectory
 
-_VERSION = "trajectories-1"  # raise it when the same groups give other units or another plan
+_VERSION = "trajectories-2"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
 Group = tuple[Trajectory, ...]
 
 
 class GroupsRequest(Frozen):
-    """Which groups to pack for which step of a run. `policy_version` and `vocab_size` are what they are checked by."""
+    """Which groups to pack for which step of a run. `policy_version` and `vocab_size` are what they are checked by.
+
+    `model` is whose tokenizer and chat template read trajectories of messages; without it they are refused.
+    """
 
     run_id: RunId
     run: RLRun
     step: StepStatus
     policy_version: int
     vocab_size: int
+    model: Artifact | None = None
 
 
 class PackedGroups(Frozen):
@@ -77,7 +83,7 @@ class PackTrajectories:
         with beating():
             if (before := find_key(store, request.run_id, request.step)) is not None:
                 return PackedGroups(trained_before=before)
-            groups = self._bring(request)
+            groups = find_groups(store, request.step.groups) or self._bring(request)
             key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
             if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
                 self._pack(request, groups, store, key)
@@ -94,9 +100,10 @@ class PackTrajectories:
         paths = HostPaths(self._settings.root_path)
         _, manifest = files_of(groups, self._settings.s3)
         staged = stage(groups, paths.cache, self._settings.s3)
-        rules = Rules(request.run, request.policy_version, request.vocab_size)
         names = [entry.path for entry in manifest.files]
-        read = read_groups((found for name in names for found in parse_groups(staged / name, name)), rules)
+        with Conversations(request.model, paths.cache, self._settings.s3) as conversations:
+            rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
+            read = read_groups((found for name in names for found in parse_groups(staged / name, name)), rules)
         with scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
             write_step(read, request, folder / "units", folder / "plan")
             for name, place in (("units", tokenized(key)), ("plan", packed(key))):
@@ -106,16 +113,18 @@ class PackTrajectories:
 
 def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
     """Units, plan and report of a step's groups, into two folders. Not sealed."""
-    run = request.run
-    trees = units_of(read.groups, run)
-    num_units = [len(of_group) for of_group in trees]
+    run, bin_tokens = request.run, _bin_tokens(request.run)
+    rows = rows_of(read.groups, run)
+    steps = mini_batches(len(rows), run, request.policy_version)
+    sets = sharing_sets(steps, len(rows))
+    trees = [split_tree([row for group in each for row in rows[group]], bin_tokens) for each in sets]
     writer = UnitsWriter(units, (*TOKEN_COLUMNS, *TARGET_COLUMNS))
-    for unit in (unit for of_group in trees for unit in of_group):
+    for unit in (unit for of_set in trees for unit in of_set):
         writer.append(**unit.columns())
     writer.close()
-    tokens_U = np.array([unit.num_tokens for of_group in trees for unit in of_group], dtype=np.int64)
-    planned = PlanWriter(plan, _bin_tokens(run))
-    for bins in plan_steps(num_units, tokens_U, run, request.policy_version):
+    tokens_U = np.array([unit.num_tokens for of_set in trees for unit in of_set], dtype=np.int64)
+    planned = PlanWriter(plan, bin_tokens)
+    for bins in plan_steps(steps, sets, [len(of_set) for of_set in trees], tokens_U, bin_tokens):
         planned.append_step(bins)
     planned.close(tokens_U)
     report = StepReport(groups=read.report, metrics=rollout_metrics(read, int(tokens_U.sum()), request.policy_version))
@@ -123,16 +132,15 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
     return report
 
 
-def units_of(groups: Sequence[Group], run: RLRun) -> list[list[TreeUnit]]:
-    """The trees of every group: one, or several where one would not fit a bin."""
+def rows_of(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
+    """The sequences of every group, with the advantages that they have among all of these groups."""
     rewards = [np.array([one.reward for one in group]) for group in groups]
     given = [np.array([one.advantage or 0.0 for one in group]) for group in groups]
     advantages = advantages_of(run.advantages, rewards, given)
-    rows = (
+    return [
         [sequence_of(one, float(a)) for one, a in zip(group, advantage_G, strict=True)]
         for group, advantage_G in zip(groups, advantages, strict=True)
-    )
-    return [split_tree(of_group, _bin_tokens(run)) for of_group in rows]
+    ]
 
 
 def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
@@ -149,24 +157,53 @@ def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
     )
 
 
-def plan_steps(
-    num_units: Sequence[int], tokens_U: NDArray[np.int64], run: RLRun, policy_version: int
-) -> Iterable[list[list[int]]]:
-    """Every optimizer step's bins, epoch after epoch: a new shuffle of the groups, cut into parts as even as can be.
+def mini_batches(num_groups: int, run: RLRun, policy_version: int) -> list[tuple[int, ...]]:
+    """The groups of every optimizer step, epoch after epoch: a new shuffle, cut into parts as even as can be.
 
     Args:
-        num_units: of each group; its units stand one behind the other.
         policy_version: the one that the steps begin from. The shuffles depend on it and on the run's seed alone, so a
             run that failed steps or was resumed goes on to the same bits.
     """
+    steps: list[tuple[int, ...]] = []
+    for epoch in range(run.epochs if num_groups else 0):
+        order = packing.epoch_order(num_groups, run.seed, policy_version * run.epochs + epoch)
+        parts = np.array_split(order, min(run.mini_batches, num_groups))
+        steps += [tuple(sorted(part.tolist())) for part in parts]
+    return steps
+
+
+def sharing_sets(steps: Sequence[tuple[int, ...]], num_groups: int) -> list[tuple[int, ...]]:
+    """Sets of groups whose sequences become trees together: what they share, a system prompt say, stands once.
+
+    The groups of a mini-batch, if they are never trained with others; else each group by itself. Either way a sequence
+    is written once, and scored once by what is frozen for the whole job.
+    """
+    distinct = sorted(set(steps))
+    if sum(len(each) for each in distinct) == num_groups:
+        return distinct
+    return [(group,) for group in range(num_groups)]
+
+
+def plan_steps(
+    steps: Sequence[tuple[int, ...]],
+    sets: Sequence[tuple[int, ...]],
+    num_units: Sequence[int],
+    tokens_U: NDArray[np.int64],
+    bin_tokens: int,
+) -> Iterable[list[list[int]]]:
+    """Every optimizer step's bins.
+
+    Args:
+        steps: the groups of each step.
+        sets: groups that have their units in common. No step has only some groups of a set.
+        num_units: of each set; its units stand one behind the other.
+    """
     ends = list(accumulate(num_units))
-    units_of_group = [range(end - num, end) for end, num in zip(ends, num_units, strict=True)]
-    for epoch in range(run.epochs if ends else 0):
-        order = packing.epoch_order(len(ends), run.seed, policy_version * run.epochs + epoch)
-        for part in np.array_split(order, min(run.mini_batches, len(ends))):
-            units = [unit for group in sorted(part.tolist()) for unit in units_of_group[group]]
-            bins = packing.pack(tokens_U[units].tolist(), _bin_tokens(run))
-            yield [[units[place] for place in each] for each in bins]
+    units_of = {each[0]: range(end - num, end) for each, end, num in zip(sets, ends, num_units, strict=True)}
+    for groups in steps:
+        units = [unit for group in groups for unit in units_of.get(group, ())]
+        bins = packing.pack(tokens_U[units].tolist(), bin_tokens)
+        yield [[units[place] for place in each] for each in bins]
 
 
 def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -> dict[str, float]:
@@ -193,6 +230,8 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
         "trained_trajectories": read.report.trained_trajectories,
         "dropped_trajectories": read.report.num_trajectories - read.report.trained_trajectories,
     }
+    if ends := [one.finish_reason for one in everyone if one.finish_reason is not None]:
+        metrics["truncation_rate"] = ends.count("length") / len(ends)
     if packed_tokens:
         metrics["packing_factor"] = sum(len(one.token_ids) for one in trained) / packed_tokens
     return {name: float(value) for name, value in metrics.items()} | _clients_own(everyone)

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from activities.packing import best_fit_decreasing
 from shared.errors import InvalidInput
 
 Ints = NDArray[np.int64]
@@ -96,7 +97,7 @@ def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUn
     """Units of at most `bin_tokens` for all sequences, none of them cut, with little repeated between units.
 
     A subtree that fits goes into one unit, with the way from the root to it. Where it does not, its branches are put
-    together first fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
+    together best fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
     the order of their first sequences.
 
     Raises:
@@ -182,7 +183,7 @@ def _split(nodes: list[_Node], bin_tokens: int) -> list[list[int]]:
     for number in reversed(range(len(nodes))):
         node = nodes[number]
         ending = _Part(0, list(range(node.first, node.first + node.num_ending)))
-        parts = _first_fit([*below_N[number], ending], bin_tokens - node.end)
+        parts = _join([*below_N[number], ending], bin_tokens - node.end)
         parts = [_Part(p.num_tokens + node.end - node.begin, p.members) for p in parts]
         if node.parent < 0:
             done += [p.members for p in parts]
@@ -191,17 +192,13 @@ def _split(nodes: list[_Node], bin_tokens: int) -> list[list[int]]:
     return done
 
 
-def _first_fit(parts: list[_Part], room: int) -> list[_Part]:
-    """Parts put together into as few of at most `room` tokens as first fit, largest first, finds."""
-    joined: list[_Part] = []
-    for part in sorted((p for p in parts if p.members), key=lambda p: (-p.num_tokens, p.members)):
-        for place, other in enumerate(joined):
-            if other.num_tokens + part.num_tokens <= room:
-                joined[place] = _Part(other.num_tokens + part.num_tokens, other.members + part.members)
-                break
-        else:
-            joined.append(part)
-    return joined
+def _join(parts: list[_Part], room: int) -> list[_Part]:
+    """Parts put together into few of at most `room` tokens: best fit, largest first."""
+    parts = sorted((p for p in parts if p.members), key=lambda p: (-p.num_tokens, p.members))
+    costing = [p.num_tokens for p in parts if p.num_tokens]
+    bins = best_fit_decreasing(costing, room) or [[]]
+    bins[0] += range(len(costing), len(parts))  # what ends at the node costs nothing below it
+    return [_Part(sum(parts[k].num_tokens for k in each), [m for k in each for m in parts[k].members]) for each in bins]
 
 
 def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:

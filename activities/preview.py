@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities import blocks
+from activities import blocks, preference_pairs
 from activities.blocks import Block, Kept
 from activities.download import Download, DownloadRequest
 from activities.encoding import encoded
-from activities.formats import Example, open_dataset
+from activities.examples import Example
+from activities.formats import open_dataset
 from activities.heartbeat import beating
+from activities.preference_pairs import Pair
 from activities.report import Report, Tally
 from activities.resolve_model import ModelRequest, ResolveModel
 from activities.tokenizer import ModelTokenizer, load_tokenizer
@@ -24,7 +27,7 @@ from shared.artifacts import stage
 from shared.errors import InvalidInput
 from shared.models import Frozen
 from shared.paths import HostPaths, RunKeys, content_key
-from shared.runs import DatasetSource
+from shared.runs import RowsSource
 from shared.settings import Settings
 from shared.store import open_store
 
@@ -34,7 +37,7 @@ _MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Tempo
 class PreviewRequest(Frozen):
     """A dataset and a model as a user names them. The report covers the first `max_rows` rows."""
 
-    source: DatasetSource
+    source: RowsSource
     model_uri: str = Field(min_length=1, max_length=2048)
     max_tokens: int = Field(default=2048, ge=2)
     too_long: Literal["drop", "truncate"] = "drop"
@@ -51,7 +54,10 @@ class Span(Frozen):
 
 
 class PreviewRow(Frozen):
-    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it."""
+    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
+
+    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
+    """
 
     place: str
     fate: Literal["kept", "truncated", "too_long", "fully_masked"]
@@ -59,6 +65,7 @@ class PreviewRow(Frozen):
     num_targets: int
     spans: tuple[Span, ...]
     is_cut: bool
+    rejected: tuple[Span, ...] = ()
 
 
 class Preview(Frozen):
@@ -109,11 +116,16 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     truncate = request.too_long == "truncate"
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
+            if opened.has_pairs:
+                pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
+                preference_pairs.count(pairs, tally)
+                for number in range(min(len(pairs), request.num_rows - len(shown))):
+                    shown.append(_pair_row(batch.block, pairs, number, tokenizer, _budget(shown)))
+                continue
             kept = blocks.keep(batch.block, request.max_tokens, truncate)
             blocks.count(batch.block, kept, truncate, tally)
             for row in range(min(len(batch.block.places), request.num_rows - len(shown))):
-                budget = (_MAX_CHARACTERS - sum(len(s.text) for r in shown for s in r.spans)) // 2
-                shown.append(_row(batch.block, kept, row, truncate, tokenizer, budget))
+                shown.append(_row(batch.block, kept, row, truncate, tokenizer, _budget(shown)))
     problem = None
     try:
         tally.refuse_losses(request.max_lost_fraction, request.source.uri)
@@ -135,29 +147,63 @@ class _Counted:
         self.is_at_end = next(self.examples, None) is None
 
 
+def _budget(shown: list[PreviewRow]) -> int:
+    """Characters for the next row: half of what is left."""
+    return (_MAX_CHARACTERS - sum(len(s.text) for row in shown for s in (*row.spans, *row.rejected))) // 2
+
+
 def _row(block: Block, kept: Kept, row: int, truncate: bool, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
     start, num_tokens = int(block.start_R[row]), int(block.num_tokens_R[row])
     here = slice(start, start + num_tokens)
     target_T = kept.target_T[here]
-    spans, is_cut = list[Span](), False
-    for trained, run in groupby(range(num_tokens), key=lambda t: bool(target_T[t])):
-        tokens = np.fromiter(run, dtype=np.int64)
-        if is_cut := budget <= 0 or len(tokens) > budget:
-            tokens = tokens[: max(0, budget)]
-        if len(tokens):
-            text = tokenizer.decode(block.id_T[here][tokens].tolist())
-            budget -= len(text)
-            spans.append(Span(text=text, trained=trained))
-        if is_cut:
-            break
+    spans, is_cut = _spans(block.id_T[here], target_T, tokenizer, budget)
     return PreviewRow(
         place=block.places[row],
         fate=_fate(kept, row, truncate),
         num_tokens=num_tokens,
         num_targets=int(target_T.sum()),
-        spans=tuple(spans),
+        spans=spans,
         is_cut=is_cut,
     )
+
+
+def _pair_row(block: Block, pairs: list[Pair], number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    """Both answers of a pair, the rejected one from its first token on: what stands before it is the chosen one's."""
+    pair = pairs[number]
+    ends = np.cumsum(block.num_tokens_R).tolist()
+    chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))
+    trained_T = (block.weight_T > 0) & (block.position_T > 0)
+    answer = slice(rejected.start + int(np.argmax(trained_T[rejected])), rejected.stop)
+    target_T = trained_T & pair.is_kept
+    spans, is_cut = _spans(block.id_T[chosen], target_T[chosen], tokenizer, budget // 2)
+    others, other_is_cut = _spans(block.id_T[answer], target_T[answer], tokenizer, budget // 2)
+    return PreviewRow(
+        place=pair.place,
+        fate="kept" if pair.is_kept else "fully_masked" if pair.unit is None else "too_long",
+        num_tokens=pair.unit.num_tokens if pair.unit else 0,
+        num_targets=len(pair.unit.label_N) if pair.unit and pair.is_kept else 0,
+        spans=spans,
+        is_cut=is_cut or other_is_cut,
+        rejected=others,
+    )
+
+
+def _spans(
+    id_T: NDArray[np.int64], target_T: NDArray[np.bool_], tokenizer: ModelTokenizer, budget: int
+) -> tuple[tuple[Span, ...], bool]:
+    """Neighbouring tokens that are targets, or are none, as texts; and whether `budget` characters cut them short."""
+    spans, is_cut = list[Span](), False
+    for trained, run in groupby(range(len(id_T)), key=lambda t: bool(target_T[t])):
+        tokens = np.fromiter(run, dtype=np.int64)
+        if is_cut := budget <= 0 or len(tokens) > budget:
+            tokens = tokens[: max(0, budget)]
+        if len(tokens):
+            text = tokenizer.decode(id_T[tokens].tolist())
+            budget -= len(text)
+            spans.append(Span(text=text, trained=trained))
+        if is_cut:
+            break
+    return tuple(spans), is_cut
 
 
 def _fate(kept: Kept, row: int, truncate: bool) -> Literal["kept", "truncated", "too_long", "fully_masked"]:

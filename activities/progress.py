@@ -1,11 +1,13 @@
 """Telling the workflow how a job goes on: often enough to be of use, seldom enough for a history of bounded length."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from activities.signals import Signals
+from activities.step_metrics import Metrics, job_metrics
 from shared.events import Evaluated, Event, Started, Step
-from shared.jobs import Fence
+from shared.jobs import Fence, JobPlan, is_policy_loss
 from shared.models import Frozen
 from shared.runs import CheckpointRef
 
@@ -26,13 +28,19 @@ class ProgressReport(Frozen):
 
 
 class Progress:
-    """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`."""
+    """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`.
 
-    def __init__(self, fence: Fence, num_steps: int, signals: Signals) -> None:
+    Args:
+        steps_before: metrics of the optimizer steps that this attempt goes on from.
+    """
+
+    def __init__(self, plan: JobPlan, fence: Fence, steps_before: Sequence[Metrics], signals: Signals) -> None:
         self.step = 0
-        self.metrics: dict[str, float] = {}
+        self.metrics = job_metrics(plan.loss, steps_before)
+        self._loss = plan.loss
+        self._steps = list(steps_before)
         self._fence = fence
-        self._num_steps = num_steps
+        self._num_steps = plan.first_step + plan.num_steps
         self._signals = signals
         self._begun_at = time.monotonic()
         self._told_at: float | None = None
@@ -45,7 +53,11 @@ class Progress:
                 self.step = step
             case Step(step=step, metrics=metrics):
                 self.step = step
-                self.metrics |= metrics
+                self._steps.append(metrics)
+                told = job_metrics(self._loss, self._steps)
+                self.metrics |= told
+                if not is_policy_loss(self._loss):
+                    self._steps = [told]  # as good as all of them, of which there may be a million
             case Evaluated(metrics=metrics):
                 self.metrics |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
 

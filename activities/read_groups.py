@@ -7,11 +7,12 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from activities.chat_trajectories import BrokenConversation, Conversations
 from activities.rows import lines_of
 from shared.errors import InvalidInput
 from shared.models import Frozen
 from shared.runs import RLRun
-from shared.trajectories import Trajectory, TrajectoryGroup
+from shared.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
 
 # What compares the rewards of a group says nothing of a group of one.
 _COMPARING = ("group_mean", "group_normalized", "leave_one_out")
@@ -34,11 +35,15 @@ class GroupsReport(Frozen):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a trajectory must keep to. `policy_version`: the one that the step starts from."""
+    """What a trajectory must keep to. `policy_version`: the one that the step starts from.
+
+    `conversations` reads those that are chat messages; without it they are no input.
+    """
 
     run: RLRun
     policy_version: int
     vocab_size: int
+    conversations: Conversations | None = None
 
 
 @dataclass
@@ -50,7 +55,7 @@ class GroupsRead:
     report: GroupsReport = field(default_factory=GroupsReport)
 
 
-def parse_groups(path: Path, name: str) -> Iterator[tuple[str, TrajectoryGroup]]:
+def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
     """Every line's place and group.
 
     Raises:
@@ -58,14 +63,14 @@ def parse_groups(path: Path, name: str) -> Iterator[tuple[str, TrajectoryGroup]]
     """
     for place, line in lines_of(path, name):
         try:
-            yield place, TrajectoryGroup.model_validate_json(line)
+            yield place, SentGroup.model_validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = ".".join(str(part) for part in first["loc"] if part not in FORMS)
             raise InvalidInput(f"{where}: {first['msg']}" if where else first["msg"], place) from None
 
 
-def read_groups(parsed: Iterable[tuple[str, TrajectoryGroup]], rules: Rules) -> GroupsRead:
+def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> GroupsRead:
     """Check every trajectory, and keep what can be learnt from.
 
     Raises:
@@ -97,16 +102,16 @@ def read_groups(parsed: Iterable[tuple[str, TrajectoryGroup]], rules: Rules) -> 
     return read
 
 
-def _whole(place: str, group: TrajectoryGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Trajectory]:
+def _whole(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Trajectory]:
     """The trajectories of a group that can be trained."""
-    for number, trajectory in enumerate(group.trajectories):
-        fault = fault_of(trajectory, rules)
-        if fault is None:
-            yield trajectory
-        elif rules.run.broken == "refuse":
-            raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}")
-        else:
-            reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
+    for number, sent in enumerate(group.trajectories):
+        match _read(sent, rules):
+            case Trajectory() as trajectory:
+                yield trajectory
+            case fault if rules.run.broken == "refuse":
+                raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}")
+            case fault:
+                reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,19 @@ class TrajectoryFault:
     field: str
     rule: str
     message: str
+
+
+def _read(sent: SentTrajectory, rules: Rules) -> Trajectory | TrajectoryFault:
+    """A trajectory of token ids, or why there is none that can be trained."""
+    trajectory = sent
+    if isinstance(trajectory, ChatTrajectory):
+        if rules.conversations is None:
+            return TrajectoryFault("messages", "messages", "trajectories of token ids alone are taken here")
+        try:
+            trajectory = rules.conversations.trajectory_of(trajectory, rules.run.max_tokens)
+        except BrokenConversation as error:
+            return TrajectoryFault(error.field, error.rule, error.message)
+    return fault_of(trajectory, rules) or trajectory
 
 
 def fault_of(trajectory: Trajectory, rules: Rules) -> TrajectoryFault | None:

@@ -1,12 +1,14 @@
 """The train steps of an RL run, on record in the store: what every later execution of the run goes on from."""
 
+from pydantic import Field
 from temporalio import activity
 
 from activities.checkpoints import discard_after
 from shared.errors import InvalidInput, NotFound
+from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.paths import RunKeys
-from shared.runs import RunId, StepStatus
+from shared.runs import Policy, RunId, StepStatus
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store
 
@@ -19,16 +21,21 @@ class StepRecordRequest(Frozen):
 
 
 class RecoverRequest(Frozen):
-    """Which run goes on."""
+    """Which run goes on, and after how many of its last steps it wants to know the policy."""
 
     run_id: RunId
+    num_policies: int = Field(default=1, ge=1)
 
 
 class Recovered(Frozen):
-    """`last_step`: the number of the last step on record. `trained`: the last one that changed the policy."""
+    """`last_step`: the number of the last step on record. `trained`: the last one that changed the policy.
+
+    `policies`: after the last steps, oldest first; one with version 0 has no adapter but the run's initial one.
+    """
 
     last_step: int = 0
     trained: StepStatus | None = None
+    policies: tuple[Policy, ...] = ()
 
 
 class RecordStep:
@@ -51,11 +58,33 @@ class RecordStep:
         """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
         store = open_store(self._settings.store, self._settings.s3)
         found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
-        steps = (StepStatus.model_validate_json(store.get_bytes(key)) for key in found)
-        trained = next((step for step in steps if step.state == "done" and step.same_as is None), None)
+        steps: list[StepStatus] = []  # newest first, back to one that made a policy
+        for key in found:
+            if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
+                break
+            steps.append(StepStatus.model_validate_json(store.get_bytes(key)))
+        trained = next(filter(_made_a_policy, steps), None)
         discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
-        last = int(found[0].rsplit("/", 1)[-1].removesuffix(".json")) if found else 0
-        return Recovered(last_step=last, trained=trained)
+        return Recovered(
+            last_step=steps[0].step if steps else 0,
+            trained=trained,
+            policies=_policies(steps)[-request.num_policies :],
+        )
+
+
+def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:
+    """The policy after each of the steps, oldest first."""
+    version, adapter, found = 0, None, list[Policy]()
+    for step in reversed(steps):
+        if _made_a_policy(step):
+            assert step.policy_version is not None and step.adapter is not None and step.adapter_sha256 is not None
+            version, adapter = step.policy_version, Artifact(uri=step.adapter, sha256=step.adapter_sha256)
+        found.append(Policy(after_step=step.step, version=version, adapter=adapter))
+    return tuple(found)
+
+
+def _made_a_policy(step: StepStatus) -> bool:
+    return step.checkpoint is not None and step.same_as is None
 
 
 def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | None:

@@ -83,7 +83,11 @@ class Tally:
 
     def add_fully_masked(self, place: str, was_truncated: bool) -> None:
         reason = "no token to train on"
-        self._lose("masked", place, f"{reason} is left within max_tokens" if was_truncated else reason)
+        self.add_untrainable(place, f"{reason} is left within max_tokens" if was_truncated else reason)
+
+    def add_untrainable(self, place: str, reason: str) -> None:
+        """A row that says nothing, for a reason of its format's own; counted with the fully masked ones."""
+        self._lose("masked", place, reason)
 
     def _lose(self, count: str, place: str, reason: str) -> None:
         self._counts[count] += 1

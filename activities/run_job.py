@@ -13,14 +13,16 @@ from activities.follow import LogLine, LogReader
 from activities.heartbeat import beating, host_is_leaving
 from activities.progress import Progress
 from activities.signals import Signals
+from activities.step_metrics import Metrics
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerProcess
 from shared.errors import WorkerLost
-from shared.events import Cancelled, Failed, Saved, Step, Succeeded, Terminal
-from shared.jobs import Fence, Job, JobPlan
+from shared.events import Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
+from shared.jobs import Fence, Job, JobPlan, is_policy_loss
 from shared.leases import LeaseMark
 from shared.models import Frozen
 from shared.paths import write_atomically
+from shared.run_events import EventCursor, read_run_events
 from shared.runs import CheckpointRef, Problem
 from shared.store import ObjectStore
 
@@ -39,13 +41,18 @@ class JobRequest(Frozen):
 
 
 class JobResult(Frozen):
-    """How a job ended. `checkpoint` is the newest that stands in the store: this job's, or the one it started from."""
+    """How a job ended. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
+
+    `metrics` are those of all its optimizer steps (step_metrics.py) and of its newest evaluation; `probe` are the
+    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step.
+    """
 
     outcome: Literal["succeeded", "failed", "cancelled"]
     step: int
     checkpoint: CheckpointRef | None
     metrics: dict[str, float]
     problem: Problem | None = None
+    probe: tuple[float, ...] = ()
 
 
 class RunJob:
@@ -90,7 +97,8 @@ class _Attempt:
         self.job = _job(worker, request, start, self.outputs)
         self.reader = LogReader(Path(self.job.log_path))
         self.carrier = Carrier(store, self.job, start)
-        self.progress = Progress(request.fence, request.plan.first_step + request.plan.num_steps, signals)
+        self.progress = Progress(request.plan, request.fence, _steps_before(store, request.plan, start), signals)
+        self.probe: tuple[float, ...] = ()
         self.cancel = worker.paths.cancel(request.plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.heard_at = time.monotonic()
@@ -135,6 +143,8 @@ class _Attempt:
         self.heard_at = time.monotonic()
         if isinstance(event, Saved):
             self.carrier.checkpoint(event)
+        if isinstance(event, Probed):
+            self.probe = event.logprobs
         self.carrier.line(line, at_once=not isinstance(event, Step))
         self.progress.take(event)
 
@@ -180,7 +190,20 @@ class _Attempt:
             checkpoint=self.carrier.durable,
             metrics=self.progress.metrics,
             problem=problem,
+            probe=self.probe,
         )
+
+
+def _steps_before(store: ObjectStore, plan: JobPlan, start: CheckpointRef | None) -> list[Metrics]:
+    """Of a train step, the metrics of the optimizer steps that lie behind its own checkpoint: from the logs of the
+    attempts that did them, which stand in the store before the checkpoint does. Other jobs are told by their newest.
+    """
+    if start is None or not is_policy_loss(plan.loss):
+        return []
+    found, _ = read_run_events(store, plan.run_id, EventCursor(job_id=plan.job_id))
+    ours = (item.event for item in found if item.job_id == plan.job_id)
+    steps = {event.step: event.metrics for event in ours if isinstance(event, Step) and event.step <= start.step}
+    return [steps[step] for step in sorted(steps)]
 
 
 def _job(worker: WorkerProcess, request: JobRequest, start: CheckpointRef | None, outputs: Path) -> Job:

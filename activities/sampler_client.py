@@ -110,6 +110,19 @@ class Sampler:
             tuple(choice.token_ids), logprobs, choice.text, choice.finish_reason == "length", choice.stop_reason
         )
 
+    def score(self, model: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprobs of token_ids[1:], each given those before it, in nats, at temperature 1."""
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = _parsed(CompletionResponse, self._ask("POST", "/v1/completions", body), self._url)
+        told = answer.choices[0].prompt_logprobs if answer.choices else None
+        if told is None or len(told) != len(token_ids):
+            raise InvalidInput("the sampler does not send prompt_logprobs, one a token", self._url)
+        found = [(by_id or {}).get(token) for token, by_id in zip(token_ids[1:], told[1:], strict=True)]
+        logprobs = tuple(one.logprob for one in found if one is not None)
+        if len(logprobs) != len(found) or not all(map(math.isfinite, logprobs)):
+            raise InvalidInput("the sampler's prompt_logprobs are not one finite number a token", self._url)
+        return logprobs
+
     def models(self) -> dict[str, ModelCard]:
         """What requests may name: the model and its adapters."""
         answer = _parsed(ModelList, self._ask("GET", "/v1/models"), self._url)

@@ -22,6 +22,7 @@ from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
     from activities.formats import Chat
+    from activities.prompt_rows import Question
 
 _MEMORY_BYTES = 4 << 30
 _START_S = 30.0
@@ -64,13 +65,26 @@ class TemplateProcess:
             InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
         """
         rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
-        # The child stops a slow row by itself and says which; this limit is for one that cannot be interrupted.
-        limit_s = _START_S + 2 * self._row_limit_s + len(rows) * 0.1
-        answers = self._ask([rows, prompts], limit_s)["rows"]
-        for chat, answer in zip(chats, answers, strict=False):
-            if isinstance(answer, str):
-                raise InvalidInput(answer, chat.place)
+        answers = self._answers([rows, prompts], [chat.place for chat in chats])
         return [Rendered(text, [Span(*span) for span in spans], prompt) for text, spans, prompt in answers]
+
+    def asked(self, questions: "Sequence[Question]") -> list[str]:
+        """The text with which the model is asked each question: its messages, and the head of the turn that answers.
+
+        Raises:
+            InvalidInput: the template refuses a question, or takes too long, or too much memory.
+        """
+        rows = [[question.messages, question.tools, None] for question in questions]
+        return [prompt for [prompt] in self._answers([rows, True], [question.place for question in questions])]
+
+    def _answers(self, batch: list[Any], places: list[str]) -> list[list[Any]]:
+        # The child stops a slow row by itself and says which; this limit is for one that cannot be interrupted.
+        limit_s = _START_S + 2 * self._row_limit_s + len(places) * 0.1
+        answers: list[Any] = self._ask(batch, limit_s)["rows"]
+        for place, answer in zip(places, answers, strict=False):
+            if isinstance(answer, str):
+                raise InvalidInput(answer, place)
+        return answers
 
     def kill(self) -> None:
         """End the child now; a call in another thread raises."""
@@ -161,10 +175,15 @@ def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | 
 
 
 def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
-    """An answer a row; one refused row refuses the dataset, so the first reason is the last answer."""
+    """An answer a row; one refused row refuses the dataset, so the first reason is the last answer.
+
+    A row without weights has no answer to train: it is a question.
+    """
     for messages, tools, weights in rows:
 
         def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any]:
+            if weights is None:
+                return [template.render(messages, tools, prompt=True)]
             rendered = template.spans(messages, tools, weights)
             prompt = _prompt_or_none(template, messages, tools) if prompts else None
             return [rendered.text, [[s.start, s.end, s.weight] for s in rendered.spans], prompt]

@@ -4,12 +4,12 @@ import json
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities import blocks
+from activities import blocks, preference_pairs
 from activities.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
 from activities.formats import open_dataset
 from activities.heartbeat import beating
@@ -31,7 +31,10 @@ UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
 
 
 class TokenizeRequest(Frozen):
-    """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with."""
+    """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with.
+
+    `pairs`: whether its rows are to be preference pairs, or none of them is to be one.
+    """
 
     dataset: Artifact
     source: DatasetSource
@@ -39,12 +42,19 @@ class TokenizeRequest(Frozen):
     max_tokens: int = Field(ge=2)
     too_long: Literal["drop", "truncate"] = "drop"
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+    pairs: bool = False
+
+    @model_validator(mode="after")
+    def _pairs_are_not_cut(self) -> Self:
+        if self.pairs and self.too_long == "truncate":
+            raise ValueError("pairs are never cut: too_long must be drop")
+        return self
 
     @property
     def key(self) -> str:
         """By content: where the bytes came from does not matter."""
         fields = self.source.model_dump_json(exclude={"uri"})
-        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction"})
+        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction", "pairs"})
         return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
 
 
@@ -81,9 +91,9 @@ class Tokenize:
 
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
-    opened = open_dataset(dataset, request.source)
+    opened = open_dataset(dataset, request.source, request.pairs)
     tally, prompts = Tally(opened.kind, request.max_tokens), list[Prompt]()
-    writer = UnitsWriter(folder)
+    writer = UnitsWriter(folder, preference_pairs.COLUMNS) if request.pairs else UnitsWriter(folder)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
             _write_batch(batch, request, writer, tally)
@@ -99,6 +109,11 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
 
 
 def _write_batch(batch: EncodedBatch, request: TokenizeRequest, writer: UnitsWriter, tally: Tally) -> None:
+    if request.pairs:
+        pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
+        preference_pairs.count(pairs, tally)
+        preference_pairs.write(pairs, writer)
+        return
     truncate = request.too_long == "truncate"
     kept = blocks.keep(batch.block, request.max_tokens, truncate)
     blocks.count(batch.block, kept, truncate, tally)

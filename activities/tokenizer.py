@@ -25,6 +25,16 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, the others as characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + k): byte for k, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
 @dataclass(frozen=True)
 class Encoded:
     """Texts one behind the other: ids [T], loss weights [T] (0: not trained), tokens of each text [R]."""
@@ -51,6 +61,7 @@ class ModelTokenizer:
         self.prefix_ids = _ids_before_text(self._tokenizer)
         self._widths = _token_bytes(described, self._tokenizer)
         self._normalizer = (described.get("normalizer") or {}).get("type")
+        self._added = {token["id"] for token in described.get("added_tokens", [])}
         control = {t["content"] for t in described.get("added_tokens", []) if t.get("special")}
         control |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
         source = _template(files, config, place)
@@ -65,6 +76,13 @@ class ModelTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's own bytes; where the tokenizer keeps none, those of its text as it is decoded alone."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if self._widths is None or piece is None or token_id in self._added:
+            return self.decode([token_id]).encode()
+        return bytes(_BYTE_OF[character] for character in piece)
 
     def tokens_of(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

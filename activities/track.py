@@ -105,6 +105,7 @@ class Track:
             run_id=request.run_id,
             name=request.run.name or request.run_id,
             project=self._settings.wandb_project,
+            kind=request.run.kind,
             mode=mode,
             folder=folder,
             init_timeout_s=self._init_timeout_s,

@@ -22,11 +22,12 @@ _SYSTEM_SUFFIXES = ("_bytes", "_s", "_per_s")
 
 
 class WriterStart(Frozen):
-    """What W&B needs to know before the first event. `config` is the run's hyperparameters."""
+    """What W&B needs to know before the first event. `kind`: what the run optimises; `config`: its hyperparameters."""
 
     run_id: str
     name: str
     project: str
+    kind: str
     mode: Literal["offline", "online"]
     folder: Path
     init_timeout_s: float
@@ -83,6 +84,7 @@ def _open(start: WriterStart) -> Any:
         id=start.run_id,
         name=start.name,
         project=start.project,
+        job_type=start.kind,
         mode=start.mode,
         resume="allow" if start.mode == "online" else None,
         dir=str(start.folder),

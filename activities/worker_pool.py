@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from activities.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
 from shared.errors import WorkerLost
-from shared.leases import LeaseMark, WorkerKey
+from shared.leases import LeaseMark, ProcessKey
 from shared.paths import HostPaths
 
 _log = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ class WorkerPool:
         self._idle: dict[str, tuple[WorkerProcess, float]] = {}
         end_leftovers(paths)
 
-    def acquire(self, key: WorkerKey) -> WorkerProcess:
+    def acquire(self, key: ProcessKey) -> WorkerProcess:
         """A worker for this key. Warm workers of other keys are ended first: the device has room for one."""
         with self._lock:
             idle = [worker for worker, _ in self._idle.values()]
             self._idle.clear()
-            fit = next((w for w in idle if w.key == key and w.is_alive()), None)
+            fit = next((w for w in idle if w.key == key and w.is_alive() and not w.is_stopped()), None)
             for worker in idle:
                 if worker is not fit:
                     _dispose(worker)

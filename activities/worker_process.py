@@ -14,13 +14,14 @@ from typing import Protocol
 
 import psutil
 
-from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
+from shared.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, WorkerPaths, write_atomically
 
 _TERM_GRACE_S = 1.0
 _STOP_GRACE_S = 5.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
+_NEW_S = 10.0
 # How often an idle OpenMP thread looks for work before it sleeps: 10 us. libgomp's own 300,000, 3 ms, is time that the
 # others on a busy machine do not get: 2 threads beside 2 busy processes took 6.6 s for a step of 0.4 s, so 1.1 s.
 _SPIN_COUNT = "1000"
@@ -30,11 +31,12 @@ _log = logging.getLogger(__name__)
 class WorkerCommand(Protocol):
     """The command line of a worker for a key, which finds its jobs below `folder`."""
 
-    def __call__(self, folder: Path, key: WorkerKey) -> list[str]: ...
+    def __call__(self, folder: Path, key: ProcessKey) -> list[str]: ...
 
 
-def torchrun(folder: Path, key: WorkerKey) -> list[str]:
+def torchrun(folder: Path, key: ProcessKey) -> list[str]:
     """One rank for each of the layout's, on this machine."""
+    assert isinstance(key, WorkerKey)
     ranks = f"--nproc_per_node={key.layout.world_size}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
     return [*launcher, "-m", "megatron_worker", "--root", str(folder)]
@@ -46,7 +48,7 @@ class WorkerProcess:
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
     """
 
-    def __init__(self, paths: WorkerPaths, key: WorkerKey, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, paths: WorkerPaths, key: ProcessKey, process: subprocess.Popen[bytes]) -> None:
         self.worker_id = paths.root.name
         self.key = key
         self.paths = paths
@@ -57,6 +59,11 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives; negative: the signal that ended it."""
+        return self._process.poll()
 
     def is_stopped(self) -> bool:
         """Whether a process of it was stopped (SIGSTOP): it lives, and does nothing."""
@@ -72,7 +79,7 @@ class WorkerProcess:
 
     def obituary(self) -> str:
         """How it ended, with the last lines that it printed."""
-        code = self._process.poll()
+        code = self.exit_code
         how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = last_words(tail(self.paths.output))
         return f"the worker process {how}" + (f"; it said last: {said}" if said else "")
@@ -81,9 +88,9 @@ class WorkerProcess:
         """End every process of the group, and reap it. Safe to repeat.
 
         Args:
-            polite: ask with the `stop` file first, for a worker without a job in hand.
+            polite: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
         """
-        if polite and self.is_alive():
+        if polite and isinstance(self.key, WorkerKey) and self.is_alive():
             write_atomically(self.paths.stop, b"")
             self._wait_for_ranks(_STOP_GRACE_S)
         end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
@@ -102,7 +109,7 @@ class WorkerProcess:
         shutil.rmtree(self.paths.root, ignore_errors=True)
 
 
-def launch(paths: HostPaths, key: WorkerKey, command: WorkerCommand, environment: Mapping[str, str]) -> WorkerProcess:
+def launch(paths: HostPaths, key: ProcessKey, command: WorkerCommand, environment: Mapping[str, str]) -> WorkerProcess:
     """Start a worker in a folder of its own.
 
     Its folder and record stand before it is started, without its pid: whoever comes after a host that was killed in
@@ -110,6 +117,7 @@ def launch(paths: HostPaths, key: WorkerKey, command: WorkerCommand, environment
     """
     worker_id = uuid.uuid4().hex
     worker = paths.worker(worker_id)
+    arguments = command(worker.root, key)
     host = psutil.Process()
     record = WorkerRecord(
         worker_id=worker_id,
@@ -124,13 +132,13 @@ def launch(paths: HostPaths, key: WorkerKey, command: WorkerCommand, environment
     temporary.mkdir()
     marks = {
         WORKER_ID_VARIABLE: worker_id,
-        "OMP_NUM_THREADS": str(key.threads_per_rank),
+        "OMP_NUM_THREADS": str(key.threads if isinstance(key, SamplerKey) else key.threads_per_rank),
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(temporary),
     }
     with worker.output.open("wb") as output:
         process = subprocess.Popen(
-            command(worker.root, key),
+            arguments,
             env={"GOMP_SPINCOUNT": _SPIN_COUNT, **os.environ, **environment, **marks},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -147,6 +155,8 @@ def end_leftovers(paths: HostPaths) -> None:
     for folder in sorted(paths.workers.glob("*")):
         record = _read_record(folder / "worker.json")
         if record is not None and _is_running(record.host_pid, record.host_started_at):
+            continue
+        if record is None and _is_new(folder):  # another host of this root is just making it: no process is in it yet
             continue
         known = record is not None and _is_running(record.pid, record.started_at)
         end_processes(folder.name, record.pid if record is not None and known else None)
@@ -237,6 +247,13 @@ def _is_running(pid: int, started_at: float) -> bool:
         process = psutil.Process(pid)
         return abs(process.create_time() - started_at) < 1.0 and _lives(process)
     except psutil.NoSuchProcess:
+        return False
+
+
+def _is_new(folder: Path) -> bool:
+    try:
+        return folder.stat().st_mtime > time.time() - _NEW_S
+    except FileNotFoundError:
         return False
 
 

@@ -55,12 +55,12 @@ def _measure(root: Path, folder: Path, num_runs: int) -> list[float]:
     connection = Connection.read(root)
     assert connection is not None
     with Client(connection.api_url, connection.api_key) as client:
-        _finish(client, client.submit_sft(run, "warm-up").run_id)
+        _finish(client, client.submit(run, "warm-up").run_id)
         seconds = []
         for number in range(num_runs):
             fresh = run.model_copy(update={"seed": number + 1})  # another seed is another plan: nothing is cached
             began = time.time()
-            run_id = client.submit_sft(fresh, f"run-{number}").run_id
+            run_id = client.submit(fresh, f"run-{number}").run_id
             seconds.append(_job_file_time(HostPaths(root), run_id) - began)
             _finish(client, run_id)
     return seconds

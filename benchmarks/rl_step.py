@@ -63,7 +63,7 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
     assert connection is not None
     whole = []
     with Client(connection.api_url, connection.api_key) as client:
-        run_id = client.submit_rl(run, "run").run_id
+        run_id = client.submit(run, "run").run_id
         for number in range(num_steps + 1):
             uri = client.upload(_groups(folder / f"{number}.jsonl", number))
             began = time.perf_counter()

@@ -36,13 +36,18 @@ def make_tiny_model(
     num_kv_heads: int = 2,
     head_dim: int = 16,
     tied: bool = True,
+    single_digits: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write config, fp32 weights, tokenizer and chat template into a folder. Equal arguments give equal bytes."""
+    """Write config, fp32 weights, tokenizer and chat template into a folder. Equal arguments give equal bytes.
+
+    Args:
+        single_digits: no token holds more than one, as in Qwen's vocabularies: what a model that adds wants.
+    """
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = train_tokenizer(corpus, vocab_size)
+    tokenizer = train_tokenizer(corpus, vocab_size, single_digits)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
@@ -70,11 +75,13 @@ def make_tiny_model(
     return folder
 
 
-def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> "Tokenizer":
+def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool = False) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes]) if single_digits else by_bytes
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

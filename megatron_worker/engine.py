@@ -43,11 +43,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward is asked for. Nothing requested, nothing computed. Entropy is a constant unless said otherwise."""
+    """What a forward is asked for. Nothing requested, nothing computed. Entropy is a constant unless said otherwise.
+
+    Scores are of the distribution whose logits are divided by `temperature`.
+    """
 
     logprob: bool = True
     entropy: bool = False
     entropy_gradient: bool = False
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Facts:
     dp_rank: int
     dp_size: int
     device_name: str
+    vocab_size: int
 
 
 class Engine(Protocol):

@@ -1,4 +1,7 @@
-"""Held-out loss over all bins of an evaluation's plan, and greedy completions of its first prompts."""
+"""Held-out loss over all bins of an evaluation's plan, and greedy completions of its first prompts.
+
+The loss is cross entropy whatever is trained for, since held-out rows have no advantages; but of pairs, it is DPO's.
+"""
 
 import json
 import math
@@ -10,10 +13,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_worker.batches import PackedBatches, Sums
-from megatron_worker.engine import Engine, LossFunction
+from megatron_worker.engine import Engine
+from megatron_worker.losses import loss_function
+from megatron_worker.sums import SUM, reported
 from shared.errors import CorruptArtifact
 from shared.events import Sample
-from shared.jobs import Evaluation
+from shared.jobs import DPO, CrossEntropy, Evaluation, Loss
 from shared.models import Frozen
 
 T = TypeVar("T")
@@ -31,9 +36,17 @@ class Prompt(Frozen):
 class Evaluator:
     """The held-out side of one job."""
 
-    def __init__(self, evaluation: Evaluation, data: PackedBatches | None, prompts: list[Prompt], model: Path) -> None:
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        data: PackedBatches | None,
+        prompts: list[Prompt],
+        model: Path,
+        loss: CrossEntropy | DPO,
+    ) -> None:
         self._evaluation = evaluation
         self._data = data
+        self._loss = loss
         self._prompts = prompts
         self._model = model
 
@@ -43,9 +56,15 @@ class Evaluator:
         wanted = self._data is not None
         return wanted and (step in (0, num_steps) or (every > 0 and step % every == 0))
 
-    def metrics(self, engine: Engine, loss: LossFunction, cancelled: Callable[[], bool]) -> dict[str, float] | None:
-        """Held-out loss, perplexity and counts; None when cancelled meanwhile."""
+    @property
+    def wants_reference(self) -> PackedBatches | None:
+        """The data whose loss is against a reference, which is to be scored first."""
+        return self._data if isinstance(self._loss, DPO) else None
+
+    def metrics(self, engine: Engine, cancelled: Callable[[], bool]) -> dict[str, float] | None:
+        """Held-out loss, its own metrics (perplexity of cross entropy) and counts; None when cancelled meanwhile."""
         assert self._data is not None
+        loss = loss_function(self._loss)
         facts, sums = engine.facts, Sums(loss, engine.facts.device)
         bins = self._data.bins_of_rank(0, facts.dp_rank, facts.dp_size)
         num_rounds = math.ceil(len(self._data.bins(0)) / facts.dp_size)
@@ -56,7 +75,10 @@ class Evaluator:
                 if turn < len(bins):
                     batch = self._data.batch(bins[turn], facts.device)
                     sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
-        return _held_out(engine.reduce(sums.totals))
+        held_out = _held_out(engine.reduce(sums.totals))
+        if isinstance(self._loss, CrossEntropy) and "loss" in held_out:
+            held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
+        return held_out
 
     def samples(self, engine: Engine, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
         """Greedy completions of the first `num_samples` prompts; None when cancelled meanwhile."""
@@ -94,8 +116,13 @@ def _held_out(sums: dict[str, float]) -> dict[str, float]:
     counts = {"tokens": sums["tokens"], "target_tokens": sums["target_tokens"]}
     if not sums["weight"]:
         return counts
-    loss = sums["loss"] / sums["weight"]
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **counts}
+    means = {name: value for name, value in reported(sums).items() if name + SUM in sums}
+    return {"loss": sums["loss"] / sums["weight"], **means, **counts}
+
+
+def held_out_loss(loss: Loss) -> CrossEntropy | DPO:
+    """What a job that trains for `loss` is evaluated by."""
+    return loss if isinstance(loss, DPO) else CrossEntropy()
 
 
 _prompts: TypeAdapter[list[Prompt]] = TypeAdapter(list[Prompt])

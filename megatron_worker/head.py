@@ -10,6 +10,8 @@ The entropy's gradient, if asked for, costs one product and one such row more: w
 
     d entropy_n / d hidden_n = -sum_v p_nv (z_nv - m_n) W_v
 
+At a temperature other than 1, z are the logits divided by it, in the softmax's dtype; so is every gradient above.
+
 Under tensor parallelism the hidden states are replicated and the vocabulary is sharded; ranks merge maxima, sums of
 exponentials, target logits and the rows above in the forward. **The gradient of the hidden states comes out summed over
 the group; the caller must not sum it again.** The backward has no collective; the gradient of a shard is complete.
@@ -57,6 +59,8 @@ def score_targets(
 ) -> Scores:
     """Log-probability of each label, and the entropy of its distribution, in nats, float32 [N].
 
+    Both are of the softmax of the logits divided by `outputs.temperature`.
+
     Args:
         hidden_NH: hidden states after the final norm, the same on every rank of the group.
         weight_VH: this rank's shard of the output embedding, in the dtype of `hidden_NH`.
@@ -88,7 +92,7 @@ class _Head(torch.autograd.Function):
         local = _scan(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
         lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, shard.group)
         entropy_N = lse_N - mean_logit_N
-        ctx.by_entropy = outputs.entropy_gradient
+        ctx.by_entropy, ctx.temperature = outputs.entropy_gradient, outputs.temperature
         if not ctx.by_entropy:
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
@@ -100,6 +104,8 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
         by_hidden, by_weight = ctx.needs_input_grad[:2]
+        if ctx.temperature != 1:
+            grad_N, by_entropy_N = grad_N / ctx.temperature, by_entropy_N / ctx.temperature
         grad_NH = grad_VH = None
         if by_hidden:
             exact_NH = rows_NH * grad_N[:, None]
@@ -109,7 +115,7 @@ class _Head(torch.autograd.Function):
         if by_weight:
             entropy = (mean_logit_N, by_entropy_N) if ctx.by_entropy else None
             grad_VH = _weight_gradient(
-                hidden_NH, weight_VH, label_N, lse_N, grad_N, entropy, ctx.shard, ctx.chunk_tokens
+                hidden_NH, weight_VH, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.chunk_tokens
             )
         return grad_NH, grad_VH, None, None, None, None, None
 
@@ -150,7 +156,7 @@ def _scan(
     local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH)
     real_VH = weight_VH[: shard.num_real]
     column_N, owned_N = _own_labels(label_N, shard)
-    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, chunk_tokens):
+    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, outputs.temperature, chunk_tokens):
         target_C = logit_CV.gather(1, column_N[chunk, None])[:, 0]
         local.target_N[chunk] = torch.where(owned_N[chunk], target_C, 0.0)
         max_C = logit_CV.amax(dim=1)
@@ -200,16 +206,18 @@ def _weight_gradient(
     lse_N: Tensor,
     grad_N: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
+    temperature: float,
     shard: VocabShard,
     chunk_tokens: int,
 ) -> Tensor:
     """d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype.
 
-    `entropy`: expected logits and the gradient by the entropy, both [N], where it has one.
+    `entropy`: expected logits and the gradient by the entropy, both [N], where it has one. The gradients that come in
+    are divided by the temperature already.
     """
     grad_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
     real_VH, column_N, owned_N = weight_VH[: shard.num_real], *_own_labels(label_N, shard)
-    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, chunk_tokens):
+    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, temperature, chunk_tokens):
         grad_C = grad_N[chunk]
         pull_CV = -grad_C[:, None]
         if entropy is not None:
@@ -225,8 +233,13 @@ def _weight_gradient(
     return grad_VH
 
 
-def _chunks_of_logits(hidden_NH: Tensor, real_VH: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of a chunk at a time, in the softmax's dtype. Always the same buffer: use it up before going on."""
+def _chunks_of_logits(
+    hidden_NH: Tensor, real_VH: Tensor, temperature: float, chunk_tokens: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of a chunk at a time, in the softmax's dtype, divided by the temperature.
+
+    Always the same buffer: use it up before going on.
+    """
     num_targets, num_rows = len(hidden_NH), len(real_VH)
     if not (num_targets and num_rows):
         return
@@ -240,6 +253,8 @@ def _chunks_of_logits(hidden_NH: Tensor, real_VH: Tensor, chunk_tokens: int) -> 
         torch.mm(hidden_NH[chunk].detach(), real_VH.detach().t(), out=product_CV[:length])
         if logit_CV is not product_CV:
             logit_CV[:length].copy_(product_CV[:length])
+        if temperature != 1:
+            logit_CV[:length].div_(temperature)
         yield chunk, logit_CV[:length]
 
 

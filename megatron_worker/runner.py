@@ -17,10 +17,11 @@ from megatron_worker.batches import PackedBatches, Sums
 from megatron_worker.checkpoint import load_checkpoint, load_initial_checkpoint, read_state, save_checkpoint
 from megatron_worker.control import Control
 from megatron_worker.engine import Engine, LossFunction
-from megatron_worker.evaluation import Evaluator, read_prompts
+from megatron_worker.evaluation import Evaluator, held_out_loss, read_prompts
 from megatron_worker.faults import Fault, JobFailed, fault_of
 from megatron_worker.losses import loss_function
 from megatron_worker.losses.columns import check_columns
+from megatron_worker.probe import check_probe, probe
 from megatron_worker.report import Report
 from megatron_worker.schedule import learning_rate
 from megatron_worker.scoring import score, score_reference, turns
@@ -28,12 +29,11 @@ from megatron_worker.staging import Staging
 from megatron_worker.sums import reported
 from megatron_worker.warm_engine import WarmEngine
 from shared.errors import InvalidInput
-from shared.events import Evaluated, Saved, Started, Step
-from shared.jobs import Artifact, CrossEntropy, Full, Job, JobPlan, Lora, PackedData, reference_of, scores_old
+from shared.events import Evaluated, Probed, Saved, Started, Step
+from shared.jobs import Artifact, Full, Job, JobPlan, Lora, PackedData, reference_of, scores_old
 from shared.packed import Ints
 
 ADAPTER = "default"
-HELD_OUT = loss_function(CrossEntropy())  # whatever is trained for: held-out rows have no advantages
 
 Folders = dict[Artifact, Path]
 
@@ -100,7 +100,8 @@ def prepare(
     folders = staging.fetch(job)
     data, evaluator = control.agree(lambda: _open_data(plan, folders, open_files))
     engine = _take_engine(warm, plan, folders, control)
-    work = Work(job, engine, data, loss_function(plan.loss), evaluator, report, control, cancelled)
+    control.agree(lambda: check_probe(plan.probe, engine.facts.vocab_size))
+    work = Work(job, engine, data, loss_function(plan.loss, plan.temperature), evaluator, report, control, cancelled)
     # Two agreements: loading is collective, so no rank may come to it alone.
     control.agree(lambda: _make_trainable(engine, job, folders))
     control.agree(lambda: _score_reference(work, folders))
@@ -135,11 +136,13 @@ def train(work: Work) -> Outcome:
             save_if_due(work)
             evaluated = evaluate(work)
         save(work)
+        is_whole = work.done == work.plan.num_steps and evaluated
+        if is_whole and work.plan.probe:
+            work.report.emit(Probed, step=work.step, logprobs=probe(work.engine, work.plan.probe))
     except JobFailed:
         raise
     except Exception as error:
         raise work.control.agree_on(error) from None
-    is_whole = work.done == work.plan.num_steps and evaluated
     return Outcome("succeeded" if is_whole else "cancelled", work.step)
 
 
@@ -212,7 +215,7 @@ def evaluate(work: Work) -> bool:
     """Held-out metrics and samples of the weights as they are, if they are due now. False when a cancel cut in."""
     if not work.evaluator.is_due(work.done, work.plan.num_steps):
         return True
-    metrics = work.evaluator.metrics(work.engine, HELD_OUT, work.cancelled)
+    metrics = work.evaluator.metrics(work.engine, work.cancelled)
     if metrics is None:
         return False
     samples = work.evaluator.samples(work.engine, work.cancelled)
@@ -245,14 +248,15 @@ def _open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[
     def open_packed(data: PackedData) -> PackedBatches:
         return open_files.enter_context(PackedBatches(folders[data.units], folders[data.plan]))
 
-    training, held_out = open_packed(plan.data), plan.evaluation.data
+    training, held_out, loss = open_packed(plan.data), plan.evaluation.data, held_out_loss(plan.loss)
     check_columns(training.units, plan.loss)
     if plan.num_steps > training.num_steps:
         raise InvalidInput(f"the job has {plan.num_steps} steps, its data {training.num_steps}", "num_steps")
     if held_out is None:
-        return training, Evaluator(plan.evaluation, None, [], folders[plan.model])
-    prompts = read_prompts(folders[held_out.units])
-    return training, Evaluator(plan.evaluation, open_packed(held_out), prompts, folders[plan.model])
+        return training, Evaluator(plan.evaluation, None, [], folders[plan.model], loss)
+    evaluated, prompts = open_packed(held_out), read_prompts(folders[held_out.units])
+    check_columns(evaluated.units, loss)
+    return training, Evaluator(plan.evaluation, evaluated, prompts, folders[plan.model], loss)
 
 
 def _make_trainable(engine: Engine, job: Job, folders: Folders) -> None:
@@ -279,13 +283,17 @@ def _score_reference(work: Work, folders: Folders) -> None:
         return
     folder = None if reference == "base" else folders[reference]
     trained = ADAPTER if isinstance(work.plan.trainable, Lora) else None
-    score_reference(work.engine, work.data, _turns(work, folders, 0), reference, folder, trained)
+    scored = [(work.data, _turns(work, folders, 0))]
+    if (held_out := work.evaluator.wants_reference) is not None:
+        scored.append((held_out, turns(held_out, 0, 1, work.engine.facts.dp_rank, work.engine.facts.dp_size)))
+    score_reference(work.engine, scored, reference, folder, trained, work.plan.temperature)
 
 
 def _score_old(work: Work, folders: Folders) -> None:
     """All but what the first step alone trains on: there the old policy is the policy itself (targets.py)."""
     if scores_old(work.plan.loss):
-        work.data.put("old_logprob_N", score(work.engine, work.data, _turns(work, folders, 1)))
+        whose, temperature = _turns(work, folders, 1), work.plan.temperature
+        work.data.put("old_logprob_N", score(work.engine, work.data, whose, temperature))
 
 
 def _turns(work: Work, folders: Folders, first_step: int) -> list[Ints]:

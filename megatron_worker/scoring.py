@@ -39,15 +39,19 @@ def turns(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp
     return [units for units in fresh if any(int(unit) in ahead for unit in units)]
 
 
-def score(engine: Engine, data: PackedBatches, whose: list[Ints]) -> NDArray[np.float32]:
+def score(engine: Engine, data: PackedBatches, whose: list[Ints], temperature: float) -> NDArray[np.float32]:
     """Log-probabilities of the targets of these units by the weights as they are; NaN for all others.
+
+    Args:
+        temperature: what logits are divided by, for these to be compared with a loss's own.
 
     Returns: float32, in nats, one for each target on file.
     """
     logprob = np.full(data.units.header.num_targets, np.nan, dtype=np.float32)
+    outputs = Outputs(temperature=temperature)
     with torch.no_grad():
         for units in whose:
-            logprob_N = engine.forward(data.batch(units, engine.facts.device), Outputs()).logprob_N
+            logprob_N = engine.forward(data.batch(units, engine.facts.device), outputs).logprob_N
             assert logprob_N is not None
             logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
     return logprob
@@ -55,15 +59,16 @@ def score(engine: Engine, data: PackedBatches, whose: list[Ints]) -> NDArray[np.
 
 def score_reference(
     engine: Engine,
-    data: PackedBatches,
-    whose: list[Ints],
+    scored: list[tuple[PackedBatches, list[Ints]]],
     reference: Reference,
     folder: Path | None,
     trained: str | None,
+    temperature: float,
 ) -> None:
     """Fill `ref_logprob`. The base must be as it was published.
 
     Args:
+        scored: data, and the units of it to score, a bin at a time.
         folder: of the reference adapter, if it is one.
         trained: the slot to make active again, None where the base itself is trained.
     """
@@ -75,5 +80,6 @@ def score_reference(
             engine.load_adapter(REFERENCE, folder, None, trainable=False)
         case _:
             assert_never(reference)
-    data.put("ref_logprob_N", score(engine, data, whose))
+    for data, whose in scored:
+        data.put("ref_logprob_N", score(engine, data, whose, temperature))
     engine.set_adapter(trained)

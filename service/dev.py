@@ -1,4 +1,4 @@
-"""The stack on one machine: Temporal, the web service and two hosts as children of one supervisor.
+"""The stack on one machine: Temporal, the web service and three hosts as children of one supervisor.
 
     longshore dev [--detach | --stop] [--root FOLDER]
 
@@ -105,11 +105,12 @@ class Stack:
         # -P: a folder named `shared` where the user stands must not be taken for ours.
         python = [sys.executable, "-P", "-m"]
         web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
-        control, gpu = ([*python, "service.host", "--role", role] for role in ("control", "gpu"))
+        control, gpu, sampler = ([*python, "service.host", "--role", role] for role in ("control", "gpu", "sampler"))
         others = [
             Child("web service", web, environment, logs / "web.log"),
             Child("control host", control, environment, logs / "control.log", _HOST_GRACE_S),
             Child("gpu host", gpu, environment, logs / "gpu.log", _HOST_GRACE_S),
+            Child("sampler host", sampler, environment, logs / "sampler.log", _HOST_GRACE_S),
         ]
         if self._given_temporal():
             return [], others

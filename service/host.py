@@ -1,7 +1,7 @@
-"""The Temporal poller: `python -m service.host --role control|gpu`.
+"""The Temporal poller: `python -m service.host --role control|gpu|sampler`.
 
 A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its
-shape, and a queue of its own for the jobs of the runs it serves.
+shape, and a queue of its own for the jobs of the runs it serves. A sampler host does the same with a sampler.
 """
 
 import argparse
@@ -9,19 +9,21 @@ import asyncio
 import logging
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
 
 from activities.lease import Lease
+from activities.lease_sampler import LeaseSampler, SamplerCommand
 from activities.run_job import RunJob
+from activities.samplers import Samplers
 from activities.signals import WorkflowSignals
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerCommand, torchrun
@@ -29,10 +31,12 @@ from shared.paths import HostPaths
 from shared.settings import Settings
 from shared.store import open_store
 
-Role = Literal["control", "gpu"]
+Role = Literal["control", "gpu", "sampler"]
 
 # Data activities work on all cores: a few at once are enough. Those that follow a run mostly sleep.
 _CONTROL_THREADS = 32
+# A step's samples, those sampled ahead, held-out ones and an adapter's proof share one sampler.
+_SAMPLING_THREADS = 4
 _CONNECT_PATIENCE_S = 60.0
 _SHUTDOWN_GRACE = timedelta(seconds=10)
 # Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
@@ -67,12 +71,14 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from activities.download import Download
     from activities.find_checkpoint import FindCheckpoint
     from activities.grade import Grade
+    from activities.group_samples import GroupSamples
     from activities.pack import Pack
     from activities.pack_trajectories import PackTrajectories
     from activities.preview import PreviewDataset
     from activities.publish import Publish
     from activities.record_result import RecordResult
     from activities.record_step import RecordStep
+    from activities.render_prompts import RenderPrompts
     from activities.resolve_adapter import ResolveAdapter
     from activities.resolve_model import ResolveModel
     from activities.tokenize import Tokenize
@@ -83,11 +89,12 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from workflows.track import TrackWorkflow
 
     record, steps, grade = RecordResult(settings), RecordStep(settings), Grade(settings)
-    return Worker(
+    return _worker(
         client,
-        task_queue=settings.control_queue,
-        workflows=[SFTWorkflow, RLWorkflow, PreviewWorkflow, TrackWorkflow],
-        activities=[
+        settings.control_queue,
+        threads,
+        _CONTROL_THREADS,
+        [
             ResolveModel(settings).resolve_model,
             ResolveAdapter(settings).resolve_adapter,
             Download(settings).download,
@@ -101,14 +108,14 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
             Publish(settings).publish,
             grade.grade,
             grade.check_grader,
+            RenderPrompts(settings).render_prompts,
+            GroupSamples(settings).group_samples,
             record.record_result,
             record.reopen,
             Track(settings).track,
+            *sampling_activities(settings, Samplers(settings)),
         ],
-        activity_executor=threads,
-        max_concurrent_activities=_CONTROL_THREADS,
-        max_heartbeat_throttle_interval=_BEAT,
-        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
+        [SFTWorkflow, RLWorkflow, PreviewWorkflow, TrackWorkflow],
     )
 
 
@@ -119,29 +126,53 @@ def gpu_workers(
     host_queue = f"host-{uuid.uuid4().hex}"
     store = open_store(settings.store, settings.s3)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
-    leases = Worker(
-        client,
-        task_queue=settings.lease_queue,
-        activities=[Lease(pool, store, signals, host_queue).lease],
-        activity_executor=threads,
-        max_concurrent_activities=1,
-        max_heartbeat_throttle_interval=_BEAT,
-        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
-    )
-    jobs = Worker(
-        client,
-        task_queue=host_queue,
-        activities=[RunJob(pool, store, signals).run_job],
-        activity_executor=threads,
-        max_concurrent_activities=2,
-        max_heartbeat_throttle_interval=_BEAT,
-        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
-    )
+    leases = _worker(client, settings.lease_queue, threads, 1, [Lease(pool, store, signals, host_queue).lease])
+    jobs = _worker(client, host_queue, threads, 2, [RunJob(pool, store, signals).run_job])
     return leases, jobs
 
 
+def sampler_workers(
+    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool
+) -> tuple[Worker, Worker]:
+    """One lease at a time on the shape's sampler queue, and what is asked of it on a queue of this host's own."""
+    host_queue = f"host-{uuid.uuid4().hex}"
+    signals = WorkflowSignals(client, asyncio.get_running_loop())
+    lease = LeaseSampler(pool, settings, signals, host_queue).lease_sampler
+    leases = _worker(client, settings.sampler_queue, threads, 1, [lease])
+    sampling = sampling_activities(settings, Samplers(settings, pool))
+    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS, sampling)
+
+
+def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable[..., Any]]:
+    """What is asked of samplers: by a sampler host of its own, by a control host of servers behind a URL."""
+    from activities.prove_adapter import ProveAdapter
+    from activities.sample import Sample
+
+    return [Sample(settings, samplers).sample, ProveAdapter(settings, samplers).prove_adapter]
+
+
+def _worker(
+    client: Client,
+    queue: str,
+    threads: ThreadPoolExecutor,
+    num_at_once: int,
+    activities: Sequence[Callable[..., Any]],
+    workflows: Sequence[type] = (),
+) -> Worker:
+    return Worker(
+        client,
+        task_queue=queue,
+        workflows=workflows,
+        activities=activities,
+        activity_executor=threads,
+        max_concurrent_activities=num_at_once,
+        max_heartbeat_throttle_interval=_BEAT,
+        graceful_shutdown_timeout=_SHUTDOWN_GRACE,
+    )
+
+
 async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = torchrun) -> None:
-    """Poll until `stopped`; then end what is in hand, and every worker process."""
+    """Poll until `stopped`; then end what is in hand, and every worker process. `command` starts a gpu host's."""
     client = await connect(settings)
     async with AsyncExitStack() as stack:
         match role:
@@ -150,19 +181,28 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                 await stack.enter_async_context(control_worker(client, settings, threads))
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(4))
-                pool = WorkerPool(
-                    HostPaths(settings.root_path), command, _environment(settings), settings.worker_idle_s
-                )
-                stack.callback(pool.close)
-                # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
-                tasks = await stack.enter_async_context(asyncio.TaskGroup())
-                stack.callback(tasks.create_task(_end_idle_workers(pool)).cancel)
-                leases, jobs = gpu_workers(client, settings, threads, pool)
-                await stack.enter_async_context(leases)
-                await stack.enter_async_context(jobs)
+                pool = await _pool(stack, settings, command)
+                for worker in gpu_workers(client, settings, threads, pool):
+                    await stack.enter_async_context(worker)
+            case "sampler":
+                threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS))
+                sampler = SamplerCommand(HostPaths(settings.root_path).cache, settings.s3)
+                pool = await _pool(stack, settings, sampler)
+                for worker in sampler_workers(client, settings, threads, pool):
+                    await stack.enter_async_context(worker)
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
         _log.info("%s host leaves", role)
+
+
+async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:
+    """This host's processes, all ended when the host leaves, and idle ones before."""
+    pool = WorkerPool(HostPaths(settings.root_path), command, _environment(settings), settings.worker_idle_s)
+    stack.callback(pool.close)
+    # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
+    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+    stack.callback(tasks.create_task(_end_idle_workers(pool)).cancel)
+    return pool
 
 
 async def _end_idle_workers(pool: WorkerPool) -> None:
@@ -191,7 +231,7 @@ async def _main(role: Role, settings: Settings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m service.host", description=__doc__)
-    parser.add_argument("--role", choices=("control", "gpu"), required=True)
+    parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--root", type=Path, help="local state of this machine")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -18,7 +18,7 @@ from shared import paths
 from shared.artifacts import FileEntry
 from shared.errors import StoreUnavailable
 from shared.models import Frozen
-from shared.runs import CheckpointRef, RLRun, RunId, SFTRun, State, StepKey, StepRequest, StepStatus
+from shared.runs import CheckpointRef, DPORun, RLRun, RunId, SFTRun, State, StepKey, StepRequest, StepStatus
 from shared.settings import Settings
 from shared.store import ObjectStore
 from workflows.preview import Preview, PreviewRequest
@@ -94,6 +94,16 @@ async def submit_sft(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
+    return await backend.runs.submit(run, idempotency_key)
+
+
+@router.post("/runs/dpo", status_code=201)
+async def submit_dpo(
+    run: DPORun,
+    backend: Backed,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+) -> RunView:
+    """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
     return await backend.runs.submit(run, idempotency_key)
 
 

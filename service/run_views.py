@@ -5,14 +5,14 @@ import time
 from collections.abc import Iterable
 
 from shared.artifacts import find
-from shared.events import Evaluated, Event, Failed, Offloaded, Sample, Saved, Started, Step, Succeeded
+from shared.events import Evaluated, Event, Failed, Offloaded, Probed, Sample, Saved, Started, Step, Succeeded
 from shared.models import Frozen
 from shared.paths import MANIFEST, RunKeys
 from shared.run_events import EventCursor, RunEvent, read_run_events
 from shared.runs import CheckpointRef, Run, RunStatus
 from shared.store import ObjectStore
 
-_LOOKED_FOR = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_s")
+_LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
 
 
 class RunView(RunStatus):
@@ -134,6 +134,8 @@ def describe(event: Event) -> str:
         case Evaluated():
             samples = f", {len(event.samples)} samples" if event.samples else ""
             return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"
+        case Probed():
+            return f"probe of {len(event.logprobs) + 1} tokens after step {event.step}"
         case Offloaded():
             mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
             return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"

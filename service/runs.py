@@ -35,6 +35,7 @@ from shared import paths
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.models import Frozen
 from shared.runs import (
+    DPORun,
     Problem,
     RLRun,
     RLStart,
@@ -154,10 +155,11 @@ class Runs:
             "resumed": resumed,
         }
         match record.run:
-            case SFTRun() as run:
+            case SFTRun() | DPORun() as run:
                 return SFT_WORKFLOW, RunStart(run=run, **given)
             case RLRun() as run:
-                return RL_WORKFLOW, RLStart(run=run, **given)
+                serves_sampler = self._settings.sampling.url is not None
+                return RL_WORKFLOW, RLStart(run=run, serves_sampler=serves_sampler, **given)
 
     # Train steps of an RL run.
 

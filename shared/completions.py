@@ -7,7 +7,7 @@ Answers are read leniently, because other servers say more than we need.
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shared.models import Frozen
 
@@ -50,6 +50,7 @@ class CompletionRequest(Request):
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, description="0: of the prompt's own tokens")
     return_token_ids: bool = False
 
     # Known to vLLM's clients; only at the values that change nothing.
@@ -64,6 +65,13 @@ class CompletionRequest(Request):
     frequency_penalty: float | None = Field(default=None, ge=0, le=0)
     repetition_penalty: float | None = Field(default=None, ge=1, le=1)
     user: str | None = None
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _of_the_prompt_alone(cls, value: int | None) -> int | None:
+        if value not in (0, None):
+            raise ValueError("only 0 is answered: logprobs of the prompt's own tokens, not of likelier ones beside them")
+        return value
 
 
 class LoadAdapterRequest(Request):
@@ -90,8 +98,20 @@ class TokenLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class PromptLogprob(Answer):
+    """A prompt token's logprob in nats, at temperature 1; its rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 class Choice(Answer):
-    """One sample. `finish_reason` is "stop", or "length" where it was cut off."""
+    """One sample. `finish_reason` is "stop", or "length" where it was cut off.
+
+    `prompt_logprobs` has a value a prompt token, by token id: null for the first, the token itself for each other (and
+    whatever else another server adds).
+    """
 
     index: int
     text: str
@@ -100,6 +120,7 @@ class Choice(Answer):
     logprobs: TokenLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class Usage(Answer):

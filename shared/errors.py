@@ -31,6 +31,10 @@ class SamplerUnavailable(LongshoreError):
     """A sampler cannot be reached, or does not answer as it should. Retried."""
 
 
+class SamplerMismatch(LongshoreError):
+    """A sampler's logprobs are not the trainer's: it serves other weights, or computes otherwise. Never retried."""
+
+
 class DiskFull(StoreUnavailable):
     """No space is left for a file of ours. What was begun is removed."""
 

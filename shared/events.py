@@ -62,6 +62,15 @@ class Evaluated(_Event):
     samples: tuple[Sample, ...] = ()
 
 
+class Probed(_Event):
+    """What the weights after `step` steps say of the job's probe: of each token but the first, in nats, given those
+    before it, at temperature 1."""
+
+    event: Literal["probed"] = "probed"
+    step: int
+    logprobs: tuple[float, ...]
+
+
 class Offloaded(_Event):
     """The accelerator's memory is free. Bytes on the device before and after, bytes in declared host buffers."""
 
@@ -96,7 +105,8 @@ class Cancelled(_Event):
 
 Terminal = Succeeded | Failed | Cancelled
 Event = Annotated[
-    Started | Step | Saved | Evaluated | Offloaded | Succeeded | Failed | Cancelled, Field(discriminator="event")
+    Started | Step | Saved | Evaluated | Probed | Offloaded | Succeeded | Failed | Cancelled,
+    Field(discriminator="event"),
 ]
 _event: TypeAdapter[Event] = TypeAdapter(Event)
 

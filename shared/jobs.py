@@ -3,7 +3,7 @@
 Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeGuard
 
 from pydantic import Field, model_validator
 
@@ -202,13 +202,14 @@ def reference_of(loss: Loss) -> Reference | None:
             return loss.kl.reference if loss.kl else None
 
 
+def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
+    """Whether a loss is of sampled sequences: reinforcement learning."""
+    return isinstance(loss, PolicyLoss)
+
+
 def scores_old(loss: Loss) -> bool:
     """Whether a loss is against the trainer's own log-probabilities, frozen at the start of the job."""
-    match loss:
-        case CrossEntropy() | DPO():
-            return False
-        case _:
-            return loss.old == "trainer"
+    return is_policy_loss(loss) and loss.old == "trainer"
 
 
 class Adam(Frozen):
@@ -271,12 +272,33 @@ class JobPlan(Frozen):
     data: PackedData
     num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled from",
+    )
     optimizer: Adam = Adam()
     schedule: Schedule
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
     seed: int = Field(default=0, ge=0, lt=2**63)
     after: Literal["offload", "keep"] = "offload"
+    probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
+    )
+
+    @model_validator(mode="after")
+    def _temperature_means_something(self) -> Self:
+        if self.temperature != 1 and not is_policy_loss(self.loss):
+            raise ValueError(f"temperature belongs to losses of sampled sequences: with {self.loss.kind} it must be 1")
+        return self
+
+    @model_validator(mode="after")
+    def _probe_says_something(self) -> Self:
+        if len(self.probe) == 1:
+            raise ValueError("probe: the first of its tokens has no log-probability; give none, or two at least")
+        return self
 
 
 class Job(Frozen):

@@ -1,6 +1,8 @@
-"""What a host and its worker tell each other beside jobs: who the worker is, and whose lease it serves."""
+"""What a host and its worker or sampler tell each other beside jobs: who the process is, and whose lease it serves."""
 
 from typing import Self
+
+from pydantic import Field
 
 from shared.jobs import Artifact, Dtype, Fence, JobPlan
 from shared.layout import Layout
@@ -28,6 +30,19 @@ class WorkerKey(Frozen):
         )
 
 
+class SamplerKey(Frozen):
+    """What is fixed while a sampler process lives, and decides its bits on one machine."""
+
+    model: Artifact
+    dtype: Dtype = "float32"
+    threads: int = Field(default=1, ge=1, description="CPU threads")
+    slots: int = Field(default=32, ge=1, description="sequences a step")
+    max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
+
+
+ProcessKey = WorkerKey | SamplerKey
+
+
 class WorkerRecord(Frozen):
     """`worker.json`, written by the host at launch: whoever comes after a killed host finds and ends its worker.
 
@@ -40,7 +55,7 @@ class WorkerRecord(Frozen):
     started_at: float
     host_pid: int
     host_started_at: float
-    key: WorkerKey
+    key: ProcessKey
 
 
 class LeaseMark(Frozen):

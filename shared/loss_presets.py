@@ -1,12 +1,10 @@
-"""Published algorithms as settings of the losses in jobs.py: what a name means is said here and nowhere else.
+"""Published algorithms: a loss of jobs.py and a kind of advantages. What a name means is said here and nowhere else."""
 
-Advantages are the other half of an algorithm, and are made before packing.
-"""
-
-from typing import Literal
+from typing import Any, Literal, cast
 
 from shared.jobs import CISPO, GSPO, PPO, Kl, PolicyLoss, Reinforce
 
+AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
 Preset = Literal["reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 PRESETS: tuple[Preset, ...] = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 
@@ -30,3 +28,38 @@ def preset(name: Preset, max_completion_tokens: int) -> PolicyLoss:
             return GSPO()
         case "cispo":
             return CISPO()
+
+
+def advantages_of_preset(name: Preset) -> AdvantageKind:
+    """What a paper compares rewards with. Formulas: activities/advantages.py."""
+    match name:
+        case "reinforce":  # Ahmadian et al. 2024, arXiv:2402.14740: REINFORCE with the others' mean as its baseline
+            return "leave_one_out"
+        case "dr_grpo":  # section 3.2: GRPO's without the division by the standard deviation
+            return "group_mean"
+        case "grpo" | "dapo" | "gspo" | "cispo":  # GRPO's section 4.1.2, which the other three papers take over
+            return "group_normalized"
+
+
+def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[str, Any]:
+    """A run's fields with the loss and the advantages of its `algorithm`. What the fields say themselves goes before.
+
+    Args:
+        max_completion_tokens: the sampler's limit, by which Dr. GRPO divides every sequence.
+
+    Raises:
+        ValueError: the fields have a loss of another kind, which would leave nothing of the algorithm.
+    """
+    name = cast(Preset, fields["algorithm"])
+    papers = preset(name, max_completion_tokens)
+    match fields.get("loss"):
+        case None:
+            loss: dict[str, Any] = {}
+        case dict() as given:
+            loss = given
+        case given:
+            loss = given.model_dump(exclude_unset=True) | {"kind": given.kind}
+    if (kind := loss.get("kind", papers.kind)) != papers.kind:
+        raise ValueError(f"algorithm {name} has the loss {papers.kind}: a loss {kind} leaves nothing of it")
+    advantages = fields.get("advantages") or advantages_of_preset(name)
+    return fields | {"loss": papers.model_dump() | loss, "advantages": advantages}

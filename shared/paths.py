@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,6 +100,44 @@ def tokenized(key: str) -> str:
 
 def packed(key: str) -> str:
     return f"packed/{key}"
+
+
+def rendered_prompts(key: str) -> str:
+    return f"prompts/{key}"
+
+
+def completions(key: str) -> str:
+    """What was drawn, token by token."""
+    return f"sampled/{key}/completions"
+
+
+def samples(key: str) -> str:
+    """The same, as graders see it."""
+    return f"sampled/{key}/samples"
+
+
+def sampled_part(key: str, group: int) -> str:
+    """The finished samples of one prompt, kept while others are drawn."""
+    return f"{sampled_parts(key)}{group:010d}.json"
+
+
+def sampled_parts(key: str) -> str:
+    """What the keys of all parts begin with."""
+    return f"sampled/{key}-parts/"
+
+
+def grouped(key: str) -> str:
+    return f"grouped/{key}/groups"
+
+
+def is_grouped(key: str) -> bool:
+    """Whether a key is one of `grouped`."""
+    return re.fullmatch(r"grouped/[0-9a-f]{32}/groups", key) is not None
+
+
+def grouped_report(key: str) -> str:
+    """Beside the groups and not among them: every file of theirs is groups."""
+    return f"grouped/{key}/report.json"
 
 
 def graded(key: str) -> str:

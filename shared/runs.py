@@ -1,17 +1,21 @@
 """Runs: what a user starts and sees. One Temporal workflow each; the run's id is the workflow's id."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from shared.graders import Grader
-from shared.jobs import Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
+from shared.jobs import PPO, Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
 from shared.layout import Layout, ModelShape
+from shared.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.models import Frozen
 
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-Format = Literal["auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized"]
+Format = Literal[
+    "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
+]
+PAIR_FORMATS = ("preference", "openai_preference")
 
 
 class DatasetSource(Frozen):
@@ -22,17 +26,47 @@ class DatasetSource(Frozen):
     prompt_field: str | None = None
     completion_field: str | None = None
 
-    @model_validator(mode="after")
-    def _both_fields_or_none(self) -> "DatasetSource":
-        if (self.prompt_field is None) != (self.completion_field is None):
-            raise ValueError("prompt_field and completion_field go together: give both or neither")
-        return self
+
+def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
+    if (source.prompt_field is None) != (source.completion_field is None):
+        raise ValueError("prompt_field and completion_field go together: give both or neither")
+    return source
 
 
-class SFTRun(Frozen):
-    """Supervised fine-tuning, as a user asks for it: one of epochs and steps, one of batch_size and batch_tokens."""
+def _prompts_alone(source: DatasetSource) -> DatasetSource:
+    if source.format in ("text", "tokenized"):
+        raise ValueError(
+            f"rows of the format {source.format} ask nothing: prompts are chat rows, or have a prompt field"
+        )
+    if source.completion_field is not None:
+        raise ValueError("completion_field has no meaning here: the model answers; graders see the whole row as item")
+    return source
 
-    kind: Literal["sft"] = "sft"
+
+def _no_pairs(source: DatasetSource) -> DatasetSource:
+    if source.format in PAIR_FORMATS:
+        raise ValueError(f"rows of the format {source.format} are preference pairs, which dpo learns from")
+    return source
+
+
+def _pairs_alone(source: DatasetSource) -> DatasetSource:
+    if source.format not in ("auto", *PAIR_FORMATS):
+        raise ValueError(f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}")
+    if source.prompt_field is not None or source.completion_field is not None:
+        raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
+    return source
+
+
+RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
+ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
+PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
+PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
+
+
+class _DatasetRun(Frozen):
+    """What runs that train on a dataset have in common: one of epochs and steps, one of batch_size and batch_tokens."""
+
+    kind: str
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
     model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
@@ -45,12 +79,11 @@ class SFTRun(Frozen):
     batch_size: int | None = Field(default=None, ge=1, description="examples a step")
     batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
-    too_long: Literal["drop", "truncate"] = "drop"
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     max_lost_fraction: float = Field(
         default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
     )
-    learning_rate: float = Field(default=1e-4, gt=0, le=10)
+    learning_rate: float = Field(gt=0, le=10)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -65,7 +98,7 @@ class SFTRun(Frozen):
     keep_checkpoints: int = Field(default=2, ge=1, le=1000)
 
     @model_validator(mode="after")
-    def _one_length_one_batch(self) -> "SFTRun":
+    def _one_length_one_batch(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give exactly one of epochs and steps")
         if (self.batch_size is None) == (self.batch_tokens is None):
@@ -77,7 +110,7 @@ class SFTRun(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> "SFTRun":
+    def _nothing_is_ignored(self) -> Self:
         if self.eval_dataset is None and (self.num_samples or self.eval_every):
             raise ValueError("num_samples and eval_every need an eval_dataset: its rows are what is shown")
         if self.initial_adapter is not None and self.trainable.kind == "full":
@@ -85,13 +118,43 @@ class SFTRun(Frozen):
         return self
 
 
-AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
+class SFTRun(_DatasetRun):
+    """Supervised fine-tuning, as a user asks for it."""
 
+    kind: Literal["sft"] = "sft"
+    dataset: ExamplesSource
+    eval_dataset: ExamplesSource | None = None
+    too_long: Literal["drop", "truncate"] = "drop"
+    learning_rate: float = Field(default=1e-4, gt=0, le=10)
+
+
+class DPORun(_DatasetRun):
+    """Direct preference optimisation (shared.jobs.DPO), as a user asks for it: an example is a pair.
+
+    A pair's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
+    """
+
+    kind: Literal["dpo"] = "dpo"
+    dataset: PairsSource
+    eval_dataset: PairsSource | None = None
+    too_long: Literal["drop"] = "drop"
+    learning_rate: float = Field(default=1e-5, gt=0, le=10)
+    beta: float = Field(default=0.1, gt=0, le=1000, description="strength of the pull towards the reference")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
+    reference: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=2048,
+        description="`base`, or URI of a published adapter on that base; the model as the run begins with it if absent",
+    )
+
+
+DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
 
 class HeldOut(Frozen):
     """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
 
-    prompts: DatasetSource
+    prompts: PromptsSource
     every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
     samples_per_prompt: int = Field(default=1, ge=1, le=1024)
     temperature: float = Field(default=0.0, ge=0, le=10, description="0: greedy")
@@ -113,13 +176,12 @@ class Rollouts(Frozen):
     it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first.
     """
 
-    prompts: DatasetSource = Field(description="rows whose last message, or prompt_field, the model answers")
+    prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
     grader: Grader
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     epochs: float | None = Field(default=None, gt=0, le=1000)
     steps: int | None = Field(default=None, ge=1, le=1_000_000)
-    temperature: float = Field(default=1.0, gt=0, le=10, description="the trainer divides its logits by it too")
     max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), max_length=16)
     off_policy_steps: int = Field(default=0, ge=0, le=64, description="sampled ahead while training; 0: on-policy")
@@ -127,6 +189,11 @@ class Rollouts(Frozen):
         default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
     )
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="prompts too long to be answered")
+    probe_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="nats by which sampler and trainer may differ over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
+    )
     max_ungraded_fraction: float = Field(
         default=0.1, ge=0, le=1, description="of a step's samples; those are left out, and the run fails beyond"
     )
@@ -157,7 +224,17 @@ class RLRun(Frozen):
     trainable: Lora = Lora()
     initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
-    loss: PolicyLoss = Field(discriminator="kind")
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="that trajectories are sampled at: the trainer divides its logits by it too",
+    )
+    algorithm: Preset | None = Field(
+        default=None,
+        description="a paper's loss and advantages (docs/losses.md); fields that are given below change them",
+    )
+    loss: PolicyLoss = Field(default=PPO(), discriminator="kind")
     advantages: AdvantageKind = Field(
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
     )
@@ -186,6 +263,13 @@ class RLRun(Frozen):
     )
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="until a worker without a step is given back")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_algorithm_says(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("algorithm") not in PRESETS:
+            return given
+        return with_algorithm(given, _completion_tokens(given))
+
     @model_validator(mode="after")
     def _holds_together(self) -> "RLRun":
         if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
@@ -210,7 +294,22 @@ class RLRun(Frozen):
         return self
 
 
-Run = Annotated[SFTRun | RLRun, Field(discriminator="kind")]
+def _completion_tokens(given: dict[str, Any]) -> int:
+    """The longest answer of a run whose fields are not checked yet; a run without rollouts knows of none but the
+    longest trajectory.
+    """
+    match given.get("rollouts"):
+        case None:
+            tokens = given.get("max_tokens", RLRun.model_fields["max_tokens"].default)
+        case Rollouts(max_completion_tokens=tokens):
+            pass
+        case rollouts:
+            default = Rollouts.model_fields["max_completion_tokens"].default
+            tokens = rollouts.get("max_completion_tokens", default) if isinstance(rollouts, dict) else default
+    return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else the field itself is refused in a moment
+
+
+Run = Annotated[SFTRun | DPORun | RLRun, Field(discriminator="kind")]
 
 
 class RunTiming(Frozen):
@@ -233,9 +332,9 @@ class Start(Frozen):
 
 
 class RunStart(Start):
-    """The input of an SFT run's workflow."""
+    """The input of the workflow of a run on a dataset."""
 
-    run: SFTRun
+    run: DatasetRun
 
 
 Phase = Literal[
@@ -276,7 +375,7 @@ class RunStatus(Frozen):
     """A run at a glance: the answer of the workflow's `status` query, and what `result.json` keeps afterwards."""
 
     run_id: RunId
-    kind: Literal["sft", "rl"] = "sft"
+    kind: Literal["sft", "dpo", "rl"] = "sft"
     state: State = "running"
     phase: Phase = "queued"
     step: int = 0
@@ -322,7 +421,9 @@ class StepStatus(Frozen):
     `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
     """
 
-    step: int = Field(description="in order of arrival, from 1; 0 is the policy before the first, where it is evaluated")
+    step: int = Field(
+        description="in order of arrival, from 1; 0 is the policy before the first, where it is evaluated"
+    )
     key: StepKey
     groups: str
     state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
@@ -342,6 +443,27 @@ class StepStatus(Frozen):
         return self.state not in ("queued", "running")
 
 
+class Policy(Frozen):
+    """The policy as a step left it: `adapter` is what was published of it, None where nothing was trained yet."""
+
+    after_step: int
+    version: int
+    adapter: Artifact | None
+
+
+class RolloutData(Frozen):
+    """What a run's own rollouts are made of, as it was found at the run's beginning.
+
+    `probe`: token ids by which a sampler proves after each publish that it serves the new adapter.
+    """
+
+    prompts: Artifact
+    num_steps: int
+    probe: tuple[int, ...]
+    held_out: Artifact | None = None
+    num_held_out: int = 0
+
+
 class RLState(Frozen):
     """What an RL run's workflow hands on to its next execution, whose history starts empty."""
 
@@ -356,10 +478,15 @@ class RLState(Frozen):
     finishing: bool = False
     epoch: int = 0
     status: RunStatus
+    rollouts: RolloutData | None = None
+    policies: tuple[Policy, ...] = Field(default=(), description="that rollouts to come are sampled from, oldest first")
 
 
 class RLStart(Start):
     """The input of an RL run's workflow."""
 
     run: RLRun
+    serves_sampler: bool = Field(
+        default=False, description="the installation has a sampling server: no sampler is leased where none is named"
+    )
     state: RLState | None = None

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 
@@ -42,6 +42,13 @@ class GradingSettings(BaseModel):
     score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
 
+class SamplingSettings(BaseModel):
+    """The installation's own sampler, where it is a server that speaks vLLM's protocol and not a sampler host."""
+
+    url: str | None = Field(default=None, description="http://host:8000, of runs that name none")
+    api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
+
+
 def user_config_path() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "longshore" / "config.toml"
@@ -57,6 +64,7 @@ class Settings(BaseSettings):
     s3: S3Settings = S3Settings()
     download: DownloadSettings = DownloadSettings()
     grading: GradingSettings = GradingSettings()
+    sampling: SamplingSettings = SamplingSettings()
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
@@ -66,7 +74,9 @@ class Settings(BaseSettings):
     api_url: str = "http://127.0.0.1:8484"
     api_key: str | None = Field(default=None, description="the client's key; the service keeps only a hash")
 
-    shape: str = Field(default="cpu", description="what this host offers: the lease queue is gpu-<shape>")
+    shape: str = Field(
+        default="cpu", description="what this host offers: the lease queue is gpu-<shape> or sampler-<shape>"
+    )
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     heartbeat_timeout_s: float = Field(default=20.0, description="a host that is silent so long is taken for dead")
@@ -86,6 +96,10 @@ class Settings(BaseSettings):
     @property
     def lease_queue(self) -> str:
         return f"gpu-{self.shape}"
+
+    @property
+    def sampler_queue(self) -> str:
+        return f"sampler-{self.shape}"
 
     @classmethod
     def settings_customise_sources(

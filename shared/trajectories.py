@@ -1,10 +1,14 @@
 """Trajectories: what was sampled for a prompt, token by token, and how good it was. One group a line of JSONL.
 
-Token ids are trained as they were sampled, and never rendered again.
+Token ids are trained as they were sampled. A conversation of chat messages can stand for them where rendering it gives
+those very ids again, which is checked.
 """
 
-from pydantic import Field, JsonValue
+from typing import Annotated, Any, Literal
 
+from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
+
+from shared.completions import Answer
 from shared.models import Frozen
 
 
@@ -21,8 +25,87 @@ class Trajectory(Frozen):
     reward: float
     advantage: float | None = Field(default=None, description="with advantages `given` alone")
     policy_version: int = Field(default=0, ge=0, description="of the adapter that sampled it; 0 is the run's beginning")
+    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+
+
+class TokenLogprob(Answer):
+    """A token as chat completions name it: by its text, its bytes where the server knows them, and its logprob in nats.
+
+    A text `token_id:123` is the id itself, as vLLM writes it when it is asked to.
+    """
+
+    token: str
+    logprob: float
+    bytes: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = None
+
+
+class ChoiceLogprobs(Answer):
+    """The tokens of an answer, in order; a refusal's stand in a list of their own."""
+
+    content: tuple[TokenLogprob, ...] | None = None
+    refusal: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def tokens(self) -> tuple[TokenLogprob, ...]:
+        return self.content or self.refusal or ()
+
+
+class SampledTurn(Answer):
+    """How an assistant's turn was sampled: what stands beside the message in a choice of a chat completion."""
+
+    logprobs: ChoiceLogprobs
+    token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    finish_reason: str | None = None
+
+
+class ChatTrajectory(Frozen):
+    """One sampled conversation, as a client of chat completions has it.
+
+    What was sampled are the assistant's turns that have `logprobs`: messages with that field (and `token_ids`) beside
+    their own, or whole choices as the server gave them. All other messages are context. It is the token form that is
+    trained: ids, and which of them were sampled, from the model's own chat template and tokenizer.
+    """
+
+    messages: tuple[dict[str, JsonValue], ...] = Field(
+        min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
+    )
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    reward: float
+    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    policy_version: int | None = Field(
+        default=None,
+        ge=0,
+        validation_alias=AliasChoices("policy_version", "initial_policy_version"),
+        description="of the adapter that sampled its first turn; 0 if absent",
+    )
+    final_policy_version: int | None = Field(default=None, description="read by nobody: the first turn's counts")
+    metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+    additional_histories: tuple[()] = Field(default=(), description="none: each is a trajectory of its own")
+
+
+def _form_of(trajectory: Any) -> str:
+    names = trajectory if isinstance(trajectory, dict) else ()
+    is_chat = isinstance(trajectory, ChatTrajectory) or "messages" in names or "messages_and_choices" in names
+    return "chat" if is_chat else "tokens"
+
+
+FORMS = ("tokens", "chat")
+"""Tags of the two forms, in the places that pydantic's errors name."""
+SentTrajectory = Annotated[
+    Annotated[Trajectory, Tag("tokens")] | Annotated[ChatTrajectory, Tag("chat")], Discriminator(_form_of)
+]
+
+
+class SentGroup(Frozen):
+    """A group as a client sends it; `TrajectoryGroup` is one."""
+
+    trajectories: tuple[SentTrajectory, ...] = Field(min_length=1)
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    exceptions: tuple[JsonValue, ...] = Field(default=(), description="rollouts that failed: read by nobody")
 
 
 class TrajectoryGroup(Frozen):

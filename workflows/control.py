@@ -27,6 +27,17 @@ async def do(name: str, request: Frozen, answer: type[Answer], retry: RetryPolic
     return result
 
 
+async def check(name: str, subject: Frozen) -> None:
+    """Something looked at before it is used. Only an error is said of it."""
+    await workflow.execute_activity(
+        name,
+        subject,
+        start_to_close_timeout=policies.DATA_TIMEOUT,
+        heartbeat_timeout=policies.DATA_HEARTBEAT,
+        retry_policy=policies.RETRY,
+    )
+
+
 async def record(name: str, request: Frozen) -> None:
     """Put something on record in the store: small, and tried for as long as a store may be away."""
     await workflow.execute_activity(

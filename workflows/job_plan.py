@@ -2,15 +2,27 @@
 
 import math
 
-from shared.jobs import Adam, Artifact, Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.runs import RLStart, RLState, RunStart, StepStatus
+from shared.jobs import (
+    DPO,
+    Adam,
+    Artifact,
+    Checkpointing,
+    CrossEntropy,
+    Evaluation,
+    JobPlan,
+    Loss,
+    PackedData,
+    Reference,
+    Schedule,
+)
+from shared.runs import DPORun, RLStart, RLState, RunStart, SFTRun, StepStatus
 
 ONLY_JOB = "000001"
 # The newest, the one that the job before left, and one for a straggler's twin of either.
 _KEPT_BETWEEN_JOBS = 3
 
 
-def sft_job(
+def dataset_job(
     start: RunStart,
     *,
     model: Artifact,
@@ -18,8 +30,9 @@ def sft_job(
     data: PackedData,
     eval_data: PackedData | None,
     num_steps: int,
+    reference: Reference = "base",
 ) -> JobPlan:
-    """The one job of an SFT run. The same run gives the same plan, however often it is leased."""
+    """The one job of a run on a dataset. The same run gives the same plan, however often it is leased."""
     run = start.run
     return JobPlan(
         run_id=start.run_id,
@@ -32,6 +45,7 @@ def sft_job(
         initial_adapter=adapter,
         data=data,
         num_steps=num_steps,
+        loss=_loss_of(run, reference),
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
         schedule=Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
         evaluation=Evaluation(
@@ -45,6 +59,14 @@ def sft_job(
         ),
         seed=run.seed,
     )
+
+
+def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
+    match run:
+        case SFTRun():
+            return CrossEntropy()
+        case DPORun():
+            return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
 
 
 def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int) -> JobPlan:
@@ -67,9 +89,11 @@ def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, n
         data=data,
         num_steps=num_steps,
         loss=run.loss,
+        temperature=run.temperature,
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
         schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
         checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS),
         seed=run.seed,
         after=run.between_steps,
+        probe=state.rollouts.probe if state.rollouts else (),
     )

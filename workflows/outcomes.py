@@ -1,5 +1,8 @@
-"""How a run can end before its time, and what is told of it."""
+"""How a run ends, and what is told of an end before its time."""
 
+import asyncio
+
+from temporalio import workflow
 from temporalio.exceptions import (
     ActivityError,
     ApplicationError,
@@ -7,9 +10,10 @@ from temporalio.exceptions import (
     FailureError,
     TimeoutError,
     TimeoutType,
+    is_cancelled_exception,
 )
 
-from shared.runs import Problem
+from shared.runs import Problem, RunStatus
 from workflows.policies import FINAL_ERRORS
 
 _KINDS = {
@@ -18,6 +22,8 @@ _KINDS = {
     "StoreUnavailable": "store_unavailable",
     "DiskFull": "disk_full",
     "WorkerLost": "worker_lost",
+    "SamplerUnavailable": "sampler_unavailable",
+    "SamplerMismatch": "sampler_mismatch",
 }
 _TIMEOUTS = {
     TimeoutType.HEARTBEAT: "its host went silent",
@@ -35,6 +41,26 @@ class RunFailed(Exception):
 
 class RunCancelled(Exception):
     """The run's job has ended because it was asked to."""
+
+
+def ended_early(status: RunStatus, error: BaseException) -> RunStatus:
+    """The status of a run that an error, or a cancellation, has ended."""
+    if isinstance(error, RunCancelled) or is_cancelled_exception(error):
+        return status.model_copy(update={"state": "cancelled"})
+    problem = problem_of(error)
+    workflow.logger.warning("the run failed: %s", problem.message, exc_info=problem.kind == "error")
+    return status.model_copy(update={"state": "failed", "problem": problem})
+
+
+def close(status: RunStatus) -> RunStatus:
+    """A run's last word to Temporal: its status, or the exception that makes its workflow cancelled or failed."""
+    match status.state:
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "failed":
+            assert status.problem is not None
+            raise ApplicationError(status.problem.message, type=status.problem.kind, non_retryable=True)
+    return status
 
 
 def problem_of(error: BaseException) -> Problem:

@@ -7,7 +7,7 @@ from temporalio.common import RetryPolicy
 from shared.runs import RunTiming
 
 # The names of error types, as Temporal carries them, that are told at once: doing it again would only fail again.
-FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull")
+FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
 # What a job's `failed` event can say that no other worker would do better.
 FINAL_KINDS = frozenset({"invalid_input", "not_finite", "disk_full"})
 # What ends a train step of an RL run and not the run: the next groups may do better.
@@ -29,6 +29,10 @@ DATA_HEARTBEAT = timedelta(seconds=60)
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
+# A sampling server that is away is waited for, as a store is.
+SERVED_RETRY = PATIENT
+# Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
+PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
 # A result that is not on record is a run that is lost: a full disk is waited for too.
 RECORD_RETRY = RetryPolicy(maximum_interval=timedelta(minutes=1), maximum_attempts=60)
 # Small reads and writes of the store.
@@ -43,6 +47,10 @@ _LONGEST_PAUSE_S = 60
 
 def lease_queue(shape: str) -> str:
     return f"gpu-{shape}"
+
+
+def sampler_queue(shape: str) -> str:
+    return f"sampler-{shape}"
 
 
 def heartbeat_timeout(timing: RunTiming) -> timedelta:

@@ -1,11 +1,12 @@
-"""Reinforcement learning, driven by a client: it sends trajectory groups, step after step, and gets adapters back."""
+"""Reinforcement learning, step after step, on groups that a client sends or that the run samples and grades itself."""
 
 import asyncio
+import math
 from datetime import timedelta
 from typing import NoReturn
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
+from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.lease import LeaseGrant
@@ -17,17 +18,20 @@ with workflow.unsafe.imports_passed_through():
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
     from shared.jobs import Artifact
-    from shared.runs import RLStart, RLState, RunStatus, StepRequest, StepStatus
-    from workflows import control, policies
+    from shared.runs import Policy, RLStart, RLState, RunStatus, StepRequest, StepStatus
+    from workflows import control, policies, rollouts
     from workflows.job_plan import rl_job
-    from workflows.outcomes import RunCancelled, RunFailed, problem_of
+    from workflows.outcomes import RunFailed, close, ended_early, problem_of
+    from workflows.rollouts import RolloutSource
+    from workflows.sampling import Sampling
     from workflows.track import track
     from workflows.training import Training
 
 MAX_WAITING = 64
 """Steps that may wait their turn; a client that is further ahead is told to come back."""
 _REMEMBERED = 64  # steps whose answers stay here; the store remembers every one
-_STEPS_AN_EXECUTION = 100  # a step leaves some 40 events in a history that should stay under 10,000
+# A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
+_STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
 
 
 @workflow.defn
@@ -45,6 +49,8 @@ class RLWorkflow:
         self._moving_on = False
         self._num_done = 0
         self._training = Training(start, holds=True)
+        self._sampling = Sampling(start)
+        self._source: RolloutSource | None = None
         self._status = (
             start.state.status
             if start.state
@@ -63,22 +69,16 @@ class RLWorkflow:
         try:
             if self._state is None:
                 self._state = await self._prepare()
-            if not await self._train_steps(self._state):
+            if not await (self._train_own_steps if start.run.rollouts else self._train_steps)(self._state):
                 await self._move_on()
             self._show(state="succeeded", phase="done")
         except (Exception, asyncio.CancelledError) as error:
-            self._end_early(error)
-        self._training.release()
+            self._status = ended_early(self._status, error)
+        await self._leave()
         self._show(ended_at=workflow.now().timestamp())
         await control.record("record_result", self.status())
         await workflow.wait_condition(workflow.all_handlers_finished)
-        match self._status.state:
-            case "cancelled":
-                raise asyncio.CancelledError
-            case "failed":
-                assert self._status.problem is not None
-                raise ApplicationError(self._status.problem.message, type=self._status.problem.kind, non_retryable=True)
-        return self.status()
+        return close(self.status())
 
     # The order of things.
 
@@ -89,15 +89,31 @@ class RLWorkflow:
         recovered = Recovered()
         if start.resumed:
             await control.record("reopen", ReopenRequest(run_id=start.run_id))
-            recovered = await control.do("recover_steps", RecoverRequest(run_id=start.run_id), Recovered)
+            request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
+            recovered = await control.do("recover_steps", request, Recovered)
             self._next_step = recovered.last_step + 1
         resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
-            request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
-            adapter = (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
+            wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
+            adapter = (await control.do("resolve_adapter", wanted, ResolvedAdapter)).adapter
+        data = None
+        if run.rollouts is not None:
+            self._show(phase="tokenizing")
+            data = await rollouts.prepare(start, resolved.model)
+            self._show(num_steps=data.num_steps * run.epochs * run.mini_batches)
         await track(self._start.run_id, self._start.run)
-        state = RLState(model=resolved.model, shape=resolved.shape, adapter=adapter, status=self._status)
+        state = RLState(
+            model=resolved.model,
+            shape=resolved.shape,
+            adapter=adapter,
+            status=self._status,
+            rollouts=data,
+            policies=(
+                Policy(after_step=0, version=0, adapter=adapter),
+                *(policy.model_copy(update={"adapter": policy.adapter or adapter}) for policy in recovered.policies),
+            ),
+        )
         return self._after(state, recovered.trained) if recovered.trained else state
 
     async def _train_steps(self, state: RLState) -> bool:
@@ -111,6 +127,51 @@ class RLWorkflow:
                 return True
             if self._num_done >= _STEPS_AN_EXECUTION or workflow.info().is_continue_as_new_suggested():
                 return False
+
+    async def _train_own_steps(self, state: RLState) -> bool:
+        """Sample, grade and train to the last step, or the target. False when this history is long enough."""
+        self._state = state
+        assert state.rollouts is not None
+        self._source = source = RolloutSource(
+            self._start, state.model, state.rollouts, list(state.policies), self._sampling
+        )
+        if self._next_step == 1 and await self._evaluate_the_beginning(source):
+            return True
+        while self._next_step <= state.rollouts.num_steps and not self._finishing:
+            self._show(phase="sampling")
+            rolled = await source.groups(self._next_step)
+            step = StepStatus(
+                step=self._next_step,
+                key=f"rollouts-{self._next_step}",
+                groups=rolled.groups_uri,
+                metrics=rolled.metrics,
+            )
+            self._next_step += 1
+            done = await self._train(step)
+            self._keep(done)
+            if self._is_at_target(done):
+                return True
+            if self._num_done >= _OWN_STEPS_AN_EXECUTION or workflow.info().is_continue_as_new_suggested():
+                return False
+        return True
+
+    async def _evaluate_the_beginning(self, source: RolloutSource) -> bool:
+        """Step 0: how the policy does before any training. True when it is good enough."""
+        self._show(phase="evaluating")
+        metrics = await source.evaluate(source.policies[0])
+        if not metrics:
+            return False
+        step = StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics, **self._policy())
+        await control.record("record_step", StepRecordRequest(run_id=self._start.run_id, step=step))
+        self._keep(step)
+        self._show(metrics=metrics)
+        return self._is_at_target(step)
+
+    def _is_at_target(self, step: StepStatus) -> bool:
+        held_out = self._start.run.rollouts.held_out if self._start.run.rollouts else None
+        if held_out is None or held_out.target is None:
+            return False
+        return step.metrics.get("eval_reward_mean", -math.inf) >= held_out.target
 
     async def _wait_for_a_step(self) -> None:
         """A worker without a step is given back after a while."""
@@ -132,9 +193,11 @@ class RLWorkflow:
         self._keep(step := step.model_copy(update={"state": "running"}))
         try:
             done = await self._train_and_publish(step)
+            if self._source is not None:
+                done = await self._end_own_step(done, self._source)
         except (RunFailed, ActivityError) as error:
             problem = problem_of(error)
-            if problem.kind not in policies.STEP_KINDS:
+            if self._source is not None or problem.kind not in policies.STEP_KINDS:
                 raise
             done = step.model_copy(update={"state": "failed", "problem": problem, **self._policy()})
         await control.record("record_step", StepRecordRequest(run_id=self._start.run_id, step=done))
@@ -151,20 +214,22 @@ class RLWorkflow:
         request = GroupsRequest(
             run_id=start.run_id,
             run=start.run,
-            step=step,
+            step=step.model_copy(update={"metrics": {}}),
             policy_version=state.policy_version,
             vocab_size=state.shape.vocab_size,
         )
         packed = await control.do("pack_trajectories", request, PackedGroups)
         if (before := packed.trained_before) is not None:
             return before.model_copy(update={"step": step.step, "same_as": before.step})
+        metrics = step.metrics | packed.metrics
         if packed.data is None or packed.report_uri is None:
-            return step.model_copy(update={"state": "skipped", "metrics": packed.metrics, **self._policy()})
+            return step.model_copy(update={"state": "skipped", "metrics": metrics, **self._policy()})
         self._show(phase="waiting_for_worker", dataset_report=packed.report_uri)
+        began = workflow.time()
         result = await self._training.do(rl_job(start, state, step, packed.data, packed.num_steps))
+        trained = workflow.time()
         self._show(phase="publishing")
         assert result.checkpoint is not None
-        metrics = packed.metrics | result.metrics
         published = await control.do(
             "publish",
             PublishRequest(
@@ -174,12 +239,12 @@ class RLWorkflow:
                 model=state.model,
                 checkpoint=result.checkpoint,
                 report_uri=packed.report_uri,
-                metrics=metrics,
+                metrics=packed.metrics | result.metrics,
             ),
             Published,
             policies.PATIENT,
         )
-        return step.model_copy(
+        done = step.model_copy(
             update={
                 "state": "done",
                 "policy_version": state.policy_version + 1,
@@ -188,14 +253,39 @@ class RLWorkflow:
                 "adapter_sha256": published.sha256,
                 "name": published.name,
                 "version": published.version,
-                "metrics": metrics,
                 "checkpoint": result.checkpoint,
             }
         )
+        if self._source is not None:
+            metrics |= await self._source.prove(_policy_of(done), result.probe)
+        seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
+        return done.model_copy(update={"metrics": metrics | result.metrics | seconds})
+
+    async def _end_own_step(self, step: StepStatus, source: RolloutSource) -> StepStatus:
+        """Note the policy that the step left, and look at it with held-out prompts where that is due."""
+        rollouts, before = self._start.run.rollouts, source.policies[-1]
+        assert rollouts is not None
+        policy = _policy_of(step) if step.state == "done" else before.model_copy(update={"after_step": step.step})
+        source.add(policy)
+        every = rollouts.held_out.every_steps if rollouts.held_out else 0
+        is_last = step.step == source.data.num_steps or self._finishing
+        if not is_last and not (every and step.step % every == 0):
+            return step
+        self._show(phase="evaluating")
+        began = workflow.time()
+        metrics = await source.evaluate(policy)
+        seconds = {"evaluating_seconds": workflow.time() - began} if metrics else {}
+        return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
+
+    async def _leave(self) -> None:
+        """Give back what the run holds, and leave what is under way."""
+        self._training.release()
+        if self._source is not None:
+            await self._source.stop()
 
     async def _move_on(self) -> NoReturn:
         """Go on as a new execution with an empty history. Who waits is told how the step stands, and asks again."""
-        self._training.release()
+        await self._leave()
         self._moving_on = True
         await workflow.wait_condition(workflow.all_handlers_finished)
         assert self._state is not None
@@ -206,6 +296,7 @@ class RLWorkflow:
                 "finishing": self._finishing,
                 "epoch": self._training.epoch,
                 "status": self.status(),
+                "policies": tuple(self._source.policies) if self._source else (),
             }
         )
         workflow.continue_as_new(self._start.model_copy(update={"state": state, "resumed": False}))
@@ -278,6 +369,8 @@ class RLWorkflow:
         self._check_key(request)
         if self._of_key(request.key) is not None:
             return
+        if self._start.run.rollouts is not None:
+            raise ApplicationError("the run makes its own groups: it takes none", type="Conflict")
         if self._finishing or self._status.state != "running":
             raise ApplicationError("the run takes no more steps: it was finished", type="Conflict")
         self._check_room()
@@ -307,7 +400,11 @@ class RLWorkflow:
     def status(self) -> RunStatus:
         """The run as it stands."""
         training, status = self._training, self._status
-        phase = "training" if status.phase == "waiting_for_worker" and training.is_leased else status.phase
+        phase = status.phase
+        if phase == "waiting_for_worker" and training.is_leased:
+            phase = "training"
+        elif phase == "sampling" and self._source is not None:
+            phase = self._source.phase(self._next_step)
         in_job = status.phase in ("waiting_for_worker", "training", "publishing")
         return status.model_copy(
             update={
@@ -324,19 +421,22 @@ class RLWorkflow:
         self._training.leased(grant)
 
     @workflow.signal
+    def sampler_leased(self, grant: LeaseGrant) -> None:
+        """A host has a sampler up for this run."""
+        self._sampling.granted(grant)
+
+    @workflow.signal
     def progress(self, report: ProgressReport) -> None:
         """The job got ahead, or a checkpoint stands."""
         self._training.progress(report)
 
     # How it is done.
 
-    def _end_early(self, error: BaseException) -> None:
-        if isinstance(error, RunCancelled) or is_cancelled_exception(error):
-            self._show(state="cancelled")
-        else:
-            problem = problem_of(error)
-            workflow.logger.warning("the run failed: %s", problem.message, exc_info=problem.kind == "error")
-            self._show(state="failed", problem=problem)
-
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
+
+
+def _policy_of(done: StepStatus) -> Policy:
+    assert done.policy_version is not None and done.adapter is not None and done.adapter_sha256 is not None
+    adapter = Artifact(uri=done.adapter, sha256=done.adapter_sha256)
+    return Policy(after_step=done.step, version=done.policy_version, adapter=adapter)

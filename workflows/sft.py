@@ -1,10 +1,9 @@
-"""Supervised fine-tuning: from a dataset to a published adapter."""
+"""Fine-tuning on a dataset, of examples (SFT) or of preference pairs (DPO): from there to a published adapter."""
 
 import asyncio
 from typing import Literal
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from activities.download import Downloaded, DownloadRequest
@@ -16,12 +15,12 @@ with workflow.unsafe.imports_passed_through():
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
     from activities.tokenize import Tokenized, TokenizeRequest
-    from shared.jobs import Artifact, PackedData
+    from shared.jobs import Artifact, PackedData, Reference
     from shared.layout import ModelShape
-    from shared.runs import DatasetSource, RunStart, RunStatus
+    from shared.runs import DatasetSource, DPORun, RunStart, RunStatus
     from workflows import control, policies
-    from workflows.job_plan import sft_job
-    from workflows.outcomes import RunCancelled, problem_of
+    from workflows.job_plan import dataset_job
+    from workflows.outcomes import close, ended_early
     from workflows.track import track
     from workflows.training import Training
 
@@ -34,7 +33,10 @@ class SFTWorkflow:
     def __init__(self, start: RunStart) -> None:
         self._start = start
         self._status = RunStatus(
-            run_id=start.run_id, name=start.run.name or start.run_id, started_at=workflow.info().start_time.timestamp()
+            run_id=start.run_id,
+            kind=start.run.kind,
+            name=start.run.name or start.run_id,
+            started_at=workflow.info().start_time.timestamp(),
         )
         self._training = Training(start)
 
@@ -43,16 +45,10 @@ class SFTWorkflow:
         try:
             await self._train_and_publish()
         except (Exception, asyncio.CancelledError) as error:
-            self._end_early(error)
+            self._status = ended_early(self._status, error)
         self._show(ended_at=workflow.now().timestamp())
         await control.record("record_result", self.status())
-        match self._status.state:
-            case "cancelled":
-                raise asyncio.CancelledError
-            case "failed":
-                assert self._status.problem is not None
-                raise ApplicationError(self._status.problem.message, type=self._status.problem.kind, non_retryable=True)
-        return self.status()
+        return close(self.status())
 
     async def _train_and_publish(self) -> None:
         start, run = self._start, self._start.run
@@ -62,6 +58,7 @@ class SFTWorkflow:
         resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
         model = resolved.model
         adapter = await self._resolve_adapter(resolved.shape)
+        reference = await self._resolve_reference(resolved.shape, adapter)
 
         units, packed = await self._prepare("train", run.dataset, model)
         eval_data = None
@@ -69,10 +66,11 @@ class SFTWorkflow:
             eval_units, eval_packed = await self._prepare("eval", run.eval_dataset, model)
             eval_data = PackedData(units=eval_units.units, plan=eval_packed.plan)
 
-        plan = sft_job(
+        plan = dataset_job(
             start,
             model=model,
             adapter=adapter,
+            reference=reference,
             data=PackedData(units=units.units, plan=packed.plan),
             eval_data=eval_data,
             num_steps=packed.num_steps,
@@ -109,8 +107,18 @@ class SFTWorkflow:
         run = self._start.run
         if run.initial_adapter is None:
             return None
-        assert run.trainable.kind == "lora"  # SFTRun takes an adapter with nothing else
+        assert run.trainable.kind == "lora"  # runs take an adapter with nothing else
         request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=shape)
+        return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
+
+    async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
+        """What a preference run stays near: by default the model as the run begins with it."""
+        run = self._start.run
+        if not isinstance(run, DPORun) or run.reference is None:
+            return initial or "base"
+        if run.reference == "base":
+            return "base"
+        request = AdapterRequest(uri=run.reference, shape=shape)
         return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _prepare(
@@ -131,6 +139,7 @@ class SFTWorkflow:
                 max_tokens=run.max_tokens,
                 too_long=run.too_long,
                 max_lost_fraction=run.max_lost_fraction,
+                pairs=isinstance(run, DPORun),
             ),
             Tokenized,
         )
@@ -151,14 +160,6 @@ class SFTWorkflow:
             Packed,
         )
         return tokenized, packed
-
-    def _end_early(self, error: BaseException) -> None:
-        if isinstance(error, RunCancelled) or is_cancelled_exception(error):
-            self._show(state="cancelled")
-        else:
-            problem = problem_of(error)
-            workflow.logger.warning("the run failed: %s", problem.message, exc_info=problem.kind == "error")
-            self._show(state="failed", problem=problem)
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)

@@ -15,11 +15,8 @@ with workflow.unsafe.imports_passed_through():
     from shared.leases import WorkerKey
     from shared.runs import CheckpointRef, Problem, Start
     from workflows import policies
-    from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of, was_cancelled
-
-
-class _Lost(Exception):
-    """This lease came to nothing; another may do better."""
+    from workflows.leasing import Leasing, Lost, lost
+    from workflows.outcomes import RunCancelled, RunFailed
 
 
 @dataclass
@@ -31,25 +28,35 @@ class Training:
 
     start: Start
     holds: bool = False
-    epoch: int = 0
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
+    _leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
-    _grant: LeaseGrant | None = None
-    _lease: workflow.ActivityHandle[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._leasing = Leasing("lease", policies.lease_queue(self.start.shape), self.start.timing)
+
+    @property
+    def epoch(self) -> int:
+        """Leases so far, those of earlier executions of the run included."""
+        return self._leasing.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._leasing.epoch = epoch
 
     @property
     def is_leased(self) -> bool:
-        return self._grant is not None
+        return self._leasing.grant is not None
 
     def leased(self, grant: LeaseGrant) -> None:
-        if grant.fence.epoch == self.epoch:
-            self._grant = grant
+        self._leasing.granted(grant)
 
     def progress(self, report: ProgressReport) -> None:
-        if self._grant is not None and report.fence == self._grant.fence and report.step >= self.step:
+        grant = self._leasing.grant
+        if grant is not None and report.fence == grant.fence and report.step >= self.step:
             self._note(report)
 
     def _note(self, news: ProgressReport | JobResult) -> None:
@@ -67,7 +74,7 @@ class Training:
         losses: list[str] = []
         self._found = None
         while True:
-            if not self._is_warm and await self._find_checkpoint(plan):
+            if not self._leasing.is_warm and await self._find_checkpoint(plan):
                 losses.clear()
             if len(losses) >= self.start.timing.max_losses:
                 raise RunFailed(Problem(kind="worker_lost", message=_gave_up(losses)))
@@ -75,22 +82,15 @@ class Training:
                 await workflow.sleep(pause)
             try:
                 return await self._lease_and_run(plan)
-            except _Lost as loss:
+            except Lost as loss:
                 if workflow.cancellation_reason() is not None:
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
                 losses.append(str(loss))
                 workflow.logger.warning("lease %d came to nothing: %s", self.epoch, loss)
 
     def release(self) -> None:
-        """Give the worker back, if there is one. Its host hears of it with its next beat; nothing waits for that."""
-        if self._lease is not None:
-            _release(self._lease)
-        self._grant = self._lease = None
-
-    @property
-    def _is_warm(self) -> bool:
-        """Whether a worker stands by for the next job."""
-        return self._grant is not None and self._lease is not None and not self._lease.done()
+        """Give the worker back, if there is one."""
+        self._leasing.release()
 
     async def _find_checkpoint(self, plan: JobPlan) -> bool:
         """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
@@ -110,47 +110,28 @@ class Training:
     async def _lease_and_run(self, plan: JobPlan) -> JobResult:
         keep = False
         try:
-            lease = self._lease if self._is_warm and self._lease is not None else self._take_lease(plan)
-            grant = await self._granted(lease)
-            result = await self._run_job(plan, grant)
+            if not self._leasing.is_warm:
+                self._take_lease(plan)
+            result = await self._run_job(plan, await self._leasing.wait())
             self._note(result)
             accepted = _accepted(result)
             keep = self.holds
             return accepted
         except ActivityError as error:
-            if was_cancelled(error):
-                raise
-            if is_final(error):
-                raise RunFailed(problem_of(error)) from error
-            raise _Lost(problem_of(error).message) from error
+            raise lost(error) from error
         finally:
             if not keep:
                 self.release()
 
-    def _take_lease(self, plan: JobPlan) -> workflow.ActivityHandle[None]:
-        self.release()
-        self.epoch = self._last_epoch + 1
-        self._lease = workflow.start_activity(
-            "lease",
-            LeaseRequest(
-                run_id=self.start.run_id,
-                epoch=self.epoch,
-                key=WorkerKey.of(plan),
-                ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
-            ),
-            task_queue=policies.lease_queue(self.start.shape),
-            start_to_close_timeout=policies.LEASE_TIMEOUT,
-            heartbeat_timeout=policies.heartbeat_timeout(self.start.timing),
-            retry_policy=policies.ONCE,
+    def _take_lease(self, plan: JobPlan) -> None:
+        epoch = self._last_epoch + 1
+        request = LeaseRequest(
+            run_id=self.start.run_id,
+            epoch=epoch,
+            key=WorkerKey.of(plan),
+            ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
         )
-        return self._lease
-
-    async def _granted(self, lease: workflow.ActivityHandle[None]) -> LeaseGrant:
-        await workflow.wait_condition(lambda: self._grant is not None or lease.done())
-        if self._grant is None:
-            await lease
-            raise _Lost("the lease ended before a worker was up")
-        return self._grant
+        self._leasing.take(request, epoch)
 
     async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:
         timing = self.start.timing
@@ -183,14 +164,7 @@ def _accepted(result: JobResult) -> JobResult:
             assert problem is not None
             if problem.kind in policies.FINAL_KINDS:
                 raise RunFailed(problem)
-            raise _Lost(problem.message)
-
-
-def _release(lease: workflow.ActivityHandle[None]) -> None:
-    if not lease.done():
-        lease.cancel()
-    elif not lease.cancelled():
-        lease.exception()  # taken note of, or asyncio complains that nobody did
+            raise Lost(problem.message)
 
 
 def _gave_up(losses: list[str]) -> str:

@@ -7,11 +7,12 @@ from megatron_worker.losses.policy import policy_loss
 from shared.jobs import DPO, CrossEntropy, Loss
 
 
-def loss_function(loss: Loss) -> LossFunction:
+def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
+    """`temperature`: what a policy's logits are divided by; the other losses know none."""
     match loss:
         case CrossEntropy():
             return cross_entropy.LOSS
         case DPO():
             return dpo_loss(loss)
         case _:
-            return policy_loss(loss)
+            return policy_loss(loss, temperature)

@@ -14,8 +14,8 @@ from megatron_worker.losses.targets import Surrogate, Targets, live_targets, sha
 from shared.jobs import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
 
 
-def policy_loss(loss: PolicyLoss) -> LossFunction:
-    outputs = Outputs(entropy=True, entropy_gradient=loss.entropy_coefficient > 0)
+def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:
+    outputs = Outputs(entropy=True, entropy_gradient=loss.entropy_coefficient > 0, temperature=temperature)
     return LossFunction(outputs=outputs, sums=lambda scores, batch: sums(loss, scores, batch))
 
 

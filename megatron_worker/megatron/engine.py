@@ -68,7 +68,7 @@ class MegatronEngine:
         self._active: str | None = None
         self._training: _Training | None = None
         self._host = HostBuffers()
-        self.facts = _facts(self._mesh, dtype)
+        self.facts = _facts(self._mesh, dtype, architecture.vocab_size)
         self._read_base()
 
     def _read_base(self) -> None:
@@ -266,7 +266,7 @@ def shape_of(architecture: Architecture) -> ModelShape:
     )
 
 
-def _facts(mesh: Mesh, dtype: Dtype) -> Facts:
+def _facts(mesh: Mesh, dtype: Dtype, vocab_size: int) -> Facts:
     device = mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Facts(
@@ -277,4 +277,5 @@ def _facts(mesh: Mesh, dtype: Dtype) -> Facts:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         device_name=name,
+        vocab_size=vocab_size,
     )

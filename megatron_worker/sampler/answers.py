@@ -26,6 +26,7 @@ from shared.completions import (
     LogprobsMode,
     ModelCard,
     ModelList,
+    PromptLogprob,
     Request,
     Sampling,
     TokenLogprobs,
@@ -171,7 +172,12 @@ class Answers:
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [
             Sequence(
-                prompt, sampling, seed + j, Ending(sampling, self._end_ids, self._tokenizer), request.logprobs or 0
+                prompt,
+                sampling,
+                seed + j,
+                Ending(sampling, self._end_ids, self._tokenizer),
+                num_top=request.logprobs or 0,
+                scores_prompt=request.prompt_logprobs is not None,
             )
             for prompt in prompts
             for j in range(request.n)
@@ -199,7 +205,18 @@ class Answers:
             logprobs=None if request.logprobs is None else self._logprobs(sequence),
             token_ids=sequence.token_ids if request.return_token_ids else None,
             prompt_token_ids=list(sequence.prompt) if request.return_token_ids else None,
+            prompt_logprobs=None if sequence.prompt_scores is None else self._prompt_logprobs(sequence),
         )
+
+    def _prompt_logprobs(self, sequence: Sequence) -> list[dict[int, PromptLogprob] | None]:
+        assert sequence.prompt_scores is not None
+        return [
+            None,
+            *(
+                {token: PromptLogprob(logprob=logprob, rank=rank, decoded_token=self._token_text(token))}
+                for token, logprob, rank in zip(sequence.prompt[1:], *sequence.prompt_scores, strict=True)
+            ),
+        ]
 
     def _logprobs(self, sequence: Sequence) -> TokenLogprobs:
         values = sequence.raw if self._limits.logprobs_mode == "raw_logprobs" else sequence.processed

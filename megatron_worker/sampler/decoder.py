@@ -24,6 +24,7 @@ from megatron_worker.families.pieces import Piece
 from megatron_worker.weights import model_files, refuse_unknown
 
 BLOCK = 128
+_SCORED = 64  # prompt tokens whose logits are held at a time
 _FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
@@ -73,9 +74,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that was read: the final hidden state of its last token, keys and values of each layer [G, T, D]."""
+    """A prompt that was read: the final hidden state of its last token, keys and values of each layer [G, T, D], and
+    what all its tokens' final hidden states are made from: the residual stream behind the last layer."""
 
     hidden_H: Tensor
+    stream_TH: Tensor
     keys: list[Tensor]
     values: list[Tensor]
 
@@ -148,7 +151,23 @@ class Decoder:
             keys.append(key)
             values.append(value)
         last_1H = x_TH[-1:]
-        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], keys, values)
+        return Prefilled(self._norm(last_1H, self._final_norm_H)[0], x_TH, keys, values)
+
+    @torch.inference_mode()
+    def score(self, token_ids: tuple[int, ...], prompt: Prefilled) -> tuple[list[float], list[int]]:
+        """Logprobs in nats, and ranks, of a prompt's tokens but the first. A rank counts the tokens as likely or likelier.
+
+        In chunks, so that [T, V] never is; their shapes depend on the prompt alone.
+        """
+        label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
+        logprobs: list[float] = []
+        ranks: list[int] = []
+        for label_C, x_CH in zip(label_T.split(_SCORED), prompt.stream_TH[:-1].split(_SCORED), strict=True):
+            logprob_CV = self.logits(self._norm(x_CH, self._final_norm_H)).log_softmax(-1)
+            logprob_C1 = logprob_CV.gather(1, label_C[:, None])
+            logprobs += logprob_C1[:, 0].tolist()
+            ranks += (logprob_CV >= logprob_C1).sum(-1).tolist()
+        return logprobs, ranks
 
     @torch.inference_mode()
     def step(

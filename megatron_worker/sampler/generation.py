@@ -27,13 +27,18 @@ _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samp
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample: what was asked for, and what has been drawn. Logprobs in nats, a value a token."""
+    """One sample: what was asked for, and what has been drawn. Logprobs in nats, a value a token.
+
+    `prompt_scores`: logprobs and ranks of the prompt's tokens but the first, where `scores_prompt` asks for them.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
     ending: Ending
     num_top: int = 0
+    scores_prompt: bool = False
+    prompt_scores: tuple[list[float], list[int]] | None = None
     token_ids: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
@@ -147,6 +152,8 @@ class _Lane:
                 prompt = self._prefilled(arrival.sequence.prompt)
                 self._cache.fill(slot, prompt)
                 self._hidden_BH[slot] = prompt.hidden_H
+                if arrival.sequence.scores_prompt:
+                    arrival.sequence.prompt_scores = self._decoder.score(arrival.sequence.prompt, prompt)
                 self._slots[slot] = arrival
 
     def _next_waiting(self) -> _Seat | None:

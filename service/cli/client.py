@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 from service.cli.exits import FAILED, NOT_FOUND, Stop, Unreachable
 from service.run_views import EventPage, Metrics, RunPage, RunView
 from shared.run_events import RunEvent
-from shared.runs import CheckpointRef, RLRun, SFTRun, StepStatus
+from shared.runs import CheckpointRef, Run, StepStatus
 
 if TYPE_CHECKING:
     from workflows.preview import Preview, PreviewRequest
@@ -51,16 +51,11 @@ class Client:
     ) -> None:
         self._http.close()
 
-    def submit_sft(self, run: SFTRun, idempotency_key: str) -> RunView:
-        """Start a run. Tried again with the same key while the service is away: it makes one run."""
+    def submit(self, run: Run, idempotency_key: str) -> RunView:
+        """Start a run of any kind. Tried again with the same key while the service is away: it makes one run."""
+        headers = {"idempotency-key": idempotency_key}
         return RunView.model_validate(
-            self._retried("POST", "/runs/sft", json=run.model_dump(), headers={"idempotency-key": idempotency_key})
-        )
-
-    def submit_rl(self, run: RLRun, idempotency_key: str) -> RunView:
-        """Start a run that waits for train steps; see `submit_sft`."""
-        return RunView.model_validate(
-            self._retried("POST", "/runs/rl", json=run.model_dump(), headers={"idempotency-key": idempotency_key})
+            self._retried("POST", f"/runs/{run.kind}", json=run.model_dump(), headers=headers)
         )
 
     def train_step(self, run_id: str, key: str, groups: str) -> StepStatus:

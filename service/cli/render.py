@@ -178,7 +178,7 @@ class Bar:
         body = event.event
         if body.event == "step":
             self._progress.update(self._task, completed=body.step, numbers=brief(body.metrics))
-        elif body.event != "offloaded":
+        elif body.event not in ("offloaded", "probed"):
             self._progress.console.print(escape(describe(body)))
 
     def status(self, view: "RunView") -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from service.cli import rollout_options as own
 from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import FAILED, NOT_FINISHED, USAGE, Stop
 from service.cli.render import outcome, print_json, say
@@ -85,39 +86,84 @@ def rl(
         Between.offload
     ),
     idle: Annotated[float, typer.Option(help="Seconds until a worker without a step is given back.")] = 60.0,
+    prompts: own.Prompts = None,
+    prompt_field: own.PromptField = None,
+    grader: own.Grader = None,
+    steps: own.Steps = None,
+    prompt_epochs: own.PromptEpochs = None,
+    prompts_per_step: own.PromptsPerStep = None,
+    group_size: own.GroupSize = None,
+    max_completion_tokens: own.MaxCompletionTokens = None,
+    stop: own.StopStrings = None,
+    off_policy_steps: own.OffPolicySteps = None,
+    sampler_url: own.SamplerUrl = None,
+    shuffle_rewards: own.ShuffleRewards = False,
+    eval_prompts: own.EvalPrompts = None,
+    eval_every: own.EvalEvery = None,
+    eval_samples: own.EvalSamples = None,
+    eval_temperature: own.EvalTemperature = None,
+    target: own.Target = None,
+    temperature: Annotated[float, typer.Option(help="That trajectories are sampled at.")] = 1.0,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    timeout: Timeout = None,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same run.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Start a reinforcement-learning run, which then waits for `longshore step`."""
-    run = _checked(
-        {
-            "name": name,
-            "model": model_uri(model),
-            "trainable": lora_of(lora_rank, lora_alpha, lora_targets),
-            "initial_adapter": initial_adapter,
-            "loss": _loss(loss),
-            "advantages": advantages.value,
-            "equal_rewards": equal_rewards.value,
-            "broken": broken.value,
-            "max_staleness": max_staleness,
-            "mini_batches": mini_batches,
-            "epochs": epochs,
-            "learning_rate": learning_rate,
-            "warmup_steps": warmup,
-            "weight_decay": weight_decay,
-            "clip_norm": clip_norm,
-            "max_tokens": max_tokens,
-            "bin_tokens": bin_tokens,
-            "seed": seed,
-            "layout": {"tp": tp, "dp": dp},
-            "dtype": dtype.value,
-            "between_steps": between_steps.value,
-            "idle_s": idle,
-        }
-    )
+    """Start a reinforcement-learning run: on its own rollouts with --prompts, else it waits for `longshore step`."""
+    if timeout is not None and not wait:
+        raise Stop("--timeout goes with --wait", USAGE)
+    if wait and prompts is None:
+        raise Stop("--wait goes with --prompts: a run without them waits for you", USAGE)
+    rollouts = {
+        "prompts": prompts,
+        "prompt_field": prompt_field,
+        "grader": grader,
+        "steps": steps,
+        "epochs": prompt_epochs,
+        "prompts_per_step": prompts_per_step,
+        "group_size": group_size,
+        "max_completion_tokens": max_completion_tokens,
+        "stop": stop or None,
+        "off_policy_steps": off_policy_steps,
+        "sampler_url": sampler_url,
+        "shuffle_rewards": shuffle_rewards,
+        "eval_prompts": eval_prompts,
+        "eval_every": eval_every,
+        "eval_samples": eval_samples,
+        "eval_temperature": eval_temperature,
+        "target": target,
+    }
     with connect(context, patience_s=20) as client:
-        view = client.submit_rl(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
-        finish(client, view, wait=False, timeout_s=None, as_json=wants_json(context, as_json))
+        run = _checked(
+            {
+                "rollouts": own.rollouts_of(client, rollouts),
+                "temperature": temperature,
+                "name": name,
+                "model": model_uri(model),
+                "trainable": lora_of(lora_rank, lora_alpha, lora_targets),
+                "initial_adapter": initial_adapter,
+                "loss": _loss(loss),
+                "advantages": advantages.value,
+                "equal_rewards": equal_rewards.value,
+                "broken": broken.value,
+                "max_staleness": max_staleness,
+                "mini_batches": mini_batches,
+                "epochs": epochs,
+                "learning_rate": learning_rate,
+                "warmup_steps": warmup,
+                "weight_decay": weight_decay,
+                "clip_norm": clip_norm,
+                "max_tokens": max_tokens,
+                "bin_tokens": bin_tokens,
+                "seed": seed,
+                "layout": {"tp": tp, "dp": dp},
+                "dtype": dtype.value,
+                "between_steps": between_steps.value,
+                "idle_s": idle,
+            }
+        )
+        view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
+        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
 def step(

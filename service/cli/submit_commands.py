@@ -4,7 +4,7 @@ import secrets
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from service.cli.client import Client
     from service.run_views import RunView
-    from shared.runs import SFTRun
+    from shared.runs import DPORun, SFTRun
 
 # Fields whose option has another name.
 _OPTIONS = {
@@ -52,6 +52,8 @@ class FormatName(StrEnum):
     sharegpt = "sharegpt"
     text = "text"
     tokenized = "tokenized"
+    preference = "preference"
+    openai_preference = "openai_preference"
 
 
 class TooLong(StrEnum):
@@ -63,16 +65,49 @@ Model = Annotated[str, typer.Option("--model", "-m", help="A folder, a file:// o
 Dataset = Annotated[
     str, typer.Option("--dataset", "-d", help="A file (uploaded), or a file://, s3:// or https:// URI.")
 ]
+EvalDataset = Annotated[str | None, typer.Option("--eval-dataset", help="Held-out rows, like --dataset.")]
 Format = Annotated[FormatName, typer.Option("--format", help="How rows are written.")]
 PromptField = Annotated[str | None, typer.Option("--prompt-field", help="The field that holds the prompt.")]
 CompletionField = Annotated[str | None, typer.Option("--completion-field", help="The field that holds the answer.")]
+Name = Annotated[str | None, typer.Option("--name", help="What is published; the run's id if absent.")]
+IsFull = Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")]
+LoraRank = Annotated[int | None, typer.Option("--lora-rank", help="Default 16.")]
+LoraAlpha = Annotated[float | None, typer.Option("--lora-alpha", help="Default 32.")]
+LoraTargets = Annotated[
+    str | None, typer.Option("--lora-targets", help="Comma-separated, such as q_proj,v_proj; default all.")
+]
+InitialAdapter = Annotated[
+    str | None, typer.Option("--initial-adapter", help="URI of a published adapter to go on from.")
+]
+Epochs = Annotated[float | None, typer.Option("--epochs", help="Passes over the data; 1 if --steps is absent too.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps, instead of --epochs.")]
+LearningRate = Annotated[float, typer.Option("--learning-rate", "--lr")]
+Warmup = Annotated[int, typer.Option("--warmup", help="Steps of linear warm-up.")]
+ClipNorm = Annotated[float, typer.Option("--clip-norm", help="Bound of the global gradient norm; 0 for none.")]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", help="Examples a step; 8 if --batch-tokens is absent too.")
+]
+BatchTokens = Annotated[int | None, typer.Option("--batch-tokens", help="Tokens a step, instead of --batch-size.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="The longest example.")]
 Truncation = Annotated[TooLong, typer.Option("--too-long", help="What happens to longer examples.")]
+BinTokens = Annotated[int | None, typer.Option("--bin-tokens", help="Tokens of a micro-batch; --max-tokens if absent.")]
+MaxLostFraction = Annotated[
+    float, typer.Option("--max-lost-fraction", help="Refuse when more rows than this are lost.")
+]
+TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
+DataParallel = Annotated[int, typer.Option("--dp", help="Data-parallel ranks.")]
+EvalEvery = Annotated[int, typer.Option("--eval-every", help="Steps; 0: before and after only.")]
+NumSamples = Annotated[int, typer.Option("--samples", help="Greedy completions at each evaluation.")]
+SampleTokens = Annotated[int, typer.Option("--sample-tokens", help="Longest greedy completion.")]
+CheckpointEvery = Annotated[int, typer.Option("--checkpoint-every", help="Steps; 0: a tenth of the run.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
+Timeout = Annotated[float | None, typer.Option("--timeout", help="With --wait: seconds until exit code 101.")]
+IdempotencyKey = Annotated[str | None, typer.Option("--idempotency-key", help="The same key gives the same run.")]
 
 
 @app.callback()
 def _group() -> None:
-    """`sft` is here, `rl` in rl_commands.py."""
+    """`sft` and `dpo` are here, `rl` in rl_commands.py."""
 
 
 @app.command()
@@ -80,87 +115,130 @@ def sft(
     context: typer.Context,
     model: Model,
     dataset: Dataset,
-    eval_dataset: Annotated[str | None, typer.Option(help="Held-out examples, like --dataset.")] = None,
+    eval_dataset: EvalDataset = None,
     format: Format = FormatName.auto,
     prompt_field: PromptField = None,
     completion_field: CompletionField = None,
-    name: Annotated[str | None, typer.Option(help="What the adapter is published as; the run's id if absent.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")] = False,
-    lora_rank: Annotated[int | None, typer.Option(help="Default 16.")] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="Default 32.")] = None,
-    lora_targets: Annotated[
-        str | None, typer.Option(help="Comma-separated, such as q_proj,v_proj; default all.")
-    ] = None,
-    initial_adapter: Annotated[str | None, typer.Option(help="URI of a published adapter to go on from.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data; 1 if --steps is absent too.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of --epochs.")] = None,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr")] = 1e-4,
+    name: Name = None,
+    full: IsFull = False,
+    lora_rank: LoraRank = None,
+    lora_alpha: LoraAlpha = None,
+    lora_targets: LoraTargets = None,
+    initial_adapter: InitialAdapter = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    learning_rate: LearningRate = 1e-4,
     schedule: ScheduleName = ScheduleName.linear,
-    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
+    warmup: Warmup = 0,
     weight_decay: float = 0.0,
-    clip_norm: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 for none.")] = 1.0,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step; 8 if --batch-tokens is absent too.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens a step, instead of --batch-size.")] = None,
+    clip_norm: ClipNorm = 1.0,
+    batch_size: BatchSize = None,
+    batch_tokens: BatchTokens = None,
     max_tokens: MaxTokens = 2048,
     too_long: Truncation = TooLong.drop,
-    bin_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch; --max-tokens if absent.")] = None,
-    max_lost_fraction: Annotated[float, typer.Option(help="Refuse when more rows than this are lost.")] = 0.1,
+    bin_tokens: BinTokens = None,
+    max_lost_fraction: MaxLostFraction = 0.1,
     seed: int = 0,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    tp: TensorParallel = 1,
+    dp: DataParallel = 1,
     dtype: DtypeName = DtypeName.float32,
-    eval_every: Annotated[int, typer.Option(help="Steps; 0: before and after only.")] = 0,
-    num_samples: Annotated[int, typer.Option("--samples", help="Greedy completions at each evaluation.")] = 0,
-    sample_tokens: Annotated[int, typer.Option(help="Longest greedy completion.")] = 64,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps; 0: a tenth of the run.")] = 0,
+    eval_every: EvalEvery = 0,
+    num_samples: NumSamples = 0,
+    sample_tokens: SampleTokens = 64,
+    checkpoint_every: CheckpointEvery = 0,
     keep_checkpoints: int = 2,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="With --wait: seconds until exit code 101.")] = None,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same run.")] = None,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    idempotency_key: IdempotencyKey = None,
     as_json: Json = False,
 ) -> None:
     """Start supervised fine-tuning.
 
     Exit codes: 0 done, 2 usage, 100 failed, 101 not finished within --timeout, 102 not found, 103 cancelled.
     """
+    _submit("sft", locals())
+
+
+@app.command()
+def dpo(
+    context: typer.Context,
+    model: Model,
+    dataset: Dataset,
+    eval_dataset: EvalDataset = None,
+    format: Format = FormatName.auto,
+    beta: Annotated[float, typer.Option(help="Strength of the pull towards the reference.")] = 0.1,
+    label_smoothing: Annotated[float, typer.Option(help="The share of pairs held to be wrong.")] = 0.0,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="`base`, or URI of a published adapter; the model as the run begins with it if absent."),
+    ] = None,
+    name: Name = None,
+    full: IsFull = False,
+    lora_rank: LoraRank = None,
+    lora_alpha: LoraAlpha = None,
+    lora_targets: LoraTargets = None,
+    initial_adapter: InitialAdapter = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    learning_rate: LearningRate = 1e-5,
+    schedule: ScheduleName = ScheduleName.linear,
+    warmup: Warmup = 0,
+    weight_decay: float = 0.0,
+    clip_norm: ClipNorm = 1.0,
+    batch_size: Annotated[int | None, typer.Option(help="Pairs a step; 8 if --batch-tokens is absent too.")] = None,
+    batch_tokens: BatchTokens = None,
+    max_tokens: Annotated[int, typer.Option(help="The longest pair: its prompt and both answers.")] = 2048,
+    bin_tokens: BinTokens = None,
+    max_lost_fraction: MaxLostFraction = 0.1,
+    seed: int = 0,
+    tp: TensorParallel = 1,
+    dp: DataParallel = 1,
+    dtype: DtypeName = DtypeName.float32,
+    eval_every: EvalEvery = 0,
+    num_samples: NumSamples = 0,
+    sample_tokens: SampleTokens = 64,
+    checkpoint_every: CheckpointEvery = 0,
+    keep_checkpoints: int = 2,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    idempotency_key: IdempotencyKey = None,
+    as_json: Json = False,
+) -> None:
+    """Start direct preference optimisation (DPO) on pairs of a chosen and a rejected answer.
+
+    Exit codes: 0 done, 2 usage, 100 failed, 101 not finished within --timeout, 102 not found, 103 cancelled.
+    """
+    _submit("dpo", locals())
+
+
+def _submit(kind: Literal["sft", "dpo"], options: dict[str, Any]) -> None:
+    """Start a run from a command's options, by their parameters' names: those not named here are the run's fields."""
+    options = {name: value.value if isinstance(value, StrEnum) else value for name, value in options.items()}
+    take = options.pop
+    context, wait, timeout, key = take("context"), take("wait"), take("timeout"), take("idempotency_key")
+    as_json = wants_json(context, take("as_json"))
     if timeout is not None and not wait:
         raise Stop("--timeout goes with --wait", USAGE)
-    fields: dict[str, Any] = {
-        "name": name,
-        "model": model_uri(model),
-        "trainable": _trainable(full, lora_rank, lora_alpha, lora_targets),
-        "initial_adapter": initial_adapter,
-        "epochs": 1.0 if epochs is None and steps is None else epochs,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "schedule": schedule.value,
-        "warmup_steps": warmup,
-        "weight_decay": weight_decay,
-        "clip_norm": clip_norm,
-        "batch_size": 8 if batch_size is None and batch_tokens is None else batch_size,
-        "batch_tokens": batch_tokens,
-        "max_tokens": max_tokens,
-        "too_long": too_long.value,
-        "bin_tokens": bin_tokens,
-        "max_lost_fraction": max_lost_fraction,
-        "seed": seed,
-        "layout": {"tp": tp, "dp": dp},
-        "dtype": dtype.value,
-        "eval_every": eval_every,
-        "num_samples": num_samples,
-        "sample_tokens": sample_tokens,
-        "checkpoint_every": checkpoint_every,
-        "keep_checkpoints": keep_checkpoints,
+    sources = {"dataset": take("dataset"), "eval_dataset": take("eval_dataset")}
+    reading = {name: take(name) for name in ("format", "prompt_field", "completion_field") if name in options}
+    fields = {
+        "model": model_uri(take("model")),
+        "trainable": _trainable(take("full"), take("lora_rank"), take("lora_alpha"), take("lora_targets")),
+        "warmup_steps": take("warmup"),
+        "layout": {"tp": take("tp"), "dp": take("dp")},
+        **options,
     }
-    sources = {"dataset": dataset, "eval_dataset": eval_dataset}
-    reading = {"format": format.value, "prompt_field": prompt_field, "completion_field": completion_field}
+    if fields["epochs"] is None and fields["steps"] is None:
+        fields["epochs"] = 1.0
+    if fields["batch_size"] is None and fields["batch_tokens"] is None:
+        fields["batch_size"] = 8
     # Every option is checked before a file is sent anywhere.
-    _checked(fields | {name: {"uri": uri, **reading} for name, uri in sources.items() if uri is not None})
+    _checked(kind, fields | {name: {"uri": uri, **reading} for name, uri in sources.items() if uri is not None})
     with connect(context, patience_s=20) as client:
         uris = {name: dataset_uri(client, uri, f"--{name.replace('_', '-')}") for name, uri in sources.items() if uri}
-        run = _checked(fields | {name: {"uri": uri, **reading} for name, uri in uris.items()})
-        view = client.submit_sft(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
-        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
+        run = _checked(kind, fields | {name: {"uri": uri, **reading} for name, uri in uris.items()})
+        view = client.submit(run, key or f"cli-{secrets.token_hex(16)}")
+        finish(client, view, wait=wait, timeout_s=timeout, as_json=as_json)
 
 
 def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None, as_json: bool) -> None:
@@ -231,13 +309,13 @@ def _trainable(full: bool, rank: int | None, alpha: float | None, targets: str |
     return {"kind": "full"}
 
 
-def _checked(fields: dict[str, Any]) -> "SFTRun":
+def _checked(kind: Literal["sft", "dpo"], fields: dict[str, Any]) -> "SFTRun | DPORun":
     from pydantic import ValidationError
 
-    from shared.runs import SFTRun
+    from shared.runs import DPORun, SFTRun
 
     try:
-        return SFTRun.model_validate(fields)
+        return SFTRun.model_validate(fields) if kind == "sft" else DPORun.model_validate(fields)
     except ValidationError as error:
         raise usage(error) from None
 

@@ -1,18 +1,22 @@
 """A lease held in a thread, as a host's poller would hold it, for the tests of leases and jobs."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from temporalio.testing import ActivityEnvironment
 
 from activities.lease import Lease, LeaseGrant, LeaseRequest
+from activities.lease_sampler import LeaseSampler, SamplerLeaseRequest
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerCommand, processes_of
 from shared.jobs import JobPlan
-from shared.leases import WorkerKey
+from shared.leases import SamplerKey, WorkerKey
+from shared.models import Frozen
 from shared.paths import HostPaths
+from shared.settings import Settings
 from shared.store import LocalStore, ObjectStore
 from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand, wait_until
 
@@ -21,10 +25,14 @@ class Host:
     """A host's folders, store and pool, without Temporal."""
 
     def __init__(self, root: Path, step_s: float = 0.01, idle_s: float = 30.0, command: WorkerCommand | None = None):
-        self.paths = HostPaths(root / "host")
+        self.paths = self.paths_below(root)
         self.store: ObjectStore = LocalStore(root / "store")
         command = command or StandInCommand(step_s)
         self.pool = WorkerPool(self.paths, command, {"PYTHONPATH": str(REPOSITORY)}, idle_s)
+
+    @staticmethod
+    def paths_below(root: Path) -> HostPaths:
+        return HostPaths(root / "host")
 
     def worker_ids(self) -> list[str]:
         """Of workers with a folder."""
@@ -40,20 +48,18 @@ class Host:
         self.pool.close()
 
 
-class HeldLease:
-    """The lease activity in a thread; `grant` once it is given, `error` once it failed."""
+class Held:
+    """A lease's activity in a thread; `grant` once it is given, `error` once it failed."""
 
-    def __init__(self, host: Host, plan: JobPlan, epoch: int, ready_timeout_s: float = 30.0) -> None:
+    def __init__(self, notebook: Notebook, signal: str, lease: Callable[[Any], None], request: Frozen) -> None:
         self.environment = ActivityEnvironment()
         self.error: BaseException | None = None
-        self.notebook = Notebook()
-        lease = Lease(host.pool, host.store, self.notebook, "host-queue")
-        key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
-        request = LeaseRequest(run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s)
+        self.notebook = notebook
+        self.signal = signal
 
         def hold() -> None:
             try:
-                self.environment.run(lease.lease, request)
+                self.environment.run(lease, request)
             except BaseException as error:
                 self.error = error
 
@@ -62,7 +68,9 @@ class HeldLease:
 
     @property
     def grant(self) -> LeaseGrant:
-        grants = wait_until(lambda: self.notebook.of("leased") or (["failed"] if self.error else None), "a grant")
+        grants = wait_until(
+            lambda: self.notebook.of(self.signal) or (["failed"] if self.error else None), "a grant", timeout_s=150
+        )
         assert isinstance(grants[0], LeaseGrant), self.error
         return grants[0]
 
@@ -72,7 +80,7 @@ class HeldLease:
 
     def ended(self) -> BaseException | None:
         """Wait for the end; what it ended with."""
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return self.error
 
@@ -81,3 +89,24 @@ class HeldLease:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.release()
+
+
+class HeldLease(Held):
+    """A worker's."""
+
+    def __init__(self, host: Host, plan: JobPlan, epoch: int, ready_timeout_s: float = 30.0) -> None:
+        notebook = Notebook()
+        lease = Lease(host.pool, host.store, notebook, "host-queue")
+        key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+        request = LeaseRequest(run_id=plan.run_id, epoch=epoch, key=key, ready_timeout_s=ready_timeout_s)
+        super().__init__(notebook, "leased", lease.lease, request)
+
+
+class HeldSampler(Held):
+    """A sampler's."""
+
+    def __init__(self, host: Host, settings: Settings, key: SamplerKey, epoch: int) -> None:
+        notebook = Notebook()
+        lease = LeaseSampler(host.pool, settings, notebook, "host-queue")
+        request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=150)
+        super().__init__(notebook, "sampler_leased", lease.lease_sampler, request)

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import activities.lease
 from activities.worker_process import end_leftovers, processes_of
 from shared.errors import WorkerLost
 from shared.jobs import Lora
@@ -81,6 +82,30 @@ def test_a_worker_that_dies_loses_its_lease(tmp_path: Path, plan) -> None:
         assert isinstance(error, WorkerLost)
         assert "signal 9" in str(error)
         assert host.worker_ids() == []
+
+
+def test_a_worker_that_was_stopped_loses_its_lease(tmp_path: Path, plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activities.lease, "_LOOK_EVERY_S", 0.2)
+    with Host(tmp_path) as host:
+        lease = HeldLease(host, plan, epoch=1)
+        for process in processes_of(lease.grant.worker_id):
+            process.suspend()
+        error = lease.ended()
+        assert isinstance(error, WorkerLost)
+        assert "SIGSTOP" in str(error)
+        assert host.worker_ids() == []
+
+
+def test_a_warm_worker_that_was_stopped_serves_nobody_again(tmp_path: Path, plan) -> None:
+    with Host(tmp_path) as host:
+        with HeldLease(host, plan, epoch=1) as lease:
+            worker_id = lease.grant.worker_id
+        for process in processes_of(worker_id):
+            process.suspend()
+        with HeldLease(host, plan, epoch=2) as lease:
+            assert lease.grant.worker_id != worker_id
+            assert host.worker_ids() == [lease.grant.worker_id]
+            assert host.num_processes(worker_id) == 0
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path, plan) -> None:
@@ -164,3 +189,14 @@ def test_a_new_host_ends_what_a_killed_one_left(tmp_path: Path, plan, with_pid: 
     finally:
         ours.kill()
         ours.wait()
+
+
+def test_a_folder_that_another_host_is_just_making_is_left_alone(tmp_path: Path) -> None:
+    paths = HostPaths(tmp_path / "host")
+    made = paths.worker("made").root
+    made.mkdir(parents=True)
+    end_leftovers(paths)
+    assert made.exists()
+    os.utime(made, (time.time() - 60, time.time() - 60))
+    end_leftovers(paths)
+    assert not made.exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from activities.advantages import advantages_of
-from activities.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories, plan_steps
+from activities.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories, mini_batches
 from activities.record_step import RecordStep, RecoverRequest, StepRecordRequest
 from shared.artifacts import stage
 from shared.errors import InvalidInput
@@ -94,8 +94,7 @@ def test_mini_batches_are_whole_groups_and_every_epoch_has_all_of_them(settings:
 
 def test_epochs_and_policy_versions_are_shuffled_anew() -> None:
     run = rl_run(mini_batches=6, epochs=2)
-    tokens_U = np.full(6, 4)
-    orders = [list(plan_steps([1] * 6, tokens_U, run, policy_version)) for policy_version in (0, 1)]
+    orders = [mini_batches(6, run, policy_version) for policy_version in (0, 1)]
     assert orders[0][:6] != orders[0][6:]
     assert orders[0] != orders[1]
 

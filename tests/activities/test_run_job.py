@@ -15,8 +15,8 @@ from activities.run_job import JobRequest, JobResult, RunJob
 from activities.worker_process import processes_of
 from shared.artifacts import find, read_manifest
 from shared.errors import StoreUnavailable, WorkerLost
-from shared.events import Cancelled, Step, Succeeded
-from shared.jobs import Fence, Job, JobPlan
+from shared.events import Cancelled, Probed, Step, Succeeded
+from shared.jobs import Fence, Job, JobPlan, Reinforce
 from shared.paths import RunKeys
 from shared.run_events import read_events
 from shared.runs import CheckpointRef
@@ -224,6 +224,38 @@ def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path:
         with HeldLease(host, plan, epoch=2) as lease:
             end = Running(host, lease, plan).ended()
         assert weights(host, end.checkpoint) == adapter_bytes(7, 200)
+
+
+def train_step(host: Host, tmp_path: Path, **changes: int) -> JobPlan:
+    plan = plan_for(host, tmp_path, num_steps=3, every_steps=1, **changes)
+    return plan.model_copy(update={"loss": Reinforce(), "probe": (5, 6, 7)})
+
+
+def test_a_train_step_is_told_by_all_its_optimizer_steps_and_its_probe(host: Host, tmp_path: Path) -> None:
+    plan = train_step(host, tmp_path)
+    with HeldLease(host, plan, epoch=1) as lease:
+        result = Running(host, lease, plan).ended()
+    assert result.metrics["loss"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+    (event,) = [event for event in read_events(host.store, "r1")[0] if isinstance(event, Probed)]
+    assert result.probe == event.logprobs
+    assert len(result.probe) == 2
+
+
+def test_metrics_of_a_train_step_are_whole_whichever_attempts_did_it(host: Host, tmp_path: Path) -> None:
+    """The worker dies after each step but the last; an attempt that finds all steps done tells of them all the same."""
+    plan, results = train_step(host, tmp_path, seed=SEEDS["dies_saved"]), []
+    for epoch in (1, 2, 3, 4):
+        lease = HeldLease(host, plan, epoch=epoch)
+        try:
+            results.append(Running(host, lease, plan).ended())
+            lease.release()
+        except WorkerLost:
+            lease.ended()
+    assert steps(read_events(host.store, "r1")[0]) == [1, 2, 3]
+    done, again = results
+    assert done.metrics["loss"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+    assert again.metrics == done.metrics
+    assert again.probe == done.probe != ()
 
 
 def test_a_failed_job_answers_with_its_problem(host: Host, tmp_path: Path) -> None:

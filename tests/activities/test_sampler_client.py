@@ -137,6 +137,34 @@ def test_answers_that_cannot_be_trained_on_are_refused(scripted, answer):
         sample(scripted((200, answer)).client())
 
 
+def told(token, logprob):
+    return {str(token): {"logprob": logprob, "rank": 3, "decoded_token": "x"}, "99": {"logprob": -0.1}}
+
+
+def test_scores_are_of_the_prompts_own_tokens(scripted):
+    server = scripted((200, with_choice(prompt_logprobs=[None, told(5, -0.25), told(6, -2.5)])))
+    assert server.client().score("m", (4, 5, 6)) == (-0.25, -2.5)
+    ((_, body),) = server.asked
+    assert (body["prompt"], body["prompt_logprobs"], body["max_tokens"]) == ([4, 5, 6], 0, 1)
+
+
+@pytest.mark.parametrize(
+    "prompt_logprobs",
+    [
+        None,
+        [],
+        [None, told(5, -0.25)],
+        [None, told(5, -0.25), None],
+        [None, told(5, -0.25), told(7, -2.5)],
+        [None, told(5, -0.25), told(6, float("-inf"))],
+    ],
+)
+def test_scores_that_are_not_one_a_token_are_refused(scripted, prompt_logprobs):
+    server = scripted((200, with_choice(prompt_logprobs=prompt_logprobs)))
+    with pytest.raises(InvalidInput, match="prompt_logprobs"):
+        server.client().score("m", (4, 5, 6))
+
+
 def test_a_sample_that_was_given_up_is_no_sample(scripted):
     with pytest.raises(SamplerUnavailable, match="abort"):
         sample(scripted((200, with_choice(finish_reason="abort"))).client())

@@ -206,8 +206,8 @@ def test_state_is_mounted_where_the_images_keep_it() -> None:
     root = "/var/lib/longshore"
     for path in CONTAINERFILES:
         assert f"LONGSHORE_ROOT={root}" in path.read_text()
-    for name in ("service", "control-host", "gpu-host"):
+    for name in ("service", "control-host", "gpu-host", "sampler-host"):
         assert compose()["services"][name]["volumes"][0].endswith(f":{root}")
     pods = [m["spec"]["template"]["spec"] for m in manifests() if m["kind"] == "Deployment"]
-    assert len(pods) == 3
+    assert len(pods) == 4
     assert all(pod["containers"][0]["volumeMounts"][0]["mountPath"] == root for pod in pods)

@@ -25,16 +25,16 @@ def check(rows_per_rank: int, chunk_tokens: int) -> None:
     torch.testing.assert_close(shard_VH.grad, whole, rtol=1e-12, atol=1e-12)
 
 
-def check_entropy(rows_per_rank: int, chunk_tokens: int) -> None:
+def check_entropy(rows_per_rank: int, chunk_tokens: int, temperature: float = 1.0) -> None:
     """The gradient of the entropy, each shard with maxima of its own."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hidden_NH, weight_VH, label_N, grad_N = inputs(torch.float64)
-    by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N)
+    by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N, temperature)
     padding = torch.full((rows_per_rank * world_size - VOCAB_SIZE, HIDDEN_SIZE), 50.0, dtype=torch.float64)
     own = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
     shard_VH = torch.cat([weight_VH.detach(), padding])[own].clone().requires_grad_()
     shard = VocabShard(first=own.start, size=rows_per_rank, vocab_size=VOCAB_SIZE, group=dist.group.WORLD)
-    outputs = Outputs(entropy=True, entropy_gradient=True)
+    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature)
     scores = score_targets(hidden_NH, shard_VH, label_N, outputs, shard, chunk_tokens)
     ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
     torch.testing.assert_close(hidden_NH.grad, by_hidden, rtol=1e-12, atol=1e-12)
@@ -49,6 +49,7 @@ def main() -> None:
     check(rows_per_rank=VOCAB_SIZE, chunk_tokens=256)  # the second shard is all padding
     check_entropy(rows_per_rank=51, chunk_tokens=10)
     check_entropy(rows_per_rank=VOCAB_SIZE, chunk_tokens=256)
+    check_entropy(rows_per_rank=51, chunk_tokens=10, temperature=0.4)
     print(f"rank {dist.get_rank()} agrees", flush=True)
     dist.destroy_process_group()
 

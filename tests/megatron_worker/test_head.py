@@ -64,10 +64,39 @@ def test_the_entropy_has_its_gradient_where_it_is_asked_for(dtype: torch.dtype, 
     torch.testing.assert_close(weight_VH.grad.double(), by_weight, rtol=tolerance, atol=tolerance)
 
 
-def gradient_of_both(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Tensor) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("temperature", [0.25, 3.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_a_temperature_divides_the_logits(dtype: torch.dtype, tolerance: float, temperature: float):
+    """Values, and the gradients of both, in chunks."""
+    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
+    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, whole_vocabulary(VOCAB_SIZE), 5)
+    ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+    logprob_N, entropy_N, _, _ = reference(hidden_NH / temperature, weight_VH, label_N, grad_N)
+    by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N, temperature)
+    for ours, theirs in (
+        (scores.logprob_N, logprob_N),
+        (scores.entropy_N, entropy_N),
+        (hidden_NH.grad, by_hidden),
+        (weight_VH.grad, by_weight),
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_temperature_does_not_round_bfloat16_once_more():
+    """Logits are divided in float32: at a power of two, exactly what dividing the hidden states gives."""
+    hidden_NH, weight_VH, label_N, _ = inputs(torch.bfloat16)
+    shard, outputs = whole_vocabulary(VOCAB_SIZE), Outputs(temperature=2.0)
+    divided = score_targets(hidden_NH / 2, weight_VH, label_N, Outputs(), shard)
+    assert torch.equal(score_targets(hidden_NH, weight_VH, label_N, outputs, shard).logprob_N, divided.logprob_N)
+
+
+def gradient_of_both(
+    hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Gradients of the sum of grad_N * (log-probability + 0.7 entropy), in float64 by autograd."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
-    logprob_NV = (hidden @ weight.t()).log_softmax(dim=-1)
+    logprob_NV = (hidden @ weight.t() / temperature).log_softmax(dim=-1)
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
     ((logprob_NV.gather(1, label_N[:, None])[:, 0] + 0.7 * entropy_N) * grad_N).sum().backward()
     return hidden.grad, weight.grad

@@ -14,7 +14,7 @@ from megatron_worker.batches import to_batch
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.events import Saved, Step, Succeeded
+from shared.events import Probed, Saved, Step, Succeeded
 from shared.jobs import (
     CISPO,
     DPO,
@@ -71,13 +71,13 @@ def fresh(model: Path, dtype: str = "float32") -> MegatronEngine:
     return engine
 
 
-def scored(engine: MegatronEngine, rows: list[Row]) -> list[Batch]:
+def scored(engine: MegatronEngine, rows: list[Row], temperature: float = 1.0) -> list[Batch]:
     """Each row as a bin of its own; old, reference and sampler are near the engine's own log-probabilities."""
     random, batches = np.random.default_rng(0), []
     for number, row in enumerate(rows):
         batch = bin_of([row])
         with torch.no_grad():
-            logprob_N = engine.forward(batch, Outputs()).logprob_N
+            logprob_N = engine.forward(batch, Outputs(temperature=temperature)).logprob_N
         near = [logprob_N + torch.tensor(random.normal(scale=0.1, size=len(logprob_N))).float() for _ in range(3)]
         batches.append(
             dataclasses.replace(
@@ -136,20 +136,20 @@ def test_the_gradient_does_not_depend_on_how_a_mini_batch_is_cut(model: Path, na
         assert cut_loss == pytest.approx(whole_loss, abs=bound)
 
 
-@pytest.mark.parametrize("name", ["reinforce", "gspo"])
-def test_loss_and_gradient_norm_are_those_of_transformers_and_autograd(model: Path, name: str):
+@pytest.mark.parametrize(("name", "temperature"), [("reinforce", 1.0), ("gspo", 1.0), ("reinforce", 0.6), ("gspo", 1.5)])
+def test_loss_and_gradient_norm_are_those_of_transformers_and_autograd(model: Path, name: str, temperature: float):
     """All weights trained, so that the output embedding's own gradient (of the entropy too) is seen."""
     from transformers import AutoModelForCausalLM
 
     engine = MegatronEngine(model, Layout(), "float32")
     engine.train_full(Full())
-    batches, config = scored(engine, ROWS), LOSSES[name]
-    value, _ = gradient(engine, loss_function(config), [joined(batches)])
+    batches, config = scored(engine, ROWS, temperature), LOSSES[name]
+    value, _ = gradient(engine, loss_function(config, temperature), [joined(batches)])
     norms = engine.optim_step(Adam(clip_norm=1e9), 1e-6, sum_of_weights(config, batches))
     reference = AutoModelForCausalLM.from_pretrained(model).double()
     total = torch.zeros((), dtype=torch.float64)
     for row, batch in zip(ROWS, batches, strict=True):
-        total = total + papers(config, reference, row, batch)
+        total = total + papers(config, reference, row, batch, temperature)
     total = total / sum_of_weights(config, batches)
     total.backward()
     squares = sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None)
@@ -161,9 +161,10 @@ def sum_of_weights(config: Loss, batches: list[Batch]) -> float:
     return float(len(batches) if isinstance(config, GSPO) else sum(len(b.weight_N) for b in batches))
 
 
-def papers(config: Loss, model: torch.nn.Module, row: Row, batch: Batch) -> torch.Tensor:
+def papers(config: Loss, model: torch.nn.Module, row: Row, batch: Batch, temperature: float) -> torch.Tensor:
     """One sequence's sum, from logits, in float64."""
-    logprob_NV = model(torch.tensor([row.ids])).logits[0, batch.hidden_index_N].log_softmax(-1)
+    logit_NV = model(torch.tensor([row.ids])).logits[0, batch.hidden_index_N]
+    logprob_NV = (logit_NV / temperature).log_softmax(-1)
     logprob_N = logprob_NV.gather(1, batch.label_N[:, None])[:, 0]
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
     behind_N = batch.ref_logprob_N.double() - logprob_N
@@ -285,9 +286,58 @@ def as_chains(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> d
     return {name: np.concatenate(values) for name, values in columns.items()}
 
 
+PROBE = (5, 9, 300, 7, 7, 511)
+
+
+def probed(log: str | Path) -> tuple[float, ...]:
+    (event,) = [e for e in read_log(log) if isinstance(e, Probed)]
+    assert len(event.logprobs) == len(PROBE) - 1
+    return event.logprobs
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_job_trains_the_tempered_policy(workshop: Workshop, temperature: float):
+    """Entropy, ratios, frozen and reference log-probabilities of the first steps, by transformers from logits / T. The
+    adapter's B is zero, so that in the first step policy, old policy and reference are the base."""
+    from transformers import AutoModelForCausalLM
+
+    job = a_job(workshop, f"tempered-{temperature}", temperature=temperature, probe=PROBE)
+    new_worker(workshop.root).do_one(job)
+    first, second = steps(job)[:2]
+    model, entropies = AutoModelForCausalLM.from_pretrained(workshop.model.uri.removeprefix("file://")).double(), []
+    with Units(workshop.root / "rollouts") as units, torch.no_grad():
+        for unit in (unit for one in ROLLOUT[0] for unit in one):
+            batch = to_batch(units.read_bin(np.array([unit])), torch.device("cpu"))
+            logit_NV = model(batch.token_id_T[None]).logits[0, batch.hidden_index_N] / temperature
+            entropies.append(torch.distributions.Categorical(logits=logit_NV).entropy())
+    assert first["entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-6)
+    assert first["ratio_max"] == 1.0
+    assert first["kl_reference"] == 0.0
+    # The second mini-batch is scored by the weights of the beginning, for old and reference alike.
+    assert second["kl_reference"] > 0
+    assert second["kl_old_new"] == pytest.approx(second["kl_reference"], rel=0.5)
+    assert probed(job.log_path) == pytest.approx(natural(workshop, job), abs=1e-5)
+
+
+def natural(workshop: Workshop, job: Job) -> tuple[float, ...]:
+    """Of the probe, by transformers and PEFT, with the adapter that a job left."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(workshop.model.uri.removeprefix("file://"))
+    model = PeftModel.from_pretrained(base, Path(job.checkpoint_dir) / "step-00000004" / "weights")
+    ids = torch.tensor([PROBE])
+    with torch.no_grad():
+        logprob_TV = model(ids).logits[0, :-1].log_softmax(-1)
+    return tuple(logprob_TV.gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=lambda layout: layout.label)
 def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, layout: Layout):
-    single, double = a_job(workshop, f"one-{layout.label}"), a_job(workshop, f"two-{layout.label}", layout=layout)
+    """At a temperature of their own; and what they leave is probed to the same numbers."""
+    changes = {"temperature": 0.7, "probe": PROBE}
+    single = a_job(workshop, f"one-{layout.label}", **changes)
+    double = a_job(workshop, f"two-{layout.label}", layout=layout, **changes)
     new_worker(workshop.root).do_one(single)
     path = workshop.root / f"{layout.label}.json"
     path.write_text(double.model_dump_json())
@@ -298,3 +348,4 @@ def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, layout: La
         assert set(ours) == set(other)
         for name in set(ours) - {"step_s", "tokens_per_s", "memory_bytes"}:
             assert other[name] == pytest.approx(ours[name], rel=2e-4, abs=2e-5), name
+    assert probed(log) == pytest.approx(probed(single.log_path), abs=1e-4)

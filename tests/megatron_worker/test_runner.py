@@ -20,7 +20,7 @@ from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Worker
 from shared.artifacts import seal, sha256_file
 from shared.errors import InvalidInput
-from shared.events import Cancelled, Evaluated, Failed, Offloaded, Saved, Started, Step, Succeeded
+from shared.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
 from shared.layout import Layout
 from shared.packed import UnitsWriter
@@ -283,6 +283,52 @@ def test_a_job_that_starts_at_its_end_saves_the_same_bytes_and_evaluates(worksho
     again = do(workshop, "again", plan, start=checkpoint(whole, 6))
     assert [type(e) for e in read_log(again.log_path)] == [Started, Evaluated, Saved, Offloaded, Succeeded]
     assert checkpoint(again, 6).sha256 == checkpoint(whole, 6).sha256
+
+
+PROBE = (3, 5, 9, 63)
+
+
+def probed(job: Job) -> Probed:
+    (event,) = [e for e in read_log(job.log_path) if isinstance(e, Probed)]
+    return event
+
+
+@pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()], ids=["lora", "full"])
+def test_a_probe_is_scored_by_the_weights_that_a_job_leaves(workshop: Workshop, trainable: Lora | Full):
+    """After the last evaluation, from the checkpoint's own matrices, in float64; again where no step is left."""
+    evaluation = Evaluation(data=workshop.held_out)
+    plan = workshop.plan(trainable=trainable, probe=PROBE, evaluation=evaluation)
+    job = do(workshop, "a", plan)
+    order = [Step, Saved, Evaluated, Probed, Offloaded, Succeeded]
+    assert [type(e) for e in read_log(job.log_path)][-6:] == order
+    tensors = load_file(workshop.root / "model" / "model.safetensors")
+    for path in (Path(job.checkpoint_dir) / "step-00000006" / "weights").iterdir():
+        tensors |= load_file(path)
+    if isinstance(trainable, Lora):
+        tensors["out"] = tensors["out"] + 2.0 * tensors["lora_B"] @ tensors["lora_A"]
+    token_TH = tensors["embed"].double()[list(PROBE)]
+    hidden_TH = token_TH + 0.5 * torch.cat([torch.zeros(1, 16), token_TH[:-1]])
+    logprob_NV = (hidden_TH[:-1] @ tensors["out"].double().T).log_softmax(-1)
+    expected = logprob_NV.gather(1, torch.tensor(PROBE)[1:, None])[:, 0].tolist()
+    assert probed(job).logprobs == pytest.approx(expected, abs=1e-6)
+    again = do(workshop, "again", plan, start=checkpoint(job, 6))
+    assert probed(again).model_dump(include={"step", "logprobs"}) == {"step": 6, "logprobs": probed(job).logprobs}
+
+
+def test_no_probe_after_a_cancel_and_none_unasked(workshop: Workshop):
+    build_one, cancelled = stop_after(2)
+    worker, job = new_worker(workshop.root, build_one), workshop.job("cancelled", workshop.plan(probe=PROBE))
+    worker.run(job, Report(Path(job.log_path)), cancelled=cancelled)
+    unasked = do(workshop, "unasked", workshop.plan(num_steps=1))
+    for events in (read_log(job.log_path), read_log(unasked.log_path)):
+        assert not [e for e in events if isinstance(e, Probed)]
+
+
+def test_a_probe_of_tokens_that_the_model_lacks_fails_before_any_step(workshop: Workshop):
+    job = do(workshop, "a", workshop.plan(probe=(3, 64)))
+    assert failure(job).kind == "invalid_input"
+    assert "probe[1]: token 64 is outside the vocabulary of 64" in failure(job).message
+    assert not losses(job)
 
 
 class Diverging(TinyEngine):

@@ -19,14 +19,16 @@ from tokenizers import Tokenizer
 
 from activities.sampler_client import Sampler
 from megatron_worker.engine import Outputs
+from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.probe import probe
 from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.ending import Ending
 from megatron_worker.sampler.generation import Generator, Sequence, Ticket, reliable_width
-from shared.completions import Sampling
+from shared.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput
-from shared.jobs import LINEARS
+from shared.jobs import LINEARS, Reinforce
 from shared.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, ROOT, ready, running, start, write_adapter
@@ -112,10 +114,7 @@ def generated(reference, prompt):
 
 @pytest.mark.parametrize("adapter", [None, "all", "some"])
 def test_logprobs_are_the_trainers(place, sampler, adapter):
-    engine = MegatronEngine(place / "model", Layout(), "float32")
-    if adapter:
-        engine.load_adapter(adapter, place / adapter, None, trainable=False)
-    sampling = changed(FREE, max_tokens=120)
+    engine, sampling = trainer(place, adapter), changed(FREE, max_tokens=120)
     for length in (5, 200):
         prompt = prompt_of(length, length)
         samples = sampler.sample(adapter or NAME, prompt, sampling, n=4, seed=length)
@@ -124,6 +123,66 @@ def test_logprobs_are_the_trainers(place, sampler, adapter):
             logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
         told_N = torch.tensor([value for s in samples for value in s.logprobs])
         assert (logprob_N - told_N).abs().max() <= AGREEMENT
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+@pytest.mark.parametrize("adapter", [None, "all"])
+def test_processed_logprobs_are_the_trainers_at_the_same_temperature(place, tempered, adapter, temperature):
+    engine = trainer(place, adapter)
+    sampling, outputs = changed(FREE, temperature=temperature), loss_function(Reinforce(), temperature).outputs
+    for length in (5, 200):
+        prompt = prompt_of(length, length)
+        samples = tempered.sample(adapter or NAME, prompt, sampling, n=4, seed=length)
+        rows = [Row([*prompt, *s.token_ids], [0.0] * length + [1.0] * 40) for s in samples]
+        with torch.no_grad():
+            ours_N, natural_N = (engine.forward(bin_of(rows), o).logprob_N for o in (outputs, Outputs()))
+        told_N = torch.tensor([value for s in samples for value in s.logprobs])
+        assert (ours_N - told_N).abs().max() <= AGREEMENT
+        assert (natural_N - told_N).abs().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def tempered(place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tempered")
+    options = ("--logprobs-mode", "processed_logprobs")
+    with running(place / "model", folder, *options) as ready, Sampler(ready.url, ready.api_key) as sampler:
+        sampler.load_adapter("all", str(place / "all"))
+        yield sampler
+
+
+def trainer(place, adapter):
+    engine = MegatronEngine(place / "model", Layout(), "float32")
+    if adapter:
+        engine.load_adapter(adapter, place / adapter, None, trainable=False)
+    return engine
+
+
+@pytest.mark.parametrize("adapter", [None, "all", "some"])
+def test_scores_of_a_prompt_are_the_trainers(place, sampler, tempered, adapter):
+    """Of a worker's probe above all. Always at temperature 1, whatever the sampler tells of samples."""
+    engine = trainer(place, adapter)
+    for length in (2, 7, 65, 66, 320):  # about the edges of a chunk too
+        ids = prompt_of(length, length)
+        scores = sampler.score(adapter or NAME, ids)
+        assert len(scores) == length - 1
+        assert torch.tensor(scores).sub(torch.tensor(probe(engine, ids))).abs().max() <= AGREEMENT
+    if adapter != "some":
+        assert tempered.score(adapter or NAME, ids) == scores
+
+
+def test_ranks_of_prompt_tokens_are_those_of_the_whole_vocabulary(place, ours):
+    prompt = prompt_of(90)
+    body = {"model": NAME, "prompt": list(prompt), "max_tokens": 1, "prompt_logprobs": 0}
+    (choice,) = CompletionResponse.model_validate_json(post(ours, "/v1/completions", body).content).choices
+    decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
+    tokenizer = Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
+    for number in range(1, 90, 8):
+        token = prompt[number]
+        logit_V = decoder.logits(decoder.prefill(prompt[:number], {}).hidden_H[None])[0]
+        ((key, told),) = choice.prompt_logprobs[number].items()
+        assert key == token
+        assert told.rank == 1 + int((logit_V > logit_V[token]).sum())
+        assert told.decoded_token == tokenizer.decode([token], skip_special_tokens=False)
 
 
 def changed(sampling, **changes):
@@ -174,6 +233,8 @@ def test_samples_do_not_depend_on_what_else_is_drawn(place, sampler, tmp_path):
         ]
     ]
     alone = [sampler.sample(*w[:3], n=1, seed=w[3])[0] for w in wanted]
+    scored = [(model, prompt_of(length, length)) for model in (NAME, "all") for length in (2, 130, 260)]
+    scores_alone = [sampler.score(*s) for s in scored]
     with ThreadPoolExecutor(64) as pool:
         noise = [
             pool.submit(
@@ -187,7 +248,9 @@ def test_samples_do_not_depend_on_what_else_is_drawn(place, sampler, tmp_path):
             for i in range(30)
         ]
         among = [pool.submit(sampler.sample, *w[:3], 1, w[3]) for w in wanted]
+        scores_among = [pool.submit(sampler.score, *s) for s in scored]
         assert [a.result()[0] for a in among] == alone
+        assert [s.result() for s in scores_among] == scores_alone
         assert all(len(n.result()) == 5 for n in noise)
     with running(place / "model", tmp_path) as ready, Sampler(ready.url, ready.api_key) as second:
         for name in ("all", "some"):
@@ -290,6 +353,7 @@ def test_a_missing_adapter_is_a_404(ours, tmp_path):
         {"echo": True},
         {"best_of": 3},
         {"min_tokens": 2},
+        {"prompt_logprobs": 1},
         {"nonsense": 1},
         {"n": "2"},
         {"stop": ""},

@@ -157,6 +157,27 @@ def test_top_logprobs(subject):
         assert len(likeliest) <= 4
 
 
+def test_scores_of_a_prompt_are_those_of_its_tokens_as_a_sample(subject, sampler):
+    """A greedy continuation, told once as it is drawn and once as a part of the prompt; and over again."""
+    sampling = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    (drawn,) = sampler.sample(subject.model, PROMPT, sampling, n=1, seed=0)
+    scores = sampler.score(subject.model, PROMPT + drawn.token_ids)
+    assert len(scores) == len(PROMPT) + 8 - 1
+    assert scores[len(PROMPT) - 1 :] == pytest.approx(drawn.logprobs, abs=1e-4 if subject.model == NAME else 0.1)
+    assert sampler.score(subject.model, PROMPT) == pytest.approx(scores[: len(PROMPT) - 1], abs=0.1)
+
+
+def test_prompt_logprobs_stand_by_token_id(subject):
+    (choice,) = subject.complete(max_tokens=1, prompt_logprobs=0).choices
+    assert choice.prompt_logprobs is not None
+    assert choice.prompt_logprobs[0] is None
+    for token, by_id in zip(PROMPT[1:], choice.prompt_logprobs[1:], strict=True):
+        assert by_id[token].logprob <= 0
+        assert by_id[token].rank is None or by_id[token].rank >= 1
+    (unasked,) = subject.complete(max_tokens=1).choices
+    assert unasked.prompt_logprobs is None
+
+
 BAD = [
     ({"prompt": []}, 400),
     ({"prompt": [10**9]}, 400),

@@ -92,7 +92,8 @@ def test_a_second_stack_on_the_same_root_is_refused(dev: Dev) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("service.app",), ("start-dev",), ("service.host", "control"), ("service.host", "gpu")]
+    "words",
+    [("service.app",), ("start-dev",), *(("service.host", f"--role {role}") for role in ("control", "gpu", "sampler"))],
 )
 def test_a_killed_child_is_started_again(dev: Dev, words: tuple[str, ...]) -> None:
     (victim,) = wait_until(lambda: dev.processes(*words), f"{words} runs")

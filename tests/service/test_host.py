@@ -22,7 +22,7 @@ def spawn(role: str, address: str, root: Path) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("role", ["control", "gpu"])
+@pytest.mark.parametrize("role", ["control", "gpu", "sampler"])
 def test_a_host_leaves_when_it_is_told_to(role: str, temporal_address: str, tmp_path: Path) -> None:
     host = spawn(role, temporal_address, tmp_path)
     assert host.stderr is not None

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shared.errors import InvalidInput
-from shared.events import Started, Step, Succeeded, parse_event
-from shared.jobs import Artifact, CrossEntropy, Fence, Job, JobPlan, Lora, PackedData, Schedule
+from shared.events import Probed, Started, Step, Succeeded, parse_event
+from shared.jobs import DPO, PPO, Artifact, CrossEntropy, Fence, Job, JobPlan, Lora, PackedData, Schedule
 from shared.layout import Layout, ModelShape, check_layout
 from shared.paths import RunKeys, content_key, write_atomically
 from shared.runs import DatasetSource, SFTRun
@@ -51,6 +51,26 @@ def test_a_job_refuses_what_nobody_would_read() -> None:
         Job.model_validate({**data, "schema_version": 2})
 
 
+@pytest.mark.parametrize("loss", [CrossEntropy(), DPO()])
+def test_a_temperature_needs_a_policy(loss: CrossEntropy | DPO) -> None:
+    fields = a_plan().model_dump()
+    assert JobPlan.model_validate({**fields, "loss": PPO(), "temperature": 0.7}).temperature == 0.7
+    assert JobPlan.model_validate({**fields, "loss": loss, "temperature": 1}).temperature == 1
+    with pytest.raises(ValidationError, match=f"with {loss.kind} it must be 1"):
+        JobPlan.model_validate({**fields, "loss": loss, "temperature": 0.7})
+    for value in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValidationError, match="temperature"):
+            JobPlan.model_validate({**fields, "loss": PPO(), "temperature": value})
+
+
+def test_a_probe_has_a_token_to_be_given_and_one_to_be_scored() -> None:
+    fields = a_plan().model_dump()
+    assert JobPlan.model_validate({**fields, "probe": [4, 5]}).probe == (4, 5)
+    for probe in ([4], [4, -1]):
+        with pytest.raises(ValidationError, match="probe"):
+            JobPlan.model_validate({**fields, "probe": probe})
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
@@ -84,11 +104,13 @@ def test_events_are_told_apart_by_their_name() -> None:
             device="cpu", world_size=1,
         ),
         Step(seq=2, time=2.0, step=1, metrics={"loss": float("nan")}),
-        Succeeded(seq=3, time=3.0, step=2, device="released"),
+        Probed(seq=3, time=2.5, step=1, logprobs=(-0.25, float("-inf"))),
+        Succeeded(seq=4, time=3.0, step=2, device="released"),
     ]  # fmt: skip
     read = [parse_event(event.model_dump_json()) for event in events]
-    assert [type(event) for event in read] == [Started, Step, Succeeded]
+    assert [type(event) for event in read] == [Started, Step, Probed, Succeeded]
     assert read[0] == events[0]
+    assert read[2:] == events[2:]
     assert read[1].metrics["loss"] != read[1].metrics["loss"]  # NaN survives the journey
 
 

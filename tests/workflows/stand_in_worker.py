@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from shared.artifacts import seal, stage
-from shared.events import Cancelled, Failed, Offloaded, Saved, Started, Step, Succeeded
+from shared.events import Cancelled, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs import Job
 from shared.leases import LeaseMark, WorkerRecord
 from shared.paths import WorkerPaths, write_atomically
@@ -41,6 +41,11 @@ def _next(state: str, step: int, data: str = "") -> str:
 
 def _weights(state: str) -> bytes:
     return f"weights {state}\n".encode() * 100
+
+
+def probe_logprobs(state: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    """Numbers that say which weights, and which tokens, they are of."""
+    return tuple(-1.0 - int(_next(state, token)[:4], 16) / 2**16 for token in token_ids[1:])
 
 
 class StandIn:
@@ -124,6 +129,8 @@ class StandIn:
                 saved_step = step
             if seed == SEEDS["dies_saved"] and step < last_step:
                 os.kill(os.getpid(), 9)
+        if plan.probe:
+            self._say(job, Probed, step=step, logprobs=probe_logprobs(state, plan.probe))
         return Succeeded, {"step": step}
 
     def _start(self, job: Job) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from shared.jobs import Artifact, Full, PackedData
 from shared.runs import DatasetSource, RunStart, SFTRun
-from workflows.job_plan import sft_job
+from workflows.job_plan import dataset_job
 
 ANY = Artifact(uri="file:///any", sha256="0" * 64)
 DATA = PackedData(units=ANY, plan=ANY)
@@ -16,7 +16,7 @@ def plan_of(num_steps: int = 35, eval_data: PackedData | None = None, **changes)
     eval_dataset = source if eval_data else None
     run = SFTRun(model="m", dataset=source, eval_dataset=eval_dataset, steps=num_steps, batch_size=2, **changes)
     start = RunStart(run_id="r1", run=run, threads_per_rank=2)
-    return sft_job(start, model=ANY, adapter=None, data=DATA, eval_data=eval_data, num_steps=num_steps)
+    return dataset_job(start, model=ANY, adapter=None, data=DATA, eval_data=eval_data, num_steps=num_steps)
 
 
 @pytest.mark.parametrize(("num_steps", "every"), [(1, 1), (9, 1), (10, 1), (11, 2), (35, 4), (1000, 100)])

@@ -142,7 +142,7 @@ async def test_every_step_publishes_the_policys_next_version(stack: RLStack) -> 
         (3, "done", 3, 6, 3),
     ]
     assert len({stack.adapter(step) for step in steps}) == 3
-    assert steps[0].metrics["loss"] == pytest.approx(1 / 2)
+    assert steps[0].metrics["loss"] == pytest.approx((1 + 1 / 2) / 2)  # of both its optimizer steps
     assert "reward_mean" in steps[0].metrics
     status = await handle.query(RLWorkflow.status)
     assert (status.phase, status.policy_version, status.step, status.epoch) == ("waiting_for_groups", 3, 6, 1)

@@ -1,0 +1,58 @@
+"""Examples: what a row of a dataset means, whatever format it was written in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as chat templates take it; `weights[i]` is message i's loss weight, 0 unless an assistant's."""
+
+    place: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    weights: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCompletion:
+    """A prompt and what is learned as its answer. `weight`: the example's loss weight, here and below."""
+
+    place: str
+    prompt: str
+    completion: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of which every token is learned."""
+
+    place: str
+    text: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """An example that was tokenized elsewhere: int64 [T] each; a label of -100 is not learned."""
+
+    place: str
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prompt with the answer that is preferred and the one that is not, each as an example of its own."""
+
+    place: str
+    chosen: Chat | PromptCompletion
+    rejected: Chat | PromptCompletion
+
+
+Example = Chat | PromptCompletion | Text | TokenIds | Pair

@@ -1,0 +1,228 @@
+"""Render prompts: a downloaded dataset into what the model is asked, as the token ids that SFT shows it."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from pydantic import Field
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.prompt_rows import PromptDataset, PromptKind, Question, open_prompts
+from activities.prompts import PromptRow, PromptsWriter
+from activities.report import LostRow
+from activities.scratch import scratch_folder
+from activities.template_process import TemplateProcess
+from activities.tokenizer import ModelTokenizer, load_tokenizer
+from shared.artifacts import find, seal, stage, upload
+from shared.errors import InvalidInput
+from shared.jobs import Artifact
+from shared.models import Frozen
+from shared.paths import HostPaths, content_key, rendered_prompts
+from shared.runs import DatasetSource
+from shared.settings import Settings
+from shared.store import ObjectStore, disk_errors, open_store
+
+_VERSION = "prompts-1"  # raise it when the same rows would give other prompts
+_BATCH_ROWS = 512
+_MAX_LISTED, _MAX_NAMED = 20, 3
+_ROW_LIMIT_S = 10.0
+_PROBE_TOKENS = 64
+
+REPORT = "report.json"
+
+
+class PromptsRequest(Frozen):
+    """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with."""
+
+    dataset: Artifact
+    source: DatasetSource
+    model: Artifact
+    max_prompt_tokens: int = Field(ge=1)
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+
+    @property
+    def key(self) -> str:
+        """By content: where the bytes came from does not matter."""
+        fields = self.source.model_dump_json(exclude={"uri"})
+        rules = self.model_dump_json(include={"max_prompt_tokens", "max_lost_fraction"})
+        return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
+
+
+class Prompts(Frozen):
+    """`prompts`: a folder that `activities.prompts.PromptsFile` reads, with `report.json` beside the rows.
+
+    `probe`: token ids from the first of them, at least 2, for comparing two engines' log-probabilities.
+    """
+
+    prompts: Artifact
+    probe: tuple[int, ...]
+    report_uri: str
+    num_prompts: int
+    num_too_long: int
+
+
+class PromptsReport(Frozen):
+    """`report.json`. `num_answers`: rows that ended in an answer, which the model is not shown."""
+
+    schema_version: int = 1
+    format: PromptKind
+    num_rows: int
+    num_prompts: int
+    num_too_long: int
+    num_answers: int
+    max_prompt_tokens: int
+    longest_tokens: int
+    probe: tuple[int, ...]
+    lost: tuple[LostRow, ...]
+
+
+class RenderPrompts:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="render_prompts")
+    def render_prompts(self, request: PromptsRequest) -> Prompts:
+        """Raises InvalidInput for rows that ask nothing, too many that are too long, or a model without tokenizer."""
+        store = open_store(self._settings.store, self._settings.s3)
+        key = rendered_prompts(request.key)
+        if done := find(store, key):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "prompts") as folder, disk_errors(folder):
+            dataset = stage(request.dataset, paths.cache, self._settings.s3)
+            write_prompts(dataset, load_tokenizer(request.model, paths.cache, self._settings.s3), request, folder)
+            seal(folder)
+            return _result(store, key, upload(store, key, folder))
+
+
+def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequest, folder: Path) -> PromptsReport:
+    """Stream a dataset's rows into a folder of prompts, with its report. Not sealed.
+
+    Raises:
+        InvalidInput: a row asks nothing, or more rows than `max_lost_fraction` are too long.
+    """
+    opened = open_prompts(dataset, request.source)
+    tally = _Tally(opened, request.max_prompt_tokens)
+    with PromptsWriter(folder) as writer:
+        for question, token_ids in rendered(opened, tokenizer):
+            if tally.count(question, token_ids):
+                writer.append(PromptRow(question.place, tuple(token_ids), question.item))
+    report = tally.report()
+    _refuse_losses(report, tally.shortest, request)
+    (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
+    return report
+
+
+def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterator[tuple[Question, list[int]]]:
+    """What the model is asked, as token ids: equal to what training on the same row has before the answer.
+
+    A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
+    begins texts.
+
+    Raises:
+        InvalidInput: the template refuses a conversation, or there is none for it.
+    """
+    rows = iter(questions)
+    with ExitStack() as stack:
+        process = None
+        if tokenizer.template is not None:
+            process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, _ROW_LIMIT_S))
+        while batch := list(islice(rows, _BATCH_ROWS)):
+            texts = process.asked(batch) if process else [_plain(question, tokenizer) for question in batch]
+            codes = tokenizer.encode(texts, [[] for _ in texts])
+            end = 0
+            for question, num_tokens in zip(batch, codes.num_tokens_R.tolist(), strict=True):
+                start, end = end, end + num_tokens
+                prefix = [] if process else tokenizer.prefix_ids
+                yield question, [*prefix, *codes.id_T[start:end].tolist()]
+
+
+def _plain(question: Question, tokenizer: ModelTokenizer) -> str:
+    if question.text is None:
+        raise InvalidInput("the model has no chat template, and the row is a conversation", question.place)
+    return question.text
+
+
+@dataclass
+class _Tally:
+    """Counts rows as they come."""
+
+    dataset: PromptDataset
+    max_tokens: int
+    num_rows: int = 0
+    num_answers: int = 0
+    num_too_long: int = 0
+    longest: int = 0
+    shortest: int = 1 << 62
+    probe: tuple[int, ...] = ()
+    lost: list[LostRow] = field(default_factory=list)
+
+    def count(self, question: Question, token_ids: list[int]) -> bool:
+        """Whether the model is asked this. Raises InvalidInput for a prompt of no token."""
+        num_tokens = len(token_ids)
+        if not num_tokens:
+            raise InvalidInput("the prompt is empty: it has no token for the model to go on from", question.place)
+        self.num_rows += 1
+        self.num_answers += question.had_answer
+        self.longest, self.shortest = max(self.longest, num_tokens), min(self.shortest, num_tokens)
+        if num_tokens <= self.max_tokens:
+            self.probe = self.probe or _probe_of(token_ids)
+            return True
+        self.num_too_long += 1
+        if len(self.lost) < _MAX_LISTED:
+            reason = f"{num_tokens} tokens are more than max_prompt_tokens {self.max_tokens}"
+            self.lost.append(LostRow(place=question.place, reason=reason))
+        return False
+
+    def report(self) -> PromptsReport:
+        return PromptsReport(
+            format=self.dataset.kind,
+            num_rows=self.num_rows,
+            num_prompts=self.num_rows - self.num_too_long,
+            num_too_long=self.num_too_long,
+            num_answers=self.num_answers,
+            max_prompt_tokens=self.max_tokens,
+            longest_tokens=self.longest,
+            probe=self.probe,
+            lost=tuple(self.lost),
+        )
+
+
+def _probe_of(token_ids: list[int]) -> tuple[int, ...]:
+    """A prompt of one token is shown twice: the first token of a probe has no logprob."""
+    return tuple(token_ids[:_PROBE_TOKENS]) if len(token_ids) > 1 else (*token_ids, *token_ids)
+
+
+def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest) -> None:
+    place = request.source.uri
+    if not report.num_rows:
+        raise InvalidInput("the dataset is empty: no file holds a row", place)
+    if not report.num_prompts:
+        raise InvalidInput(
+            f"all {report.num_rows} prompts are too long: the shortest has {shortest} tokens, and "
+            f"{report.max_prompt_tokens} leave room for an answer",
+            place,
+        )
+    if report.num_too_long > request.max_lost_fraction * report.num_rows:
+        first = "; ".join(f"{row.place} ({row.reason})" for row in report.lost[:_MAX_NAMED])
+        raise InvalidInput(
+            f"{report.num_too_long} of {report.num_rows} prompts are too long to be answered, more than "
+            f"max_lost_fraction {request.max_lost_fraction:g}; first: {first}",
+            place,
+        )
+
+
+def _result(store: ObjectStore, key: str, prompts: Artifact) -> Prompts:
+    report = PromptsReport.model_validate_json(store.get_bytes(f"{key}/{REPORT}"))
+    return Prompts(
+        prompts=prompts,
+        report_uri=f"{prompts.uri}/{REPORT}",
+        num_prompts=report.num_prompts,
+        num_too_long=report.num_too_long,
+        probe=report.probe,
+    )

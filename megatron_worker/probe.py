@@ -1,0 +1,47 @@
+"""The probe: what the weights that a job leaves say of a few tokens, for a sampler to be held against.
+
+Shape suffixes: T tokens of the probe, N of them that are scored: all but the first.
+"""
+
+import torch
+
+from megatron_worker.engine import Batch, Engine, Outputs
+from shared.errors import InvalidInput
+
+
+def check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raises InvalidInput for an id that the model does not have."""
+    for place, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise InvalidInput(f"token {token_id} is outside the vocabulary of {vocab_size}", f"probe[{place}]")
+
+
+def probe(engine: Engine, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    """Log-probabilities of token_ids[1:] by the weights as they are, in nats, at temperature 1; the same on all ranks.
+
+    Collective: every data-parallel rank computes the same one sequence.
+    """
+    with torch.no_grad():
+        logprob_N = engine.forward(_chain(token_ids, engine.facts.device), Outputs()).logprob_N
+    assert logprob_N is not None
+    return tuple(logprob_N.tolist())
+
+
+def _chain(token_ids: tuple[int, ...], device: torch.device) -> Batch:
+    """A bin of one sequence, every token but the first a target."""
+    token_id_T = torch.tensor(token_ids, device=device)
+    position_T = torch.arange(len(token_ids), device=device)
+    zeros_N = torch.zeros(len(token_ids) - 1, device=device)
+    return Batch(
+        token_id_T=token_id_T,
+        position_T=position_T,
+        parent_T=position_T - 1,
+        hidden_index_N=position_T[:-1],
+        label_N=token_id_T[1:],
+        weight_N=zeros_N,
+        advantage_N=zeros_N,
+        old_logprob_N=zeros_N,
+        ref_logprob_N=zeros_N,
+        sampler_logprob_N=zeros_N,
+        sequence_N=zeros_N.long(),
+    )

@@ -1,0 +1,93 @@
+"""A run's lease of one kind of process: taken when it is needed, kept until it is given back or lost."""
+
+from dataclasses import dataclass
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from activities.lease import LeaseGrant
+    from shared.models import Frozen
+    from shared.runs import RunTiming
+    from workflows import policies
+    from workflows.outcomes import RunFailed, is_final, problem_of, was_cancelled
+
+
+class Lost(Exception):
+    """This lease came to nothing; another may do better."""
+
+
+@dataclass
+class Leasing:
+    """What a workflow knows of its leases of one queue, one at a time. Grants of an earlier epoch change nothing."""
+
+    activity: str
+    queue: str
+    timing: RunTiming
+    epoch: int = 0
+    grant: LeaseGrant | None = None
+    _lease: workflow.ActivityHandle[None] | None = None
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a process stands by."""
+        return self.grant is not None and self._lease is not None and not self._lease.done()
+
+    def granted(self, grant: LeaseGrant) -> None:
+        """A host has the process up."""
+        if grant.fence.epoch == self.epoch:
+            self.grant = grant
+
+    def take(self, request: Frozen, epoch: int) -> None:
+        """Ask for a process. What was held before is given back."""
+        self.release()
+        self.epoch = epoch
+        self._lease = workflow.start_activity(
+            self.activity,
+            request,
+            task_queue=self.queue,
+            start_to_close_timeout=policies.LEASE_TIMEOUT,
+            heartbeat_timeout=policies.heartbeat_timeout(self.timing),
+            retry_policy=policies.ONCE,
+        )
+
+    async def wait(self) -> LeaseGrant:
+        """The grant, when it is there.
+
+        Raises:
+            ActivityError, Lost: the lease ended first.
+        """
+        lease = self._lease
+        assert lease is not None
+        await workflow.wait_condition(lambda: self.grant is not None or lease.done())
+        if self.grant is None:
+            await lease
+            raise Lost("the lease ended before its process was up")
+        return self.grant
+
+    def release(self) -> None:
+        """Give the process back, if there is one. Its host hears of it with its next beat; nothing waits for that."""
+        if self._lease is not None:
+            _release(self._lease)
+        self.grant = self._lease = None
+
+
+def _release(lease: workflow.ActivityHandle[None]) -> None:
+    if not lease.done():
+        lease.cancel()
+    elif not lease.cancelled():
+        lease.exception()  # taken note of, or asyncio complains that nobody did
+
+
+def lost(error: ActivityError) -> Lost:
+    """What an activity's error means to its lease, where another lease may do better.
+
+    Raises:
+        ActivityError: it was cancelled.
+        RunFailed: doing it again would only fail again.
+    """
+    if was_cancelled(error):
+        raise error
+    if is_final(error):
+        raise RunFailed(problem_of(error)) from error
+    return Lost(problem_of(error).message)
