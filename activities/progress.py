@@ -1,13 +1,13 @@
 """Telling the workflow how a job goes on: often enough to be of use, seldom enough for a history of bounded length."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from activities.signals import Signals
-from activities.step_metrics import Metrics, job_metrics
+from activities.step_metrics import JobMetrics, Metrics
 from shared.events import Evaluated, Event, Started, Step
-from shared.jobs import Fence, JobPlan, is_policy_loss
+from shared.jobs import Fence, JobPlan
 from shared.models import Frozen
 from shared.runs import CheckpointRef
 
@@ -34,11 +34,12 @@ class Progress:
         steps_before: metrics of the optimizer steps that this attempt goes on from.
     """
 
-    def __init__(self, plan: JobPlan, fence: Fence, steps_before: Sequence[Metrics], signals: Signals) -> None:
+    def __init__(self, plan: JobPlan, fence: Fence, steps_before: Iterable[Metrics], signals: Signals) -> None:
         self.step = 0
-        self.metrics = job_metrics(plan.loss, steps_before)
-        self._loss = plan.loss
-        self._steps = list(steps_before)
+        self._training = JobMetrics(plan.loss)
+        for metrics in steps_before:
+            self._training.take(metrics)
+        self._evaluation: dict[str, float] = {}
         self._fence = fence
         self._num_steps = plan.first_step + plan.num_steps
         self._signals = signals
@@ -47,19 +48,19 @@ class Progress:
         self._told: ProgressReport | None = None
         self._sending: Future[bool] | None = None
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._training.told() | self._evaluation
+
     def take(self, event: Event) -> None:
         match event:
             case Started(first_step=step):
                 self.step = step
             case Step(step=step, metrics=metrics):
                 self.step = step
-                self._steps.append(metrics)
-                told = job_metrics(self._loss, self._steps)
-                self.metrics |= told
-                if not is_policy_loss(self._loss):
-                    self._steps = [told]  # as good as all of them, of which there may be a million
+                self._training.take(metrics)
             case Evaluated(metrics=metrics):
-                self.metrics |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
+                self._evaluation |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
 
     def tick(self, durable: CheckpointRef | None) -> None:
         """Signal what is new, if the last signal is long enough ago; the first step is told at once."""
@@ -73,7 +74,7 @@ class Progress:
             fence=self._fence,
             step=self.step,
             num_steps=self._num_steps,
-            metrics=dict(self.metrics),
+            metrics=self.metrics,
             checkpoint=durable,
         )
         if report != self._told:

@@ -5,17 +5,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
+from activities.chat_template import Span
 from activities.heartbeat import beating
 from activities.prompt_rows import PromptDataset, PromptKind, Question, open_prompts
 from activities.prompts import PromptRow, PromptsWriter
 from activities.report import LostRow
 from activities.scratch import scratch_folder
 from activities.template_process import TemplateProcess
-from activities.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tokenizer import Encoded, ModelTokenizer, load_tokenizer
 from shared.artifacts import find, seal, stage, upload
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
@@ -30,6 +34,7 @@ _BATCH_ROWS = 512
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _ROW_LIMIT_S = 10.0
 _PROBE_TOKENS = 64
+_STAND_IN = "A"
 
 REPORT = "report.json"
 
@@ -133,16 +138,39 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
         if tokenizer.template is not None:
             process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, _ROW_LIMIT_S))
         while batch := list(islice(rows, _BATCH_ROWS)):
-            texts = process.asked(batch) if process else [_plain(question, tokenizer) for question in batch]
-            codes = tokenizer.encode(texts, [[] for _ in texts])
-            end = 0
-            for question, num_tokens in zip(batch, codes.num_tokens_R.tolist(), strict=True):
-                start, end = end, end + num_tokens
-                prefix = [] if process else tokenizer.prefix_ids
-                yield question, [*prefix, *codes.id_T[start:end].tolist()]
+            texts = process.asked(batch) if process else [_plain(question) for question in batch]
+            prefix = [] if process else tokenizer.prefix_ids
+            for question, token_ids in zip(batch, ids_before_answers(texts, tokenizer), strict=True):
+                yield question, [*prefix, *token_ids]
 
 
-def _plain(question: Question, tokenizer: ModelTokenizer) -> str:
+def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[list[int]]:
+    """The ids that texts have when an answer follows them, as in training.
+
+    A text's last tokens can depend on what stands behind it: GPT-2's rule for spaces parts two newlines before a word,
+    and joins them at a text's end. So a letter stands in for the answer; where that would share a token with the text,
+    or change more than its tokens' borders, the ids of the text alone are right.
+    """
+    alone = tokenizer.encode(texts, [[] for _ in texts])
+    followed = tokenizer.encode(
+        [text + _STAND_IN for text in texts], [[Span(len(text), len(text) + 1, 1.0)] for text in texts]
+    )
+    rows = zip(
+        _split(alone.id_T, alone), _split(followed.id_T, followed), _split(followed.weight_T, followed), strict=True
+    )
+    for alone_ids, followed_ids, weights in rows:
+        before = followed_ids[: weights.index(1.0)]
+        is_same_text = before == alone_ids or tokenizer.decode(before) == tokenizer.decode(alone_ids)
+        yield before if is_same_text else alone_ids
+
+
+def _split(values_T: NDArray[Any], codes: Encoded) -> Iterator[list[Any]]:
+    """A list for each text."""
+    ends = np.cumsum(codes.num_tokens_R)
+    return (each.tolist() for each in np.split(values_T, ends[:-1]))
+
+
+def _plain(question: Question) -> str:
     if question.text is None:
         raise InvalidInput("the model has no chat template, and the row is a conversation", question.place)
     return question.text

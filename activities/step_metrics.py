@@ -1,49 +1,72 @@
 """A job's metrics from those of its optimizer steps: what a run shows, and what a train step is recorded with.
 
-A train step of reinforcement learning is one job of several optimizer steps (epochs times mini-batches): its metrics are
-of all of them. Every other job is a run's whole course, which is told by its newest step.
+A train step of reinforcement learning is one job of several optimizer steps (epochs times mini-batches): it is told by
+all of them. Every other job is a run's whole course, and is told by its newest step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from shared.jobs import Loss, is_policy_loss
 
 Metrics = Mapping[str, float]
 
-_TOTALS = ("tokens", "target_tokens", "num_bins", "sequences", "step_s", "skipped")
+_SUMS = ("tokens", "target_tokens", "num_bins", "sequences", "step_s", "skipped")
 _MEANS_OF_TOKENS = ("ratio_mean", "entropy", "importance_mean")
 
 
-def job_metrics(loss: Loss, steps: Sequence[Metrics]) -> dict[str, float]:
-    """What the metrics of a job's optimizer steps, in order, come to.
+def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
+    """What the metrics of a job's optimizer steps, in order, come to."""
+    job = JobMetrics(loss)
+    for metrics in steps:
+        job.take(metrics)
+    return job.told()
+
+
+class JobMetrics:
+    """Takes the metrics of a job's optimizer steps, in order.
 
     Of a policy loss: counts and seconds are added up; `learning_rate` is the last; of `..._max` and `memory_bytes` the
     greatest counts; means over tokens (ratios, divergences, entropy, fractions) are weighed by each step's trained
     tokens; everything else (loss, norm) is the mean of the steps that have it. Of any other loss: the newest value of
     each.
     """
-    if not is_policy_loss(loss):
-        return {name: value for metrics in steps for name, value in metrics.items()}
-    names = sorted({name for metrics in steps for name in metrics})
-    found = {name: _of_steps(name, [metrics for metrics in steps if name in metrics]) for name in names}
-    if "tokens_per_s" in found:
-        found["tokens_per_s"] = found["tokens"] / found["step_s"]
-    return found
+
+    def __init__(self, loss: Loss) -> None:
+        self._is_train_step = is_policy_loss(loss)
+        self._so_far: dict[str, tuple[float, float]] = {}  # a value, and what it is to be divided by
+
+    def take(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            before, weight = self._so_far.get(name, (0.0, 0.0))
+            match _kind(name) if self._is_train_step else "last":
+                case "last":
+                    self._so_far[name] = value, 1.0
+                case "sum":
+                    self._so_far[name] = before + value, 1.0
+                case "max":
+                    self._so_far[name] = max(before, value), 1.0
+                case "mean":
+                    self._so_far[name] = before + value, weight + 1
+                case "mean_of_tokens":
+                    tokens = metrics["target_tokens"]
+                    self._so_far[name] = before + value * tokens, weight + tokens
+
+    def told(self) -> dict[str, float]:
+        found = {name: value / weight for name, (value, weight) in self._so_far.items()}
+        if self._is_train_step and "tokens_per_s" in found:
+            found["tokens_per_s"] = found["tokens"] / found["step_s"]
+        return found
 
 
-def _of_steps(name: str, steps: Sequence[Metrics]) -> float:
-    """`steps`: those that have the metric, one at least."""
-    values = [metrics[name] for metrics in steps]
+def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
+    """How values of several optimizer steps become one. Maxima are of what is never negative."""
     if name == "learning_rate":
-        return values[-1]
+        return "last"
+    if name in _SUMS:
+        return "sum"
     if name.endswith("_max") or name == "memory_bytes":
-        return max(values)
-    if name in _TOTALS:
-        return sum(values)
+        return "max"
     if name in _MEANS_OF_TOKENS or name.startswith("kl_") or name.endswith("_fraction"):
-        return _mean(values, [metrics["target_tokens"] for metrics in steps])
-    return _mean(values, [1.0] * len(values))
-
-
-def _mean(values: Iterable[float], weights: Sequence[float]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        return "mean_of_tokens"
+    return "mean"

@@ -1,4 +1,7 @@
-"""Track: follow a run's events and hand them to W&B. W&B may be slow, away or broken: the run does not notice."""
+"""Track: follow a run's events and train steps, and hand them to W&B.
+
+W&B may be slow, away or broken: the run does not notice.
+"""
 
 import contextlib
 import logging
@@ -11,7 +14,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,14 +22,13 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.heartbeat import beating, host_is_leaving
-from activities.wandb_writer import WriterStart
-from shared.events import Event
+from activities.wandb_writer import Line, TrainStep, WriterStart
 from shared.models import Frozen
 from shared.paths import RunKeys
-from shared.run_events import EventCursor, read_events
-from shared.runs import Run
+from shared.run_events import EventCursor, RunEvent, read_run_events
+from shared.runs import Run, StepStatus
 from shared.settings import Settings
-from shared.store import open_store
+from shared.store import ObjectStore, open_store
 
 POLL_S = 1.0
 INIT_TIMEOUT_S = 20.0
@@ -94,7 +96,7 @@ class Track:
         for left in folder.parent.glob(f".{request.run_id}.*"):
             shutil.rmtree(left, ignore_errors=True)
         with Writer(self._start(request, mode, temporary)) as writer:
-            num_events = self._copy_events(request.run_id, writer.send)
+            num_events = self._copy(request, writer.send)
             writer.finish(self._finish_timeout_s)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -112,17 +114,17 @@ class Track:
             config=request.run.model_dump(mode="json"),
         )
 
-    def _copy_events(self, run_id: str, send: Callable[[list[Event]], None]) -> int:
+    def _copy(self, request: TrackRequest, send: Callable[[Sequence[Line]], None]) -> int:
         store = open_store(self._settings.store, self._settings.s3)
-        cursor = EventCursor()
+        run_id, cursor, steps = request.run_id, EventCursor(), TrainSteps(store, request)
         num_events = 0
         deadline: float | None = None
         while True:
             # Asked first, so that the last events are read after it.
             ended = store.head(RunKeys(run_id).result) is not None
-            events, cursor = read_events(store, run_id, cursor)
+            events, cursor = read_run_events(store, run_id, cursor)
             num_events += len(events)
-            send(events)
+            send(steps.among(events, ended))
             if ended or (deadline is not None and time.monotonic() > deadline):
                 return num_events
             if host_is_leaving():
@@ -130,6 +132,50 @@ class Track:
             if activity.is_cancelled() and deadline is None:
                 deadline = time.monotonic() + self._finish_timeout_s
             time.sleep(POLL_S)
+
+
+class TrainSteps:
+    """The train steps of an RL run, each put behind the events of its own job and before those of the next.
+
+    Jobs are numbered as their steps are, and a step comes on record after its job's events, and before the next job
+    begins.
+    """
+
+    def __init__(self, store: ObjectStore, request: TrackRequest) -> None:
+        self._store, self._folder = store, f"{RunKeys(request.run_id).steps}/"
+        self._has_steps = request.run.kind == "rl"
+        self._before = self._sent = ""
+        self._last_job = ""
+
+    def among(self, events: Sequence[RunEvent], all_are_read: bool) -> list[Line]:
+        """The events just read, with the steps whose events are read by now."""
+        if events:
+            self._last_job = events[-1].job_id
+        waiting = self._waiting()
+        # A step that was listed before the events were read, or has a later job behind it, has all of its events.
+        ready = [k for k in waiting if all_are_read or k <= self._before or _number(k) < int(self._last_job or 0)]
+        self._before = waiting[-1] if waiting else self._before
+        self._sent = ready[-1] if ready else self._sent
+        lines: list[Line] = []
+        for item in events:
+            while ready and _number(ready[0]) < int(item.job_id):
+                lines.append(self._record(ready.pop(0)))
+            lines.append(item.event)
+        return lines + [self._record(key) for key in ready]
+
+    def _waiting(self) -> list[str]:
+        """Keys of records that were not sent, in order of step."""
+        if not self._has_steps:
+            return []
+        return sorted(info.key for info in self._store.list(self._folder) if info.key > self._sent)
+
+    def _record(self, key: str) -> TrainStep:
+        return TrainStep(record=StepStatus.model_validate_json(self._store.get_bytes(key)))
+
+
+def _number(key: str) -> int:
+    """The step that a record's key is of."""
+    return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
 
 
 class Writer:
@@ -163,13 +209,13 @@ class Writer:
             self._stdin.close()
         self._process.wait()
 
-    def send(self, events: list[Event]) -> None:
-        """Hand events over; what the process does not take now waits here.
+    def send(self, lines: Sequence[Line]) -> None:
+        """Hand lines over; what the process does not take now waits here.
 
         Raises:
             WriterLost: the process has ended.
         """
-        self._pending.extend(event.model_dump_json().encode() + b"\n" for event in events)
+        self._pending.extend(line.model_dump_json().encode() + b"\n" for line in lines)
         self._pump(0.0)
 
     def finish(self, timeout_s: float) -> None:

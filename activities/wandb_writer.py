@@ -2,8 +2,9 @@
 
     python -m activities.wandb_writer < lines
 
-The first line is a `WriterStart`, every other one an event (shared/events.py). End of input ends the W&B run. W&B lives
-in a process of its own because it starts threads and servers, and may hang: whoever feeds it can leave it behind.
+The first line is a `WriterStart`, every other one an event (shared/events.py) or a `TrainStep`. End of input ends the
+W&B run. W&B lives in a process of its own because it starts threads and servers, and may hang: whoever feeds it can
+leave it behind.
 """
 
 import sys
@@ -11,13 +12,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 
-from shared.events import Evaluated, Event, Offloaded, Sample, Step, parse_event
+from shared.events import Evaluated, Event, Offloaded, Sample, Step
 from shared.models import Frozen
+from shared.runs import StepStatus
 
 STEP = "train/step"
 EVALUATION = "eval/step"
+TRAIN_STEP = "rollout/step"
 _SYSTEM_SUFFIXES = ("_bytes", "_s", "_per_s")
 
 
@@ -34,6 +37,24 @@ class WriterStart(Frozen):
     config: dict[str, JsonValue]
 
 
+class TrainStep(Frozen):
+    """A train step of an RL run that has ended, as it stands on record."""
+
+    record: StepStatus
+
+
+Line = Event | TrainStep
+_line: TypeAdapter[Line] = TypeAdapter(Line)
+
+
+class Done(Frozen):
+    """What stands in W&B already: the last optimizer step, evaluation and train step. -1: none; no step is step 0."""
+
+    step: int = 0
+    evaluation: int = -1
+    train_step: int = -1
+
+
 class Row(Frozen):
     """What one event adds to the history: numbers by W&B name, and the samples of an evaluation."""
 
@@ -41,25 +62,34 @@ class Row(Frozen):
     samples: tuple[Sample, ...] = ()
 
 
-def rows(events: Iterable[Event], done_step: int = 0, done_evaluation: int = -1) -> Iterator[Row]:
-    """Rows of events, in order, each step and each evaluation once.
+def rows(lines: Iterable[Line], done: Done = Done()) -> Iterator[Row]:  # noqa: B008 - it is frozen
+    """Rows of events and train steps, in order, each step and each evaluation once.
 
     A worker that goes on from a checkpoint repeats the steps after it, and gives the same numbers: they count once.
-    Steps up to `done_step`, and evaluations up to that after step `done_evaluation`, stand in W&B already.
+    What is done stands in W&B already. A train step stands at the last optimizer step that it made, where the worker's
+    own numbers are already, and adds the others.
     """
-    last_step, last_evaluation = done_step, done_evaluation
-    for event in events:
-        match event:
-            case Step() if event.step > last_step:
-                last_step = event.step
-                yield Row(values={STEP: event.step, **_named("train", event.metrics)})
-            case Evaluated() if event.step > last_evaluation:
-                last_evaluation = event.step
-                numbers = {EVALUATION: float(event.step), **_named("eval", event.metrics)}
-                yield Row(values={STEP: event.step, **numbers}, samples=event.samples)
-            case Offloaded() if last_step > done_step:
-                numbers = event.model_dump(exclude={"seq", "time", "event"})
+    last_step, last_evaluation, last_train_step = done.step, done.evaluation, done.train_step
+    workers_own: set[str] = set()
+    for line in lines:
+        match line:
+            case Step():
+                workers_own |= line.metrics.keys()
+                if line.step > last_step:
+                    last_step = line.step
+                    yield Row(values={STEP: line.step, **_named("train", line.metrics)})
+            case Evaluated() if line.step > last_evaluation:
+                last_evaluation = line.step
+                numbers = {EVALUATION: float(line.step), **_named("eval", line.metrics)}
+                yield Row(values={STEP: line.step, **numbers}, samples=line.samples)
+            case Offloaded() if last_step > done.step:
+                numbers = line.model_dump(exclude={"seq", "time", "event"})
                 yield Row(values={STEP: last_step, **{f"system/offload_{k}": v for k, v in numbers.items()}})
+            case TrainStep(record=record) if record.step > last_train_step:
+                last_train_step = record.step
+                own = _named("rollout", {k: v for k, v in record.metrics.items() if k not in workers_own})
+                if own and record.same_as is None:
+                    yield Row(values={STEP: record.optimizer_step or 0, TRAIN_STEP: record.step, **own})
 
 
 def _named(group: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -72,7 +102,7 @@ def write(lines: Iterable[bytes]) -> None:
     stream = iter(lines)
     start = WriterStart.model_validate_json(next(stream))
     run = _open(start)
-    for row in rows(map(parse_event, stream), *_done(run)):
+    for row in rows(map(_line.validate_json, stream), _done(run)):
         run.log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
     run.finish()
 
@@ -98,12 +128,13 @@ def _open(start: WriterStart) -> Any:
     return run
 
 
-def _done(run: Any) -> tuple[int, int]:
-    """The last step and the last evaluation that a W&B server has of a run."""
+def _done(run: Any) -> Done:
+    """What a W&B server has of a run."""
     if not run.resumed:
-        return 0, -1
-    step, evaluation = run.summary.get(STEP), run.summary.get(EVALUATION)
-    return int(step or 0), -1 if evaluation is None else int(evaluation)
+        return Done()
+    names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP}
+    found = {field: run.summary.get(name) for field, name in names.items()}
+    return Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
 
 
 def _table(row: Row) -> Any:

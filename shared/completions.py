@@ -70,7 +70,7 @@ class CompletionRequest(Request):
     @classmethod
     def _of_the_prompt_alone(cls, value: int | None) -> int | None:
         if value not in (0, None):
-            raise ValueError("only 0 is answered: logprobs of the prompt's own tokens, not of likelier ones beside them")
+            raise ValueError("only 0 is answered: of the prompt's own tokens, not of likelier ones beside them")
         return value
 
 

@@ -93,7 +93,20 @@ class Kl(Frozen):
     coefficient: float = Field(gt=0)
     estimator: Literal["k1", "k2", "k3"] = "k3"
     placement: Literal["loss", "reward"] = "loss"
-    reference: Reference = "base"
+    reference: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        default="base", description="base, or a published adapter: in a run its URI, in a job its artifact"
+    )
+
+    @property
+    def model(self) -> Reference:
+        """Raises ValueError while the reference is a URI that nobody has looked up."""
+        match self.reference:
+            case Artifact() as adapter:
+                return adapter
+            case "base":
+                return "base"
+            case uri:
+                raise ValueError(f"kl.reference: a job has the adapter itself, and not where it is ({uri})")
 
 
 class _PolicyLoss(Frozen):
@@ -192,14 +205,30 @@ Loss = Annotated[CrossEntropy | Reinforce | PPO | CISPO | GSPO | DRO | DPO, Fiel
 
 
 def reference_of(loss: Loss) -> Reference | None:
-    """The model whose log-probabilities a loss needs beside the trained one's."""
+    """The model whose log-probabilities a loss needs beside the trained one's. Raises ValueError as `Kl.model`."""
     match loss:
         case CrossEntropy():
             return None
         case DPO():
             return loss.reference
         case _:
-            return loss.kl.reference if loss.kl else None
+            return loss.kl.model if loss.kl else None
+
+
+def reference_uri(loss: PolicyLoss) -> str | None:
+    """Where the adapter is that a run's loss keeps the policy near, if it names one so."""
+    match loss.kl:
+        case Kl(reference=str() as uri) if uri != "base":
+            return uri
+        case _:
+            return None
+
+
+def with_reference(loss: PolicyLoss, adapter: Artifact | None) -> PolicyLoss:
+    """The loss with the adapter that its reference's URI stood for; as it is where it named none."""
+    if adapter is None or loss.kl is None:
+        return loss
+    return loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": adapter})})
 
 
 def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
@@ -292,6 +321,11 @@ class JobPlan(Frozen):
     def _temperature_means_something(self) -> Self:
         if self.temperature != 1 and not is_policy_loss(self.loss):
             raise ValueError(f"temperature belongs to losses of sampled sequences: with {self.loss.kind} it must be 1")
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_known(self) -> Self:
+        reference_of(self.loss)
         return self
 
     @model_validator(mode="after")

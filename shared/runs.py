@@ -474,6 +474,7 @@ class RLState(Frozen):
     model: Artifact
     shape: ModelShape
     adapter: Artifact | None = None
+    reference: Artifact | None = Field(default=None, description="what the URI of the loss's KL reference stands for")
     steps: tuple[StepStatus, ...] = Field(default=(), description="those that wait, and the last ones that ended")
     finishing: bool = False
     epoch: int = 0

@@ -14,6 +14,7 @@ from shared.jobs import (
     PackedData,
     Reference,
     Schedule,
+    with_reference,
 )
 from shared.runs import DPORun, RLStart, RLState, RunStart, SFTRun, StepStatus
 
@@ -88,7 +89,7 @@ def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, n
         first_step=state.optimizer_step,
         data=data,
         num_steps=num_steps,
-        loss=run.loss,
+        loss=with_reference(run.loss, state.reference),
         temperature=run.temperature,
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
         schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),

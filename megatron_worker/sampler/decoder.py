@@ -155,7 +155,7 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled) -> tuple[list[float], list[int]]:
-        """Logprobs in nats, and ranks, of a prompt's tokens but the first. A rank counts the tokens as likely or likelier.
+        """Logprobs in nats, and ranks, of a prompt's tokens but the first. A rank counts what is as likely or likelier.
 
         In chunks, so that [T, V] never is; their shapes depend on the prompt alone.
         """

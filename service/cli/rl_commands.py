@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 _LONG_POLL_S = 10.0
 
 
+class AlgorithmName(StrEnum):
+    reinforce = "reinforce"
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    dapo = "dapo"
+    gspo = "gspo"
+    cispo = "cispo"
+
+
 class AdvantagesName(StrEnum):
     group_mean = "group_mean"
     group_normalized = "group_normalized"
@@ -54,10 +63,19 @@ def register(app: typer.Typer, submit: typer.Typer) -> None:
 def rl(
     context: typer.Context,
     model: Model,
+    algorithm: Annotated[
+        AlgorithmName | None, typer.Option(help="Loss and advantages as a paper has them; see docs/losses.md.")
+    ] = None,
     loss: Annotated[
-        str, typer.Option(help="reinforce, ppo, cispo, gspo or dro; or a JSON object with `kind` and its fields.")
-    ] = "ppo",
-    advantages: AdvantagesName = AdvantagesName.group_mean,
+        str | None,
+        typer.Option(
+            help="reinforce, ppo, cispo, gspo or dro; or a JSON object with `kind` and its fields. With --algorithm: "
+            "fields that differ from the paper's. ppo without either."
+        ),
+    ] = None,
+    advantages: Annotated[
+        AdvantagesName | None, typer.Option(help="Instead of --algorithm's; group_mean without either.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What adapters are published as; the run's id if absent.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Default 16.")] = None,
     lora_alpha: Annotated[float | None, typer.Option(help="Default 32.")] = None,
@@ -142,8 +160,7 @@ def rl(
                 "model": model_uri(model),
                 "trainable": lora_of(lora_rank, lora_alpha, lora_targets),
                 "initial_adapter": initial_adapter,
-                "loss": _loss(loss),
-                "advantages": advantages.value,
+                **_objective(algorithm, loss, advantages),
                 "equal_rewards": equal_rewards.value,
                 "broken": broken.value,
                 "max_staleness": max_staleness,
@@ -217,6 +234,18 @@ def _words(step: "StepStatus") -> str:
     if step.problem is not None:
         words += f": {step.problem.message}"
     return words
+
+
+def _objective(
+    algorithm: AlgorithmName | None, loss: str | None, advantages: AdvantagesName | None
+) -> dict[str, Any]:
+    """What is given of the three; the rest has its defaults."""
+    given = {
+        "algorithm": algorithm and algorithm.value,
+        "loss": None if loss is None else _loss(loss),
+        "advantages": advantages and advantages.value,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _loss(given: str) -> dict[str, Any]:

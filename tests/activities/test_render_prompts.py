@@ -1,17 +1,23 @@
-"""Datasets into prompts: the ids that training shows before an answer, every row by its number, refusals with a place."""
+"""Datasets into prompts: the ids that training shows before an answer, any row by its number, refusals with a place."""
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from temporalio.testing import ActivityEnvironment
 
 from activities.prompts import PromptRow, PromptsFile
-from activities.render_prompts import Prompts, PromptsReport, PromptsRequest, RenderPrompts, write_prompts
+from activities.render_prompts import (
+    Prompts,
+    PromptsReport,
+    PromptsRequest,
+    RenderPrompts,
+    ids_before_answers,
+    write_prompts,
+)
 from activities.tokenize import TokenizeRequest, write_units
 from activities.tokenizer import ModelTokenizer
 from shared.artifacts import seal, stage, upload
@@ -54,7 +60,7 @@ def prompts(
     tmp_path: Path, tokenizer: ModelTokenizer, *rows: Any, **fields: Any
 ) -> tuple[list[PromptRow], PromptsReport]:
     folder = tmp_path / "prompts"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     report = write_prompts(rows_in(tmp_path / "rows", *rows), tokenizer, request_of(**fields), folder)
     with PromptsFile(folder) as file:
         return [file[i] for i in range(len(file))], report
@@ -75,30 +81,38 @@ def turns(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-TEXT = st.text("abc 12\n.,éß船🐟{}", min_size=1, max_size=30)
-# An answer's first letter must not melt into the token before it: that is the tokenizer's doing, and no prompt's.
-ANSWER = TEXT.map(lambda text: "A" + text)
+def a_text(random: Random) -> str:
+    return "".join(random.choices("abc 12\n.,éß船🐟{}", k=random.randint(1, 30)))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
 def test_a_prompt_is_what_sft_shows_before_the_answer(
-    models: dict[str, ModelTokenizer], tmp_path_factory: pytest.TempPathFactory, template: str, data: st.DataObject
+    models: dict[str, ModelTokenizer], tmp_path: Path, template: str
 ) -> None:
-    folder, tokenizer = tmp_path_factory.mktemp("row"), models[template]
-    rows, sft_rows = [], []
-    for _ in range(4):
-        asked = turns(*([("system", data.draw(TEXT))] if template not in ("mistral",) else []))
-        asked += turns((USER, data.draw(TEXT)))
-        rows.append({"messages": asked, "answer": 1})
-        sft_rows.append({"messages": asked + turns((ASSISTANT, data.draw(ANSWER)))})
-    expected = trained_from(folder, tokenizer, *sft_rows)
-    found, report = prompts(folder, tokenizer, *rows)
-    with_answers, other = prompts(folder, tokenizer, *sft_rows)
+    random, rows, sft_rows = Random(template), list[Any](), list[Any]()
+    # Mistral's template puts a space before the answer, which no prompt has: it is part of the first word's token.
+    beginnings = ["There ", "How "] if template == "mistral" else ["A", "7", "é", "船"]
+    for number in range(100):
+        asked = turns(("system", a_text(random))) if number % 2 and template != "mistral" else []
+        asked = [*asked, *turns((USER, a_text(random)))]
+        rows.append({"messages": asked, "answer": number})
+        # An answer that begins with a sign can melt into the token before it: no prompt can know that.
+        sft_rows.append({"messages": asked + turns((ASSISTANT, random.choice(beginnings) + a_text(random)))})
+    expected = trained_from(tmp_path, models[template], *sft_rows)
+    found, report = prompts(tmp_path, models[template], *rows)
+    with_answers, other = prompts(tmp_path, models[template], *sft_rows)
     assert [list(row.token_ids) for row in found] == [list(row.token_ids) for row in with_answers] == expected
-    assert (report.num_answers, other.num_answers) == (0, 4)
+    assert (report.num_answers, other.num_answers) == (0, 100)
     assert [row.item for row in with_answers] == sft_rows
+
+
+def test_a_letter_that_melts_into_the_text_is_no_stand_in(models: dict[str, ModelTokenizer]) -> None:
+    tokenizer = models["none"]
+    for text in ("The crane", "The crate ", "crates: ", "é", "\n\n", "crate\n\n", "船", "<|im_start|>"):
+        [found] = ids_before_answers([text], tokenizer)
+        assert tokenizer.decode(found) == text
+    assert [*ids_before_answers(["crate\n\n"], tokenizer)] != [tokenizer.tokens_of("crate\n\n")]
+    assert [*ids_before_answers(["crate "], tokenizer)] == [tokenizer.tokens_of("crate ")]
 
 
 def test_earlier_turns_are_rendered_as_history(models: dict[str, ModelTokenizer], tmp_path: Path) -> None:
@@ -162,7 +176,7 @@ def test_too_long_prompts_are_left_out_and_counted(models: dict[str, ModelTokeni
         InvalidInput, match=r"4 of 20 prompts are too long.*max_lost_fraction 0.19; first: rows.jsonl:4"
     ):
         prompts(tmp_path, models["chatml"], *rows, max_prompt_tokens=40, max_lost_fraction=0.19)
-    with pytest.raises(InvalidInput, match=r"all 20 prompts are too long: the shortest has 1\d tokens, and 3 leave"):
+    with pytest.raises(InvalidInput, match=r"all 20 prompts are too long: the shortest has 2\d tokens, and 3 leave"):
         prompts(tmp_path, models["chatml"], *rows, max_prompt_tokens=3, max_lost_fraction=1)
 
 

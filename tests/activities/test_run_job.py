@@ -258,6 +258,21 @@ def test_metrics_of_a_train_step_are_whole_whichever_attempts_did_it(host: Host,
     assert again.probe == done.probe != ()
 
 
+def test_a_checkpoint_that_stands_has_the_log_of_its_steps_before_it(tmp_path: Path) -> None:
+    """At every moment, so that a host may die at any: who goes on from the checkpoint finds their metrics."""
+    seen = set()
+    with Host(tmp_path, step_s=0.03) as host:
+        plan = plan_for(host, tmp_path, num_steps=30, every_steps=1)
+        with HeldLease(host, plan, epoch=1) as lease:
+            job = Running(host, lease, plan)
+            while job.thread.is_alive():
+                if (checkpoint := newest(host.store, "r1")) is not None:
+                    seen.add(checkpoint.step)
+                    assert checkpoint.step in steps(read_events(host.store, "r1")[0])
+            job.ended()
+    assert len(seen) > 5
+
+
 def test_a_failed_job_answers_with_its_problem(host: Host, tmp_path: Path) -> None:
     plan = plan_for(host, tmp_path, seed=SEEDS["invalid_input"])
     with HeldLease(host, plan, epoch=1) as lease:

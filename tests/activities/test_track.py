@@ -16,11 +16,11 @@ from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
 from activities.track import Track, Tracked, TrackRequest, Writer, WriterLost
-from activities.wandb_writer import STEP, WriterStart, rows
+from activities.wandb_writer import STEP, Done, TrainStep, WriterStart, rows
 from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
 from shared.jobs import Fence, Lora
 from shared.paths import RunKeys
-from shared.runs import DatasetSource, SFTRun
+from shared.runs import DatasetSource, RLRun, SFTRun, StepStatus
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store
 
@@ -75,17 +75,36 @@ SUCCEEDED = Succeeded(seq=9, time=9.0, step=5, device="released")
 WHOLE_RUN = [started(FIRST, 0), evaluated(0), *map(step, range(1, 6)), evaluated(5), OFFLOADED, SUCCEEDED]
 
 
-def put_log(store: ObjectStore, run_id: str, fence: Fence, events: list[Event]) -> None:
+def put_log(store: ObjectStore, run_id: str, fence: Fence, events: list[Event], job_id: str = "000000") -> None:
     lines = "".join(event.model_dump_json() + "\n" for event in events)
-    store.put_bytes(RunKeys(run_id).log("000000", fence), lines.encode())
+    store.put_bytes(RunKeys(run_id).log(job_id, fence), lines.encode())
 
 
 def end_run(store: ObjectStore, run_id: str) -> None:
     store.put_bytes(RunKeys(run_id).result, b"{}")
 
 
-def track(activity: Track, run_id: str) -> Tracked:
-    return ActivityEnvironment().run(activity.track, TrackRequest(run_id=run_id, run=RUN))
+def track(activity: Track, run_id: str, run: SFTRun | RLRun = RUN) -> Tracked:
+    return ActivityEnvironment().run(activity.track, TrackRequest(run_id=run_id, run=run))
+
+
+RL_RUN = RLRun(model="file:///models/tiny", trainable=Lora(rank=4))
+
+
+def train_step(number: int, optimizer_step: int, **changes: object) -> StepStatus:
+    """A done step, with the worker's own numbers among its own."""
+    metrics = {"reward_mean": number / 10, "packing_factor": 2.5, "loss": 1 / optimizer_step, "tokens_per_s": 1.0}
+    fields = {"step": number, "key": f"k{number}", "groups": "file:///g", "state": "done", "metrics": metrics}
+    return StepStatus.model_validate(fields | {"optimizer_step": optimizer_step} | changes)
+
+
+def put_train_step(store: ObjectStore, run_id: str, record: StepStatus, steps: range, with_record: bool = True) -> None:
+    """The log of a step's job, whose optimizer steps these are, and its record."""
+    job_id = f"{record.step:06d}"
+    events = [started(FIRST, steps.start - 1).model_copy(update={"job_id": job_id}), *map(step, steps)]
+    put_log(store, run_id, FIRST, events, job_id)
+    if with_record:
+        store.put_bytes(RunKeys(run_id).step(record.step), record.model_dump_json().encode())
 
 
 def read_offline(folder: Path) -> tuple[dict, list[dict]]:
@@ -151,6 +170,49 @@ def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store:
     assert len(tables) == 2 and all("ahoy" in table for table in tables)
 
 
+def test_train_steps_stand_beside_the_workers_numbers(settings: Settings, store: ObjectStore) -> None:
+    """Two optimizer steps a train step; the third had nothing to train, the fourth was the second sent again."""
+    put_train_step(store, "rl-1", train_step(1, 2), range(1, 3))
+    put_train_step(store, "rl-1", train_step(2, 4), range(3, 5))
+    for record in (
+        train_step(3, 4, state="skipped", metrics={"zero_variance_share": 1.0}),
+        train_step(4, 4, same_as=2),
+        train_step(5, 4, state="failed", metrics={}),
+    ):
+        store.put_bytes(RunKeys("rl-1").step(record.step), record.model_dump_json().encode())
+    end_run(store, "rl-1")
+    track(Track(settings), "rl-1", RL_RUN)
+    history = read_offline(settings.root_path / "wandb" / "rl-1")[1]
+    assert named(history, "rollout/reward_mean") == {2: 0.1, 4: 0.2}
+    assert named(history, "rollout/packing_factor") == {2: 2.5, 4: 2.5}
+    assert named(history, "rollout/zero_variance_share") == {4: 1.0}
+    assert [row["rollout/step"] for row in history if "rollout/step" in row] == [1, 2, 3]
+    assert list(named(history, "train/loss")) == [1, 2, 3, 4]
+    assert not any("rollout/loss" in row for row in history), "the worker's own numbers stand there once"
+    assert [row[STEP] for row in history] == sorted(row[STEP] for row in history)
+
+
+def test_train_steps_are_followed_while_a_run_goes_on(settings: Settings, store: ObjectStore) -> None:
+    """Each comes behind its own job's events, also when it comes on record after they were read."""
+    put_train_step(store, "rl-2", train_step(1, 2), range(1, 3), with_record=False)
+
+    def go_on() -> None:
+        time.sleep(1.5)
+        put_train_step(store, "rl-2", train_step(1, 2), range(1, 3))
+        put_train_step(store, "rl-2", train_step(2, 4), range(3, 5), with_record=False)
+        time.sleep(2.5)
+        put_train_step(store, "rl-2", train_step(2, 4), range(3, 5))
+        end_run(store, "rl-2")
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    track(Track(settings), "rl-2", RL_RUN)
+    thread.join()
+    history = read_offline(settings.root_path / "wandb" / "rl-2")[1]
+    assert [row[STEP] for row in history] == [1, 2, 2, 3, 4, 4]
+    assert [row.get("rollout/reward_mean") for row in history] == [None, None, 0.1, None, None, 0.2]
+
+
 def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore) -> None:
     put_log(store, "sft-2", FIRST, WHOLE_RUN[:4])
 
@@ -188,9 +250,11 @@ def test_steps_that_a_second_worker_repeats_count_once(settings: Settings, store
 
 
 def test_rows_that_stand_in_wandb_are_not_sent_again() -> None:
-    assert [row.values[STEP] for row in rows(WHOLE_RUN, done_step=3, done_evaluation=0)] == [4, 5, 5, 5]
-    assert [row.values[STEP] for row in rows(WHOLE_RUN, done_step=5, done_evaluation=0)] == [5]
-    assert not list(rows(WHOLE_RUN, done_step=5, done_evaluation=5))
+    assert [row.values[STEP] for row in rows(WHOLE_RUN, Done(step=3, evaluation=0))] == [4, 5, 5, 5]
+    assert [row.values[STEP] for row in rows(WHOLE_RUN, Done(step=5, evaluation=0))] == [5]
+    assert not list(rows(WHOLE_RUN, Done(step=5, evaluation=5)))
+    steps = [*WHOLE_RUN, TrainStep(record=train_step(1, 3)), TrainStep(record=train_step(2, 5))]
+    assert [row.values[STEP] for row in rows(steps, Done(step=5, evaluation=5, train_step=1))] == [5]
 
 
 def test_disabled_writes_nothing(settings: Settings, store: ObjectStore) -> None:
@@ -277,7 +341,14 @@ def test_cancelled_activity_writes_what_is_there(settings: Settings, store: Obje
 
 def test_writer_that_hangs_holds_up_nobody_and_is_ended(tmp_path: Path) -> None:
     start = WriterStart(
-        run_id="r", name="r", project="p", mode="offline", folder=tmp_path / "r", init_timeout_s=5.0, config={}
+        run_id="r",
+        name="r",
+        project="p",
+        kind="sft",
+        mode="offline",
+        folder=tmp_path / "r",
+        init_timeout_s=5.0,
+        config={},
     )
     before = set(psutil.Process().children())
     with Writer(start) as writer:

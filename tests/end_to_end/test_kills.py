@@ -8,10 +8,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.end_to_end.victims import (
+    Victim,
+    a_rank,
+    control_host,
+    gpu_host,
+    kill,
+    ranks,
+    signal_all,
+    temporal_server,
+    torchrun,
+    web_service,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -62,11 +73,11 @@ def between_save_and_manifest(stack: Stack, run_id: str) -> bool:
     """Stop the ranks the moment a checkpoint is being written, and look whether its manifest is still missing."""
     if not _unsealed_checkpoints(stack, run_id):
         return False
-    ranks = _ranks(stack)
-    _signal_all(ranks, signal.SIGSTOP)
+    stopped = ranks(stack)
+    signal_all(stopped, signal.SIGSTOP)
     if _unsealed_checkpoints(stack, run_id):
         return True
-    _signal_all(ranks, signal.SIGCONT)
+    signal_all(stopped, signal.SIGCONT)
     return False
 
 
@@ -84,50 +95,6 @@ def _listed(folder: Path) -> list[Path]:
 
 
 Point = Callable[[Stack, str], bool]
-
-
-# Who dies.
-
-LAUNCHER = "torch.distributed.run"  # what `torchrun` runs
-
-
-def _ranks(stack: Stack) -> list[psutil.Process]:
-    return [p for p in stack.processes("megatron_worker") if LAUNCHER not in p.cmdline()]
-
-
-def a_rank(stack: Stack) -> list[psutil.Process]:
-    return _ranks(stack)[:1]
-
-
-def torchrun(stack: Stack) -> list[psutil.Process]:
-    return stack.processes(LAUNCHER, "megatron_worker")[:1]
-
-
-def gpu_host(stack: Stack) -> list[psutil.Process]:
-    return stack.processes("service.host", "gpu")
-
-
-def control_host(stack: Stack) -> list[psutil.Process]:
-    return stack.processes("service.host", "control")
-
-
-def web_service(stack: Stack) -> list[psutil.Process]:
-    return stack.processes("service.app")
-
-
-def temporal_server(stack: Stack) -> list[psutil.Process]:
-    return stack.processes("temporal", "start-dev")
-
-
-Victim = Callable[[Stack], list[psutil.Process]]
-
-
-def _signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _submit(stack: Stack, options: list[str]) -> str:
@@ -152,11 +119,9 @@ VICTIMS: list[Victim] = [a_rank, torchrun, gpu_host, control_host, web_service, 
 
 def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
     wait_until(lambda: point(stack, run_id), f"{point.__name__} of {run_id}", timeout_s=90, every_s=0.001)
-    killed = wait_until(lambda: victim(stack), f"a living {victim.__name__}", timeout_s=30)
-    print(f"{point.__name__}: killing {victim.__name__}, {[process.pid for process in killed]}")
-    _signal_all(killed, signal.SIGKILL)
+    kill(stack, victim)
     if point is between_save_and_manifest:
-        _signal_all(_ranks(stack), signal.SIGCONT)
+        signal_all(ranks(stack), signal.SIGCONT)
 
 
 @pytest.mark.parametrize("turn", range(len(VICTIMS)))
@@ -180,10 +145,7 @@ def test_kills_at_random_moments_change_nothing(
     run_id = _submit(stack, sft_options)
     for _ in range(3):
         time.sleep(chance.uniform(1, 9))
-        victim = chance.choice(VICTIMS)
-        killed = victim(stack)
-        print(f"killing {victim.__name__}: {[process.pid for process in killed]}")
-        _signal_all(killed, signal.SIGKILL)
+        kill(stack, chance.choice(VICTIMS), patience_s=0)
     _assert_undisturbed(stack, run_id, undisturbed)
 
 

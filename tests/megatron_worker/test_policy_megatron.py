@@ -136,7 +136,9 @@ def test_the_gradient_does_not_depend_on_how_a_mini_batch_is_cut(model: Path, na
         assert cut_loss == pytest.approx(whole_loss, abs=bound)
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("reinforce", 1.0), ("gspo", 1.0), ("reinforce", 0.6), ("gspo", 1.5)])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("reinforce", 1.0), ("gspo", 1.0), ("reinforce", 0.6), ("gspo", 1.5)]
+)
 def test_loss_and_gradient_norm_are_those_of_transformers_and_autograd(model: Path, name: str, temperature: float):
     """All weights trained, so that the output embedding's own gradient (of the entropy too) is seen."""
     from transformers import AutoModelForCausalLM
@@ -239,6 +241,12 @@ def test_a_named_adapter_is_the_reference(workshop: Workshop):
     assert steps(from_base)[0]["ratio_max"] == 1.0
 
 
+def answered(prompt: np.ndarray, answer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A row of a pair, and which of its tokens are the answer's."""
+    ids = np.concatenate([prompt, answer])
+    return ids, np.arange(len(ids)) >= len(prompt)
+
+
 def test_pairs_as_trees_are_pairs_as_chains(model: Path, tmp_path: Path):
     """The prompt once or twice: the same preference loss and gradient."""
     random, engine, loss = np.random.default_rng(3), fresh(model), loss_function(DPO(beta=0.3))
@@ -246,7 +254,7 @@ def test_pairs_as_trees_are_pairs_as_chains(model: Path, tmp_path: Path):
     chains = UnitsWriter(tmp_path / "chains", (*TOKEN_COLUMNS, *TARGET_COLUMNS))
     for _ in range(3):
         prompt, chosen, rejected = (random.integers(3, 300, n) for n in (20, 7, 11))
-        trees.append(**pair_unit(prompt, chosen, rejected).columns())
+        trees.append(**pair_unit(*answered(prompt, chosen), *answered(prompt, rejected)).columns())
         chains.append(**as_chains(prompt, chosen, rejected))
     results = []
     for writer, name in ((trees, "trees"), (chains, "chains")):

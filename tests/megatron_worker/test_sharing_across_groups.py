@@ -79,10 +79,11 @@ def test_a_step_of_shared_trees_is_the_step_of_groups_apart(model: Path, tmp_pat
     engine, loss = fresh(model), loss_function(LOSSES[name])
     shared_loss, shared = gradient(engine, loss, bins)
     apart_loss, by_group = gradient(engine, loss, [as_batch(trees) for trees in apart])
-    distance = float((shared - by_group).norm() / by_group.norm())
-    print(f"{name}: gradient {distance:.1e}, loss {abs(shared_loss - apart_loss):.1e} of {apart_loss:.3f}")
-    assert by_group.norm() > 0
-    assert distance <= 1e-6
+    distance, largest = float((shared - by_group).norm() / by_group.norm()), float((shared - by_group).abs().max())
+    print(f"{name}: gradient {distance:.1e} by norm, {largest:.1e} at most; loss {abs(shared_loss - apart_loss):.1e}")
+    assert by_group.abs().max() > 1e-3
+    assert largest <= 1e-6
+    assert distance <= 2e-6  # 8e-7 measured
     assert shared_loss == pytest.approx(apart_loss, abs=1e-6)
 
 

@@ -131,6 +131,23 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     assert (run["eval_dataset"]["uri"], run["eval_every"], run["num_samples"]) == ("s3://bucket/eval.jsonl", 2, 3)
 
 
+def test_an_algorithm_has_its_papers_loss_and_advantages_but_for_what_is_given(service: Service) -> None:
+    rl = ["submit", "rl", "--model", "org/tiny"]
+
+    def run_of(*options: str) -> dict:
+        return service.cli("get", service.cli(*rl, *options).stdout.strip(), "--json").json["run"]
+
+    assert run_of()["loss"]["kind"] == "ppo" and run_of()["advantages"] == "group_mean"
+    grpo = run_of("--algorithm", "grpo")
+    assert (grpo["advantages"], grpo["loss"]["aggregation"]) == ("group_normalized", "sequence_mean")
+    assert grpo["loss"]["kl"]["coefficient"] == 0.04
+    given = run_of("--algorithm", "grpo", "--loss", '{"kl": null}', "--advantages", "leave_one_out")
+    assert (given["advantages"], given["loss"]["kl"]) == ("leave_one_out", None)
+    assert given["loss"]["aggregation"] == "sequence_mean"
+    refused = service.cli(*rl, "--algorithm", "cispo", "--loss", "gspo")
+    assert refused.code == 2 and "algorithm cispo has the loss cispo" in refused.stderr
+
+
 def test_ls_shows_runs_newest_first(service: Service, options) -> None:
     ids = [service.cli(*options).stdout.strip() for _ in range(2)]
     assert [row["run_id"] for row in service.cli("ls", "--json", "--limit", "2").json] == ids[::-1]

@@ -75,12 +75,21 @@ def test_an_rl_run_is_taken_whole_or_refused_with_field_and_rule(api) -> None:
         ({"advantages": "given", "equal_rewards": "keep"}, "", "has no meaning"),
         ({"bin_tokens": 16}, "", "must hold a trajectory"),
         ({"dataset": {"uri": "file:///rows.jsonl"}}, "dataset", "no such field"),
+        ({"algorithm": "gspo"}, "", "algorithm gspo has the loss gspo: a loss ppo leaves nothing of it"),
+        ({"algorithm": "best"}, "algorithm", "'grpo'"),
     ):
         answer = api.post("/runs/rl", json=run | changes)
         assert answer.status_code == 422, changes
         error = answer.json()["error"]
         assert place in (error["place"] or ""), error
         assert word in error["message"], error
+
+
+def test_an_algorithm_is_a_loss_and_advantages(api) -> None:
+    view = api.post("/runs/rl", json={"model": "tiny", "algorithm": "dapo", "loss": {"clip_high": 0.3}}).json()
+    run = view["run"]
+    assert (run["algorithm"], run["advantages"]) == ("dapo", "group_normalized")
+    assert (run["loss"]["kind"], run["loss"]["clip_low"], run["loss"]["clip_high"]) == ("ppo", 0.2, 0.3)
 
 
 def test_only_rl_runs_take_train_steps(api) -> None:

@@ -3,9 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from shared.jobs import Artifact, Full, PackedData
-from shared.runs import DatasetSource, RunStart, SFTRun
-from workflows.job_plan import dataset_job
+from shared.jobs import Artifact, Full, JobPlan, PackedData, reference_of, reference_uri
+from shared.layout import ModelShape
+from shared.runs import DatasetSource, RLRun, RLStart, RLState, RunStart, RunStatus, SFTRun, StepStatus
+from workflows.job_plan import dataset_job, rl_job
 
 ANY = Artifact(uri="file:///any", sha256="0" * 64)
 DATA = PackedData(units=ANY, plan=ANY)
@@ -57,3 +58,31 @@ def test_samples_come_from_held_out_prompts_alone() -> None:
     with pytest.raises(ValidationError, match="need an eval_dataset"):
         plan_of(num_samples=4)
     assert plan_of(num_samples=4, eval_data=DATA).evaluation.num_samples == 4
+
+
+def rl_plan(reference: Artifact | None, **loss: object) -> JobPlan:
+    run = RLRun.model_validate({"model": "m", "loss": {"kind": "ppo"} | loss})
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 8, "vocab_size": 9}
+    shape = ModelShape(family="qwen3", **sizes)
+    status = RunStatus(run_id="r1", kind="rl", policy_version=0)
+    state = RLState(model=ANY, shape=shape, reference=reference, status=status)
+    step = StepStatus(step=1, key="a", groups="file:///g")
+    return rl_job(RLStart(run_id="r1", run=run), state, step, DATA, num_steps=1)
+
+
+def test_a_reference_that_a_run_names_by_uri_is_an_artifact_in_its_jobs() -> None:
+    kl = {"coefficient": 0.1, "reference": "s3://bucket/adapters/published/tide/v000001"}
+    assert (
+        reference_uri(RLRun.model_validate({"model": "m", "loss": {"kind": "ppo", "kl": kl}}).loss) == kl["reference"]
+    )
+    assert reference_of(rl_plan(ANY, kl=kl).loss) == ANY
+    assert rl_plan(ANY, kl=kl).loss.model_dump(exclude={"kl"}) == rl_plan(None).loss.model_dump(exclude={"kl"})
+    with pytest.raises(ValidationError, match=r"kl\.reference: a job has the adapter itself, .*published/tide"):
+        rl_plan(None, kl=kl)
+
+
+def test_base_is_a_reference_that_nobody_looks_up() -> None:
+    kl = {"coefficient": 0.1}
+    assert reference_uri(RLRun.model_validate({"model": "m", "loss": {"kind": "ppo", "kl": kl}}).loss) is None
+    assert reference_of(rl_plan(None, kl=kl).loss) == "base"
+    assert reference_of(rl_plan(None).loss) is None

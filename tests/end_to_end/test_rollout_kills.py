@@ -1,0 +1,139 @@
+"""Kills while a run samples, grades, trains and publishes: it ends by itself, with the bits of an undisturbed run."""
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import QUICK
+from tests.end_to_end.stack import Answer, Stack, started, wait_until
+from tests.end_to_end.victims import (
+    Victim,
+    a_rank,
+    control_host,
+    gpu_host,
+    kill,
+    sampler,
+    sampler_host,
+    temporal_server,
+    web_service,
+)
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 10
+GRADER = {
+    "type": "python",
+    "name": "letters",
+    "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
+}
+
+
+@pytest.fixture(scope="module")
+def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Sampled one step ahead: while a step trains, the next one is drawn."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(50))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *("submit", "rl", "--json", "--model", str(tiny_model), "--prompts", str(path), "--grader", json.dumps(GRADER)),
+        *("--steps", str(NUM_STEPS), "--prompts-per-step", "12", "--group-size", "8", "--max-completion-tokens", "32"),
+        *("--off-policy-steps", "1", "--loss", "ppo", "--lora-rank", "4", "--learning-rate", "0.01"),
+        *("--max-tokens", "80", "--seed", "7"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack, rollout_options: list[str]) -> Answer:
+    return stack.cli(*rollout_options, "--wait", "--timeout", "150")
+
+
+@pytest.fixture(scope="module")
+def fresh_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """With an empty store: samples are found by content, so in the other one nothing would be left to draw."""
+    with started(tmp_path_factory.mktemp("fresh"), **QUICK) as stack:
+        yield stack
+
+
+# Where in the run, seen from outside: by what stands in the store, and what does not yet.
+
+
+def _count(stack: Stack, pattern: str) -> int:
+    try:
+        return sum(1 for _ in (stack.root / "store").glob(pattern))
+    except FileNotFoundError:  # a part has gone under the search
+        return 0
+
+
+def sampling(stack: Stack, run_id: str) -> bool:
+    return _count(stack, "sampled/*-parts/*.json") > 0
+
+
+def grading(stack: Stack, run_id: str) -> bool:
+    return _count(stack, "sampled/*/samples/manifest.json") > _count(stack, "graded/*/manifest.json")
+
+
+def training(stack: Stack, run_id: str) -> bool:
+    return _count(stack, "packed/*/manifest.json") > _count(stack, f"runs/{run_id}/logs/*/*/log.jsonl")
+
+
+def publishing(stack: Stack, run_id: str) -> bool:
+    return _count(stack, f"runs/{run_id}/logs/*/*/log.jsonl") > _count(stack, f"runs/{run_id}/steps/*.json")
+
+
+Point = Callable[[Stack, str], bool]
+KILLS: list[tuple[Point, Victim]] = [
+    (sampling, sampler),
+    (grading, control_host),
+    (training, a_rank),
+    (publishing, control_host),
+    (sampling, sampler_host),
+    (training, gpu_host),
+    (grading, temporal_server),
+    (publishing, sampler),  # before the proof of what is published
+]
+VICTIMS: list[Victim] = [sampler, sampler_host, a_rank, gpu_host, control_host, web_service, temporal_server]
+
+
+def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
+    answer = stack.cli("watch", run_id, "--json", "--timeout", "150", timeout_s=200)
+    assert answer.json["status"] == "succeeded", answer
+    assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
+    assert answer.json["policy_version"] == undisturbed.json["policy_version"]
+    wait_until(lambda: _count(stack, "sampled/*-parts/*.json") == 0, "parts are gone", timeout_s=30)
+
+
+def test_kills_in_every_phase_change_nothing(
+    fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
+) -> None:
+    run_id = fresh_stack.cli(*rollout_options).json["run_id"]
+    for number, (point, victim) in enumerate(KILLS):
+
+        def is_there(number: int = number, point: Point = point) -> bool:
+            return _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= number and point(fresh_stack, run_id)
+
+        wait_until(is_there, f"{point.__name__} after {number} steps", timeout_s=90, every_s=0.001)
+        kill(fresh_stack, victim)
+    _assert_undisturbed(fresh_stack, run_id, undisturbed)
+
+
+def test_kills_at_random_moments_change_nothing(
+    fresh_stack: Stack,
+    undisturbed: Answer,
+    rollout_options: list[str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Under another name, the first step's samples are found, and all others are drawn anew."""
+    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
+    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
+    record_property("seed", seed)
+    chance = random.Random(seed)
+    run_id = fresh_stack.cli(*rollout_options).json["run_id"]
+    for _ in range(3):
+        time.sleep(chance.uniform(1, 8))
+        kill(fresh_stack, chance.choice(VICTIMS), patience_s=0)
+    _assert_undisturbed(fresh_stack, run_id, undisturbed)

@@ -1,0 +1,74 @@
+"""The processes of a stack that tests kill, and how."""
+
+import signal
+from collections.abc import Callable
+
+import psutil
+
+from tests.end_to_end.stack import Stack, wait_until
+
+LAUNCHER = "torch.distributed.run"  # what `torchrun` runs
+SAMPLER = "megatron_worker.sampler"
+
+Victim = Callable[[Stack], list[psutil.Process]]
+
+
+def ranks(stack: Stack) -> list[psutil.Process]:
+    found = stack.processes("megatron_worker")
+    return [p for p in found if not {LAUNCHER, SAMPLER} & set(_command(p))]
+
+
+def a_rank(stack: Stack) -> list[psutil.Process]:
+    return ranks(stack)[:1]
+
+
+def torchrun(stack: Stack) -> list[psutil.Process]:
+    return stack.processes(LAUNCHER, "megatron_worker")[:1]
+
+
+def gpu_host(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.host", "gpu")
+
+
+def sampler(stack: Stack) -> list[psutil.Process]:
+    return stack.processes(SAMPLER)
+
+
+def sampler_host(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.host", "--role sampler")
+
+
+def control_host(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.host", "control")
+
+
+def web_service(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("service.app")
+
+
+def temporal_server(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("temporal", "start-dev")
+
+
+def kill(stack: Stack, victim: Victim, patience_s: float = 30) -> None:
+    """SIGKILL, as soon as there is such a process; without patience only what is there now."""
+    killed = (
+        wait_until(lambda: victim(stack), f"a living {victim.__name__}", patience_s) if patience_s else victim(stack)
+    )
+    print(f"killing {victim.__name__}: {[process.pid for process in killed]}")
+    signal_all(killed, signal.SIGKILL)
+
+
+def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
