@@ -10,7 +10,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from pydantic import ValidationError
 
@@ -99,6 +99,7 @@ class Conversations:
             reward=chat.reward,
             advantage=chat.advantage,
             policy_version=chat.policy_version or 0,
+            finish_reason=_end_of(turns.sampled[turns.last]),
             metrics=chat.metrics,
             metadata=chat.metadata,
         )
@@ -210,6 +211,16 @@ def _check_tokens(i: int, turn: SampledTurn, own: list[int], tokenizer: ModelTok
     if len(tokens) not in (len(own), len(own) - 1):
         rule = f"{len(tokens)} tokens were sampled, and the conversation has {len(own)} there, end token and all"
         _broken(f"messages.{i}.logprobs", "differs", rule)
+
+
+def _end_of(turn: SampledTurn) -> Literal["stop", "length"] | None:
+    match turn.finish_reason:
+        case "length":
+            return "length"
+        case "stop" | "tool_calls" | "function_call":
+            return "stop"
+        case _:
+            return None
 
 
 def _id_of(token: TokenLogprob) -> int | None:

@@ -19,7 +19,7 @@ from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.paths import HostPaths, content_key, grouped, grouped_report, is_grouped
 from shared.settings import Settings
-from shared.store import ObjectStore, disk_errors, open_store
+from shared.store import ObjectStore, disk_errors, open_store, uri_of
 from shared.trajectories import Trajectory, TrajectoryGroup
 
 _VERSION = "groups-1"  # raise it when the same completions and grades would make other groups
@@ -181,7 +181,8 @@ def _refuse_ungraded(made: GroupsMade, max_fraction: float, grades: Path) -> Non
 def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
     """The groups that were made here, by the URI of their file; None for every other URI."""
     key = uri.removeprefix(f"{store.uri}/").removesuffix(f"/{GROUPS}")
-    return find(store, key) if is_grouped(key) else None
+    is_ours = is_grouped(key) and uri == f"{uri_of(store, key)}/{GROUPS}"
+    return find(store, key) if is_ours else None
 
 
 def _result(store: ObjectStore, key: str, groups: Artifact) -> Grouped:

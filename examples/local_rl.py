@@ -2,18 +2,20 @@
 
     python -m examples.local_rl RUN.json FOLDER
 
-RUN.json is what `POST /rl_runs` takes, with `rollouts`. What a step asks, computes and is told by comes from the
-functions that a server's workflow uses, so that metrics are the server's (but for seconds). Prints a line of JSON a
-step; step 0 is the policy before the first. FOLDER keeps store and caches; nothing of a run that was ended goes on.
+RUN.json is an `RLRun` with `rollouts`, as the API takes it. What a step asks, trains and is told by comes from the
+functions that a server's workflow uses, so its metrics are the server's, but for seconds. Prints a line of JSON a step;
+step 0 is the policy before the first. FOLDER keeps the store and caches.
 """
 
 import argparse
-import json
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from pydantic import SecretStr
 
 from activities.download import Download, DownloadRequest
 from activities.follow import LogReader
@@ -21,7 +23,7 @@ from activities.grade import Grade, Graded, GradeRequest
 from activities.group_samples import GroupSamples
 from activities.lease_sampler import SamplerCommand
 from activities.pack_trajectories import GroupsRequest, PackTrajectories
-from activities.prove_adapter import ProveAdapter, ProveRequest
+from activities.prove_adapter import ProveAdapter
 from activities.publish import Publish, PublishRequest
 from activities.render_prompts import Prompts, RenderPrompts
 from activities.resolve_adapter import AdapterRequest, ResolveAdapter
@@ -29,7 +31,7 @@ from activities.resolve_model import ModelRequest, ResolveModel
 from activities.sample import Sample, Sampled, SampleRequest
 from activities.samplers import Samplers, ServedSampler
 from activities.step_metrics import job_metrics
-from activities.worker_process import WorkerProcess, launch, torchrun
+from activities.worker_process import WorkerCommand, WorkerProcess, launch, torchrun
 from shared.completions import SamplerReady
 from shared.errors import WorkerLost
 from shared.events import Event, Probed, Saved, Step, Succeeded, Terminal
@@ -38,10 +40,12 @@ from shared.leases import ProcessKey, WorkerKey
 from shared.paths import HostPaths, write_atomically
 from shared.runs import CheckpointRef, DatasetSource, Policy, RLRun, RLStart, RLState, RunStatus, StepStatus
 from shared.settings import DownloadSettings, SamplingSettings, Settings
-from workflows import policies, rollout_requests
+from workflows import rollout_requests
 from workflows.job_plan import rl_job
 
 _FENCE = Fence(epoch=1)
+_PLACE = ServedSampler()  # the sampler that the settings name
+_POLL_S = 0.02
 
 
 def main() -> None:
@@ -50,18 +54,186 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     run = RLRun.model_validate_json(arguments.run.read_bytes())
-    for step in train(run, arguments.folder.resolve()):
-        print(json.dumps(step.model_dump(mode="json", include={"step", "state", "metrics", "adapter"})), flush=True)
+    for step in train(run, arguments.folder):
+        print(step.model_dump_json(include={"step", "state", "adapter", "metrics"}), flush=True)
 
 
 def train(run: RLRun, folder: Path) -> Iterator[StepStatus]:
-    """The run's steps as they are done; number 0, where held-out prompts are given, is the policy before the first."""
-    settings = Settings(root=folder, download=DownloadSettings(file_roots=(Path("/"),)))
-    start = RLStart(run_id="local", run=run)
-    loop = _prepare(start, settings)
-    with _sampler(loop) as sampler, _worker(loop) as worker:
-        loop = loop.with_sampler(sampler)
-        if metrics := loop.evaluate(loop.policies[0]):
-            yield StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics)
-        for step in range(1, loop.num_steps + 1):
-            yield loop.step(step, worker)
+    """The run's steps as they end; where there are held-out prompts, first of all step 0: the policy as it begins."""
+    start = RLStart(run_id=f"local-{secrets.token_hex(4)}", run=run)
+    settings = Settings(root=folder.resolve(), download=DownloadSettings(file_roots=(Path("/"),)))
+    state, paths = prepare(start, settings), HostPaths(settings.root_path)
+    assert state.rollouts is not None
+    key = rollout_requests.sampler_key(start, state.model)
+    with running(paths, key, SamplerCommand(paths.cache, settings.s3)) as sampler:
+        ready = SamplerReady.model_validate_json(sampler.paths.ready.read_bytes())
+        own = SamplingSettings(url=ready.url, api_key=SecretStr(ready.api_key))
+        loop = Loop(start, state, settings.model_copy(update={"sampling": own}))
+        if run.rollouts is not None and run.rollouts.held_out is not None:
+            yield StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=loop.evaluate())
+        worker_key = WorkerKey(
+            model=state.model, layout=run.layout, dtype=run.dtype, threads_per_rank=start.threads_per_rank
+        )
+        with running(paths, worker_key, torchrun) as worker:
+            for number in range(1, state.rollouts.num_steps + 1):
+                yield loop.step(number, worker)
+
+
+def prepare(start: RLStart, settings: Settings) -> RLState:
+    """Model, adapter and prompts: checked, brought and rendered."""
+    run, rollouts = start.run, rollout_requests.rollouts_of(start.run)
+    resolved = ResolveModel(settings).resolve_model(ModelRequest(uri=run.model, layout=run.layout))
+    adapter: Artifact | None = None
+    if run.initial_adapter is not None:
+        wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
+        adapter = ResolveAdapter(settings).resolve_adapter(wanted).adapter
+
+    def rendered(split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
+        wanted = DownloadRequest(run_id=start.run_id, split=split, source=source)
+        dataset = Download(settings).download(wanted).dataset
+        request = rollout_requests.prompts_request(run, source, dataset, resolved.model)
+        return RenderPrompts(settings).render_prompts(request)
+
+    held_out = rendered("eval", rollouts.held_out.prompts) if rollouts.held_out else None
+    return RLState(
+        model=resolved.model,
+        shape=resolved.shape,
+        adapter=adapter,
+        status=RunStatus(run_id=start.run_id, kind="rl"),
+        rollouts=rollout_requests.rollout_data(run, rendered("train", rollouts.prompts), held_out),
+    )
+
+
+class Loop:
+    """The steps of one run, and what they leave: the state that a workflow keeps, and the policies sampled from."""
+
+    def __init__(self, start: RLStart, state: RLState, settings: Settings) -> None:
+        assert state.rollouts is not None
+        self._start, self._state, self._data, self._settings = start, state, state.rollouts, settings
+        self._samplers = Samplers(settings)
+        self._policies = [Policy(after_step=0, version=0, adapter=state.adapter)]
+
+    def step(self, number: int, worker: WorkerProcess) -> StepStatus:
+        """Sample, grade, group and train; then look at held-out prompts, where that is due."""
+        run, data = self._start.run, self._data
+        samples = rollout_requests.step_samples(
+            self._start, self._state.model, data.prompts, self._policies, number, _PLACE
+        )
+        sampled, graded = self._graded(samples)
+        wanted = rollout_requests.groups_request(run, sampled.completions, graded.grades, number)
+        grouped = GroupSamples(self._settings).group_samples(wanted)
+        step = StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, metrics=grouped.metrics)
+        done = self._trained(step, worker)
+        if rollout_requests.is_evaluated(run, number, is_last=number == data.num_steps):
+            done = done.model_copy(update={"metrics": done.metrics | self.evaluate()})
+        return done
+
+    def evaluate(self) -> dict[str, float]:
+        """What held-out prompts say of the newest policy."""
+        policies, prompts = self._policies, self._data.held_out
+        assert prompts is not None
+        samples = rollout_requests.held_out_samples(
+            self._start, self._state.model, prompts, policies, policies[-1], _PLACE
+        )
+        sampled, graded = self._graded(samples)
+        return rollout_requests.held_out_metrics(sampled, graded.summary)
+
+    def _graded(self, samples: SampleRequest) -> tuple[Sampled, Graded]:
+        sampled = Sample(self._settings, self._samplers).sample(samples)
+        grader = rollout_requests.rollouts_of(self._start.run).grader
+        return sampled, Grade(self._settings).grade(GradeRequest(samples=sampled.samples, grader=grader))
+
+    def _trained(self, step: StepStatus, worker: WorkerProcess) -> StepStatus:
+        """A step from its groups to its published adapter, which the sampler proves to serve."""
+        start, state = self._start, self._state
+        packed = PackTrajectories(self._settings).pack_trajectories(
+            GroupsRequest(
+                run_id=start.run_id,
+                run=start.run,
+                step=step.model_copy(update={"metrics": {}}),
+                policy_version=state.policy_version,
+                vocab_size=state.shape.vocab_size,
+            )
+        )
+        metrics = step.metrics | packed.metrics
+        if packed.data is None or packed.report_uri is None:
+            self._add(self._policies[-1].model_copy(update={"after_step": step.step}))
+            return step.model_copy(update={"state": "skipped", "metrics": metrics})
+        plan = rl_job(start, state, step, packed.data, packed.num_steps)
+        events = do_job(plan, worker)
+        trained = job_metrics(plan.loss, (event.metrics for event in events if isinstance(event, Step)))
+        [checkpoint] = [checkpoint_of(event) for event in events if isinstance(event, Saved)]
+        [probed] = [event.logprobs for event in events if isinstance(event, Probed)]
+        published = Publish(self._settings).publish(
+            PublishRequest(
+                run_id=start.run_id,
+                run=start.run,
+                step=step.step,
+                model=state.model,
+                checkpoint=checkpoint,
+                report_uri=packed.report_uri,
+                metrics=packed.metrics | trained,
+            )
+        )
+        left = {"policy_version": state.policy_version + 1, "optimizer_step": checkpoint.step, "checkpoint": checkpoint}
+        adapter = Artifact(uri=published.uri, sha256=published.sha256)
+        policy = Policy(after_step=step.step, version=state.policy_version + 1, adapter=adapter)
+        proof = rollout_requests.proof(start, self._data, self._policies, policy, probed, _PLACE)
+        proved = ProveAdapter(self._settings, self._samplers).prove_adapter(proof)
+        self._add(policy)
+        self._state = state.model_copy(update=left)
+        metrics |= {"probe_difference_max": proved.max_difference} | trained
+        return step.model_copy(update=left | {"state": "done", "adapter": published.uri, "metrics": metrics})
+
+    def _add(self, policy: Policy) -> None:
+        """Note the policy after a step; those that no later step is sampled from are forgotten."""
+        num_kept = 1 + rollout_requests.rollouts_of(self._start.run).off_policy_steps
+        self._policies = [*self._policies, policy][-num_kept:]
+
+
+def do_job(plan: JobPlan, worker: WorkerProcess) -> list[Event]:
+    """Write the job file and follow the log to its end. Raises RuntimeError when the job does not succeed."""
+    outputs = worker.paths.outputs(plan.run_id, plan.job_id, _FENCE)
+    job = Job(
+        plan=plan,
+        fence=_FENCE,
+        log_path=str(outputs / "log.jsonl"),
+        checkpoint_dir=str(outputs / "checkpoints"),
+        scratch_dir=str(worker.paths.scratch(plan.job_id, _FENCE)),
+    )
+    write_atomically(worker.paths.job(plan.job_id, _FENCE), job.model_dump_json(indent=1).encode())
+    reader, events = LogReader(Path(job.log_path)), list[Event]()
+    while not events or not isinstance(events[-1], Terminal):
+        was_alive = worker.is_alive()
+        events += [line.event for line in reader.read()]
+        if not was_alive and not (events and isinstance(events[-1], Terminal)):
+            raise WorkerLost(worker.obituary())
+        time.sleep(_POLL_S)
+    if not isinstance(events[-1], Succeeded):
+        raise RuntimeError(f"job {plan.job_id}: {events[-1].model_dump_json()}")
+    return events
+
+
+def checkpoint_of(saved: Saved) -> CheckpointRef:
+    """A checkpoint as it lies on the worker's disk."""
+    artifact = Artifact(uri=Path(saved.path).as_uri(), sha256=saved.manifest_sha256)
+    return CheckpointRef(step=saved.step, fence=_FENCE, artifact=artifact)
+
+
+@contextmanager
+def running(paths: HostPaths, key: ProcessKey, command: WorkerCommand) -> Iterator[WorkerProcess]:
+    """A worker or sampler of our own, which is ready, until the block ends."""
+    process = launch(paths, key, command, {})
+    try:
+        while not process.is_ready():
+            if not process.is_alive():
+                raise WorkerLost(process.obituary())
+            time.sleep(_POLL_S)
+        yield process
+    finally:
+        process.end(polite=True)
+        process.remove()
+
+
+if __name__ == "__main__":
+    main()

@@ -24,12 +24,10 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed, close, ended_early, problem_of
     from workflows.rollouts import RolloutSource
     from workflows.sampling import Sampling
+    from workflows.steps import MAX_WAITING, Steps
     from workflows.track import track
     from workflows.training import Training
 
-MAX_WAITING = 64
-"""Steps that may wait their turn; a client that is further ahead is told to come back."""
-_REMEMBERED = 64  # steps whose answers stay here; the store remembers every one
 # A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
 
@@ -42,9 +40,7 @@ class RLWorkflow:
     def __init__(self, start: RLStart) -> None:
         self._start = start
         self._state: RLState | None = start.state
-        before = start.state.steps if start.state else ()
-        self._steps: dict[int, StepStatus] = {step.step: step for step in before}
-        self._next_step = start.state.next_step if start.state else 1
+        self._steps = Steps(start.state.steps, start.state.next_step) if start.state else Steps()
         self._finishing = start.state is not None and start.state.finishing
         self._moving_on = False
         self._num_done = 0
@@ -91,7 +87,7 @@ class RLWorkflow:
             await control.record("reopen", ReopenRequest(run_id=start.run_id))
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
             recovered = await control.do("recover_steps", request, Recovered)
-            self._next_step = recovered.last_step + 1
+            self._steps.next = recovered.last_step + 1
         resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
@@ -121,8 +117,8 @@ class RLWorkflow:
         self._state = state
         while True:
             await self._wait_for_a_step()
-            if (step := self._first_waiting()) is not None:
-                self._keep(await self._train(step))
+            if (step := self._steps.first_waiting()) is not None:
+                self._steps.keep(await self._train(step))
             elif self._finishing:
                 return True
             if self._num_done >= _STEPS_AN_EXECUTION or workflow.info().is_continue_as_new_suggested():
@@ -135,20 +131,14 @@ class RLWorkflow:
         self._source = source = RolloutSource(
             self._start, state.model, state.rollouts, list(state.policies), self._sampling
         )
-        if self._next_step == 1 and await self._evaluate_the_beginning(source):
+        if self._steps.next == 1 and await self._evaluate_the_beginning(source):
             return True
-        while self._next_step <= state.rollouts.num_steps and not self._finishing:
+        while self._steps.next <= state.rollouts.num_steps and not self._finishing:
             self._show(phase="sampling")
-            rolled = await source.groups(self._next_step)
-            step = StepStatus(
-                step=self._next_step,
-                key=f"rollouts-{self._next_step}",
-                groups=rolled.groups_uri,
-                metrics=rolled.metrics,
-            )
-            self._next_step += 1
+            rolled = await source.groups(self._steps.next)
+            step = self._steps.take(f"rollouts-{self._steps.next}", rolled.groups_uri, rolled.metrics)
             done = await self._train(step)
-            self._keep(done)
+            self._steps.keep(done)
             if self._is_at_target(done):
                 return True
             if self._num_done >= _OWN_STEPS_AN_EXECUTION or workflow.info().is_continue_as_new_suggested():
@@ -163,7 +153,7 @@ class RLWorkflow:
             return False
         step = StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics, **self._policy())
         await control.record("record_step", StepRecordRequest(run_id=self._start.run_id, step=step))
-        self._keep(step)
+        self._steps.keep(step)
         self._show(metrics=metrics)
         return self._is_at_target(step)
 
@@ -177,7 +167,7 @@ class RLWorkflow:
         """A worker without a step is given back after a while."""
 
         def has_come() -> bool:
-            return self._finishing or self._first_waiting() is not None
+            return self._finishing or self._steps.first_waiting() is not None
 
         if has_come():
             return
@@ -190,7 +180,7 @@ class RLWorkflow:
 
     async def _train(self, step: StepStatus) -> StepStatus:
         """A step from its groups to its published adapter, on record in the store whatever became of it."""
-        self._keep(step := step.model_copy(update={"state": "running"}))
+        self._steps.keep(step := step.model_copy(update={"state": "running"}))
         try:
             done = await self._train_and_publish(step)
             if self._source is not None:
@@ -291,8 +281,8 @@ class RLWorkflow:
         assert self._state is not None
         state = self._state.model_copy(
             update={
-                "next_step": self._next_step,
-                "steps": tuple(self._steps.values()),
+                "next_step": self._steps.next,
+                "steps": self._steps.all(),
                 "finishing": self._finishing,
                 "epoch": self._training.epoch,
                 "status": self.status(),
@@ -300,21 +290,6 @@ class RLWorkflow:
             }
         )
         workflow.continue_as_new(self._start.model_copy(update={"state": state, "resumed": False}))
-
-    # Steps.
-
-    def _first_waiting(self) -> StepStatus | None:
-        return next((step for step in self._steps.values() if not step.is_final), None)
-
-    def _of_key(self, key: str) -> StepStatus | None:
-        return next((step for step in self._steps.values() if step.key == key), None)
-
-    def _keep(self, step: StepStatus) -> None:
-        """Note how a step stands. Of those that ended, the last ones stay."""
-        self._steps[step.step] = step
-        ended = [number for number, one in self._steps.items() if one.is_final]
-        for number in ended[:-_REMEMBERED]:
-            del self._steps[number]
 
     def _after(self, state: RLState, done: StepStatus) -> RLState:
         """The policy that a step made is what the next one trains on."""
@@ -345,19 +320,17 @@ class RLWorkflow:
         if self._start.resumed:  # the store knows how many steps there were
             await workflow.wait_condition(lambda: self._state is not None or self._has_ended)
         self._check_key(request)
-        if self._of_key(request.key) is None:
-            step = StepStatus(step=self._next_step, key=request.key, groups=request.groups)
-            self._next_step += 1
-            self._steps[step.step] = step
+        if self._steps.of_key(request.key) is None:
+            self._steps.take(request.key, request.groups)
         if request.wait:
             await workflow.wait_condition(lambda: self._may_answer(request.key))
-        found = self._of_key(request.key)
+        found = self._steps.of_key(request.key)
         if found is None or (request.wait and not found.is_final and not self._moving_on):
             raise ApplicationError("the run ended before this step: send it again when it was resumed", type="Conflict")
         return found
 
     def _may_answer(self, key: str) -> bool:
-        step = self._of_key(key)
+        step = self._steps.of_key(key)
         return self._moving_on or self._has_ended or step is None or step.is_final
 
     @property
@@ -367,23 +340,20 @@ class RLWorkflow:
     @train_step.validator
     def _check_step(self, request: StepRequest) -> None:
         self._check_key(request)
-        if self._of_key(request.key) is not None:
+        if self._steps.of_key(request.key) is not None:
             return
         if self._start.run.rollouts is not None:
             raise ApplicationError("the run makes its own groups: it takes none", type="Conflict")
         if self._finishing or self._status.state != "running":
             raise ApplicationError("the run takes no more steps: it was finished", type="Conflict")
-        self._check_room()
+        if self._steps.num_waiting >= MAX_WAITING:
+            raise ApplicationError(f"{MAX_WAITING} steps wait already: send the next one later", type="Conflict")
 
     def _check_key(self, request: StepRequest) -> None:
-        known = self._of_key(request.key)
+        known = self._steps.of_key(request.key)
         if known is not None and known.groups != request.groups:
             rule = f"this key was used for {known.groups}, which made step {known.step}"
             raise ApplicationError(rule, type="InvalidInput")
-
-    def _check_room(self) -> None:
-        if sum(not step.is_final for step in self._steps.values()) >= MAX_WAITING:
-            raise ApplicationError(f"{MAX_WAITING} steps wait already: send the next one later", type="Conflict")
 
     @workflow.update
     async def finish(self) -> RunStatus:
@@ -404,7 +374,7 @@ class RLWorkflow:
         if phase == "waiting_for_worker" and training.is_leased:
             phase = "training"
         elif phase == "sampling" and self._source is not None:
-            phase = self._source.phase(self._next_step)
+            phase = self._source.phase(self._steps.next)
         in_job = status.phase in ("waiting_for_worker", "training", "publishing")
         return status.model_copy(
             update={

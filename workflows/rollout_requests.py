@@ -5,16 +5,21 @@ from collections.abc import Sequence
 
 from activities.grade import GradeSummary
 from activities.group_samples import GroupSamplesRequest
-from activities.render_prompts import PromptsRequest
+from activities.prove_adapter import ProveRequest
+from activities.render_prompts import Prompts, PromptsRequest
 from activities.sample import Sampled, SampleRequest
 from activities.sampled_groups import Rows
 from activities.samplers import SamplerPlace
 from shared.completions import Sampling
 from shared.jobs import Artifact
+from shared.leases import SamplerKey
 from shared.paths import content_key
-from shared.runs import DatasetSource, Policy, RLRun, RLStart, Rollouts
+from shared.runs import DatasetSource, Policy, RLRun, RLStart, RolloutData, Rollouts
+from workflows import policies as limits
 
 _EVALUATION = 0  # stands for the number of a step where held-out prompts are sampled
+# Sequences that are drawn together. Part of what makes samples bit-identical, so not the host's affair.
+_MOST_SLOTS = 64
 
 
 def rollouts_of(run: RLRun) -> Rollouts:
@@ -35,13 +40,32 @@ def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model:
     )
 
 
-def num_train_steps(run: RLRun, num_prompts: int) -> int:
-    """As many as were asked for, or as the epochs have prompts for: one at least."""
+def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> RolloutData:
+    """Rendered prompts, and the train steps that they make: as many as the run says, or its epochs; one at least."""
     rollouts = rollouts_of(run)
-    if rollouts.steps is not None:
-        return rollouts.steps
-    assert rollouts.epochs is not None
-    return max(1, math.floor(rollouts.epochs * num_prompts / rollouts.prompts_per_step))
+    num_steps = rollouts.steps
+    if num_steps is None:
+        assert rollouts.epochs is not None
+        num_steps = max(1, math.floor(rollouts.epochs * prompts.num_prompts / rollouts.prompts_per_step))
+    return RolloutData(
+        prompts=prompts.prompts,
+        num_steps=num_steps,
+        probe=prompts.probe,
+        held_out=held_out.prompts if held_out else None,
+        num_held_out=held_out.num_prompts if held_out else 0,
+    )
+
+
+def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
+    """The sampler process that a run leases: it has the cores that the run's worker has."""
+    run, rollouts = start.run, rollouts_of(start.run)
+    return SamplerKey(
+        model=model,
+        dtype=run.dtype,
+        threads=start.threads_per_rank * run.layout.world_size,
+        slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
+        max_model_len=run.max_tokens,
+    )
 
 
 def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
@@ -94,9 +118,13 @@ def _samples(
         seed=_seed(run.seed, "samples", step),
         adapter=policy.adapter,
         policy_version=policy.version,
-        keep=tuple(one.adapter for one in policies if one.adapter is not None),
+        keep=_adapters_of(policies),
         place=place,
     )
+
+
+def _adapters_of(policies: Sequence[Policy]) -> tuple[Artifact, ...]:
+    return tuple(policy.adapter for policy in policies if policy.adapter is not None)
 
 
 def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: int) -> GroupSamplesRequest:
@@ -107,6 +135,32 @@ def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: in
         grades=grades,
         shuffle_seed=_seed(run.seed, "rewards", step) if rollouts.shuffle_rewards else None,
         max_ungraded_fraction=rollouts.max_ungraded_fraction,
+    )
+
+
+def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
+    """Whether held-out prompts are due after a step, counted from 1."""
+    held_out = rollouts_of(run).held_out
+    return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
+
+
+def proof(
+    start: RLStart,
+    data: RolloutData,
+    policies: Sequence[Policy],
+    policy: Policy,
+    logprobs: Sequence[float],
+    place: SamplerPlace,
+) -> ProveRequest:
+    """That a sampler serves a policy: its log-probabilities of the probe must be the trainer's."""
+    return ProveRequest(
+        run_id=start.run_id,
+        adapter=policy.adapter,
+        probe=data.probe,
+        logprobs=tuple(logprobs),
+        bound=rollouts_of(start.run).probe_bound or limits.PROBE_BOUND[start.run.dtype],
+        place=place,
+        keep=_adapters_of(policies),
     )
 
 

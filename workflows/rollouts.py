@@ -1,7 +1,6 @@
 """A run's own rollouts: what a step trains on is sampled from the policy and graded here; so are held-out prompts."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,18 +10,15 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.download import Downloaded, DownloadRequest
     from activities.grade import Graded, GradeRequest
-    from activities.group_samples import Grouped, GroupSamplesRequest
-    from activities.prove_adapter import Proved, ProveRequest
-    from activities.render_prompts import Prompts, PromptsRequest
-    from activities.sample import Sampled, SampleRequest
-    from activities.sampled_groups import Rows
-    from activities.samplers import SamplerPlace
-    from shared.completions import Sampling as Draw
+    from activities.group_samples import Grouped
+    from activities.prove_adapter import Proved
+    from activities.render_prompts import Prompts
+    from activities.sample import Sampled
     from shared.jobs import Artifact
-    from shared.paths import content_key
-    from shared.runs import DatasetSource, Phase, Policy, RLStart, RolloutData, Rollouts
-    from workflows import control, policies
-    from workflows.sampling import Sampling
+    from shared.runs import DatasetSource, Phase, Policy, RLStart, RolloutData
+    from workflows import control, rollout_requests
+    from workflows.rollout_requests import rollouts_of
+    from workflows.sampling import RequestAt, Sampling
 
 
 @dataclass(frozen=True)
@@ -35,35 +31,17 @@ class Rolled:
 
 async def prepare(start: RLStart, model: Artifact) -> RolloutData:
     """Prompts brought and rendered, and the grader tried, before any accelerator is asked for."""
-    rollouts = start.run.rollouts
-    assert rollouts is not None
+    rollouts = rollouts_of(start.run)
     await control.check("check_grader", rollouts.grader)
     prompts = await _render(start, model, "train", rollouts.prompts)
     held_out = await _render(start, model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
-    num_steps = rollouts.steps
-    if num_steps is None:
-        assert rollouts.epochs is not None
-        num_steps = max(1, math.floor(rollouts.epochs * prompts.num_prompts / rollouts.prompts_per_step))
-    return RolloutData(
-        prompts=prompts.prompts,
-        num_steps=num_steps,
-        probe=prompts.probe,
-        held_out=held_out.prompts if held_out else None,
-        num_held_out=held_out.num_prompts if held_out else 0,
-    )
+    return rollout_requests.rollout_data(start.run, prompts, held_out)
 
 
 async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
-    run, rollouts = start.run, start.run.rollouts
-    assert rollouts is not None
     download = DownloadRequest(run_id=start.run_id, split=split, source=source)
-    request = PromptsRequest(
-        dataset=(await control.do("download", download, Downloaded)).dataset,
-        source=source,
-        model=model,
-        max_prompt_tokens=run.max_tokens - rollouts.max_completion_tokens,
-        max_lost_fraction=rollouts.max_lost_fraction,
-    )
+    dataset = (await control.do("download", download, Downloaded)).dataset
+    request = rollout_requests.prompts_request(start.run, source, dataset, model)
     return await control.do("render_prompts", request, Prompts)
 
 
@@ -85,7 +63,7 @@ class RolloutSource:
 
     async def groups(self, step: int) -> Rolled:
         """The groups of a step, counted from 1, when those before it are done. Steps ahead are begun beside it."""
-        ahead = self._rollouts.off_policy_steps
+        ahead = rollouts_of(self.start.run).off_policy_steps
         for number in range(step, min(step + ahead, self.data.num_steps) + 1):
             if number not in self._tasks:
                 self._tasks[number] = asyncio.create_task(self._roll(number))
@@ -119,25 +97,15 @@ class RolloutSource:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.sampling.release()
 
-    @property
-    def _rollouts(self) -> Rollouts:
-        rollouts = self.start.run.rollouts
-        assert rollouts is not None
-        return rollouts
-
-    def _policy_for(self, step: int) -> Policy:
-        """Counted from 1, step t is sampled from the policy after step max(0, t - 1 - off_policy_steps)."""
-        after = max(0, step - 1 - self._rollouts.off_policy_steps)
-        return next(policy for policy in self.policies if policy.after_step == after)
-
     async def _roll(self, step: int) -> Rolled:
         """Sample, grade, group. One step is sampled at a time; what comes after goes on beside the next one."""
-        rollouts, run = self._rollouts, self.start.run
-        policy = self._policy_for(step)
-        rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
         async with self._turn:
             began = workflow.time()
-            sampled = await self._sample(policy, self.data.prompts, rows, rollouts.group_size, run.temperature, step)
+            sampled = await self._sample(
+                lambda place: rollout_requests.step_samples(
+                    self.start, self.model, self.data.prompts, self.policies, step, place
+                )
+            )
             sampling_s = workflow.time() - began
         self._grading.add(step)
         began = workflow.time()
@@ -145,85 +113,37 @@ class RolloutSource:
             graded = await self._grade(sampled)
         finally:
             self._grading.discard(step)
-        request = GroupSamplesRequest(
-            completions=sampled.completions,
-            grades=graded.grades,
-            shuffle_seed=_seed(run.seed, "rewards", step) if rollouts.shuffle_rewards else None,
-            max_ungraded_fraction=rollouts.max_ungraded_fraction,
-        )
+        request = rollout_requests.groups_request(self.start.run, sampled.completions, graded.grades, step)
         grouped = await control.do("group_samples", request, Grouped)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
         return Rolled(grouped.groups_uri, grouped.metrics | seconds)
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
         """Grades of the held-out prompts under a policy; nothing where the run has none."""
-        held_out = self._rollouts.held_out
-        if held_out is None or self.data.held_out is None:
+        held_out = self.data.held_out
+        if held_out is None:
             return {}
         sampled = await self._sample(
-            policy, self.data.held_out, Rows(), held_out.samples_per_prompt, held_out.temperature, 0
+            lambda place: rollout_requests.held_out_samples(
+                self.start, self.model, held_out, self.policies, policy, place
+            )
         )
-        graded = (await self._grade(sampled)).summary
-        metrics = {
-            "eval_samples": float(graded.num_samples),
-            "eval_ungraded": float(graded.num_failed),
-            "eval_truncation_rate": sampled.num_cut_off / sampled.num_samples,
-            "eval_response_tokens_mean": sampled.num_tokens / sampled.num_samples,
-        }
-        if graded.mean is not None and graded.std is not None:
-            metrics |= {"eval_reward_mean": graded.mean, "eval_reward_std": graded.std}
-        return metrics
+        return rollout_requests.held_out_metrics(sampled, (await self._grade(sampled)).summary)
 
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
-        """Let the sampler prove that it serves a policy: its log-probabilities of the probe are the trainer's."""
-        adapter, bound = policy.adapter, self._rollouts.probe_bound or policies.PROBE_BOUND[self.start.run.dtype]
-        assert adapter is not None
-
-        def request(place: SamplerPlace) -> ProveRequest:
-            return ProveRequest(
-                run_id=self.start.run_id,
-                adapter=adapter,
-                probe=self.data.probe,
-                logprobs=tuple(logprobs),
-                bound=bound,
-                place=place,
-                keep=self._kept,
-            )
-
-        proved = await self.sampling.do("prove_adapter", request, Proved, self.model)
+        """Let the sampler prove that it serves a policy."""
+        proved = await self.sampling.do(
+            "prove_adapter",
+            lambda place: rollout_requests.proof(self.start, self.data, self.policies, policy, logprobs, place),
+            Proved,
+            self.model,
+        )
         return {"probe_difference_max": proved.max_difference}
 
-    @property
-    def _kept(self) -> tuple[Artifact, ...]:
-        return tuple(policy.adapter for policy in self.policies if policy.adapter is not None)
-
-    async def _sample(
-        self, policy: Policy, prompts: Artifact, rows: Rows, group_size: int, temperature: float, step: int
-    ) -> Sampled:
-        run, rollouts = self.start.run, self._rollouts
-
-        def request(place: SamplerPlace) -> SampleRequest:
-            return SampleRequest(
-                run_id=self.start.run_id,
-                model=self.model,
-                dtype=run.dtype,
-                prompts=prompts,
-                rows=rows,
-                group_size=group_size,
-                sampling=Draw(temperature=temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop),
-                seed=_seed(run.seed, "samples", step),
-                adapter=policy.adapter,
-                policy_version=policy.version,
-                keep=self._kept,
-                place=place,
-            )
-
+    async def _sample(self, request: RequestAt) -> Sampled:
         return await self.sampling.do("sample", request, Sampled, self.model)
 
     async def _grade(self, sampled: Sampled) -> Graded:
-        return await control.do("grade", GradeRequest(samples=sampled.samples, grader=self._rollouts.grader), Graded)
-
-
-def _seed(seed: int, what: str, step: int) -> int:
-    """Of one step, and of one use of chance in it: 62 bits."""
-    return int(content_key("rollouts-1", str(seed), what, str(step))[:16], 16) >> 2
+        return await control.do(
+            "grade", GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader), Graded
+        )

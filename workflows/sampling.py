@@ -15,18 +15,15 @@ with workflow.unsafe.imports_passed_through():
     from activities.lease_sampler import SamplerLeaseRequest
     from activities.samplers import LeasedSampler, SamplerPlace, ServedSampler
     from shared.jobs import Artifact
-    from shared.leases import SamplerKey
     from shared.models import Frozen
     from shared.runs import Problem, RLStart
     from workflows import control, policies
     from workflows.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunFailed
+    from workflows.rollout_requests import sampler_key
 
 Answer = TypeVar("Answer", bound=BaseModel)
 RequestAt = Callable[[SamplerPlace], Frozen]
-
-# Sequences that are drawn together. Part of what makes samples bit-identical, so not the host's affair.
-_MOST_SLOTS = 64
 
 
 @dataclass
@@ -96,23 +93,12 @@ class Sampling:
                     SamplerLeaseRequest(
                         run_id=self.start.run_id,
                         epoch=epoch,
-                        key=self._key(model),
+                        key=sampler_key(self.start, model),
                         ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
                     ),
                     epoch,
                 )
             return await self._leasing.wait()
-
-    def _key(self, model: Artifact) -> SamplerKey:
-        run, rollouts = self.start.run, self.start.run.rollouts
-        assert rollouts is not None
-        return SamplerKey(
-            model=model,
-            dtype=run.dtype,
-            threads=self.start.threads_per_rank * run.layout.world_size,
-            slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
-            max_model_len=run.max_tokens,
-        )
 
     async def _ask(self, activity: str, request: RequestAt, answer: type[Answer], grant: LeaseGrant) -> Answer:
         place = LeasedSampler(run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id)

@@ -115,16 +115,20 @@ def _print_rows(found: "Preview") -> None:
         out.print(heading, style="bold", markup=False)
         spans = [(span.text, span.trained) for span in row.spans]
         out.print(_coloured(spans, in_colour=out.color_system is not None), soft_wrap=True)
+        if row.rejected:
+            out.print("rejected:", style="bold", markup=False)
+            spans = [(span.text, span.trained) for span in row.rejected]
+            out.print(_coloured(spans, in_colour=out.color_system is not None, colour="red"), soft_wrap=True)
         out.print()
 
 
-def _coloured(spans: list[tuple[str, bool]], in_colour: bool) -> "Text":
+def _coloured(spans: list[tuple[str, bool]], in_colour: bool, colour: str = "green") -> "Text":
     from rich.text import Text
 
     text = Text()
     for span, trained in spans:
         if in_colour:
-            text.append(span, style="green" if trained else "dim")
+            text.append(span, style=colour if trained else "dim")
         else:
             text.append(f"⟦{span}⟧" if trained else span)
     return text

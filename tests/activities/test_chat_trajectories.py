@@ -3,6 +3,7 @@
 A conversation is played as a server plays it: asked with transformers' own rendering, answered with chosen ids.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shared.runs import StepStatus
 from shared.settings import DownloadSettings, S3Settings, Settings
 from shared.trajectories import ChatTrajectory, Trajectory
 from tests.activities.groups import rl_run, trajectory, write_groups
-from tests.activities.templates import write_model
+from tests.activities.templates import CHATML, write_model
 
 ASKED = [{"role": "system", "content": "You count."}, {"role": "user", "content": "How many sacks are there?"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "north"}'}}
@@ -153,9 +154,11 @@ def test_arguments_of_a_tool_call_are_rendered_as_servers_render_them(folders: d
 
 
 def test_an_answer_that_was_cut_off_has_an_end_that_was_not_sampled(server: Server, read: Any) -> None:
-    choice = server.answer(ASKED, "There are 12", ending="")
+    choice = server.answer(ASKED, "There are 12", ending="") | {"finish_reason": "length"}
     [(asked, ids)] = server.turns
-    assert read("chatml", [*ASKED, choice]).token_ids == (*asked, *ids)
+    one = read("chatml", [*ASKED, choice])
+    assert one.token_ids == (*asked, *ids)
+    assert one.finish_reason == "length"
 
 
 @pytest.mark.parametrize("form", ["token_ids", "token_id:", "bytes"])
@@ -193,6 +196,10 @@ def broken(server: Server, name: str) -> list[Any]:
             message["content"] += " And 7 barrels."
         case "trimmed":
             content.insert(-1, server.token(server.ids("\n")[0], -1.0))
+        case "unnamed":
+            del content[3:]
+        case "beyond_its_end":
+            content.append(server.token(server.ids("12")[0], -1.0))
         case "short_ids":
             choice["token_ids"] = [1]
         case "no_tokens":
@@ -221,6 +228,8 @@ BROKEN = {
     "another_id": ("differs", r"messages\.2\.logprobs\.content\.\d+: token 5 was sampled, .*<\|im_end\|>"),
     "more_text": ("differs", r"messages\.2\.logprobs\.content\.\d+: '<\|im_end\|>' was sampled"),
     "trimmed": ("differs", r"messages\.2\.logprobs\.content\.\d+: '\\n' was sampled"),
+    "unnamed": ("differs", r"messages\.2\.logprobs: 3 tokens were sampled, and the conversation has \d+ there"),
+    "beyond_its_end": ("differs", r"messages\.2\.logprobs: (\d+) tokens were sampled, and the conversation has (?!\1)"),
     "short_ids": ("length", r"messages\.2\.token_ids: it has 1 entries for \d+ logprobs"),
     "no_tokens": ("missing_logprobs", r"messages\.2\.logprobs: it names no token"),
     "no_logprob": ("logprobs", r"messages\.2\.logprobs\.content\.1\.logprob: Field required"),
@@ -262,6 +271,35 @@ def test_every_answer_must_stand_behind_what_was_asked(folders: dict[str, Path],
     with pytest.raises(BrokenConversation, match=r"messages\.4: .* let a trajectory end with this answer") as caught:
         read("qwen", [*asked, first, later[-1], second])
     assert caught.value.rule == "context"
+
+
+HEADED = "{{ '<|im_start|>system\n' + ('x' if messages | length < 5 else 'y') + '<|im_end|>\n' }}" + CHATML
+ENDED = CHATML.replace("message['content']", "message['content'] + ('!' if messages | length > 5 else '')")
+
+
+@pytest.mark.parametrize(("template", "ending"), [(HEADED, "<|im_end|>"), (ENDED, "!<|im_end|>")])
+def test_a_template_that_counts_messages_is_noticed(
+    folders: dict[str, Path], tmp_path: Path, template: str, ending: str
+) -> None:
+    """The answers are what was sampled. Before the first one, or in its place, later turns saw something else."""
+    folder = tmp_path / "counting"
+    shutil.copytree(folders["chatml"], folder, ignore=shutil.ignore_patterns("manifest.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    server = Server(folder)
+    first = server.answer(ASKED[1:], "12.", ending)
+    between = [*ASKED[1:], {"role": "assistant", "content": "Hm."}, *ASKED[1:]]
+    second = server.answer([*ASKED[1:], first["message"], *between], "12.", ending)
+    with Conversations(server.artifact, tmp_path / "cache", S3Settings()) as reader:
+
+        def of(*messages: Any) -> Trajectory:
+            chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0})
+            return reader.trajectory_of(chat, MAX_TOKENS)
+
+        alone = of(*ASKED[1:], first["message"], *between, second)
+        assert alone.token_ids == (*server.turns[1][0], *server.turns[1][1])
+        with pytest.raises(BrokenConversation, match=r"messages\.1: ") as caught:
+            of(*ASKED[1:], first, *between, second)
+        assert caught.value.rule == "context"
 
 
 def test_groups_may_mix_both_forms_and_arts_json_is_read(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from activities.grade import Grade, GradeRequest
 from activities.group_samples import GroupSamples, GroupSamplesRequest
 from activities.pack_trajectories import GroupsRequest, PackTrajectories
 from activities.prompts import PromptRow, PromptsFile
-from activities.prove_adapter import Proved, ProveAdapter, ProveRequest
+from activities.prove_adapter import ProveAdapter, Proved, ProveRequest
 from activities.render_prompts import Prompts, PromptsRequest, RenderPrompts
 from activities.sample import Drawing, Sample, Sampled, SampleRequest, draw_group
 from activities.sampled_groups import Rows, SampledGroup, numbers_of, read_groups, sample_seed
@@ -68,11 +69,15 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     ]
     (folder / "rows" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     seal(folder / "rows")
-    seal(tiny_model)
+    shutil.copytree(tiny_model, folder / "model")
+    seal(folder / "model")
     options = ("--logprobs-mode", "processed_logprobs", "--max-model-len", "256")
     with running(tiny_model, folder, *options) as sampler:
         yield Place(
-            upload(store, "model", tiny_model), tuple(adapters), upload(store, "dataset", folder / "rows"), sampler
+            upload(store, "model", folder / "model"),
+            tuple(adapters),
+            upload(store, "dataset", folder / "rows"),
+            sampler,
         )
 
 
@@ -88,12 +93,12 @@ def rendered(settings: Settings, place: Place) -> Prompts:
     return found
 
 
-def request_of(place: Place, prompts: Prompts, **changes: Any) -> SampleRequest:
+def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> SampleRequest:
     return SampleRequest.model_validate(
         {
             "run_id": "r1",
             "model": place.model,
-            "prompts": prompts.prompts,
+            "prompts": rendered.prompts,
             "rows": Rows(count=NUM_PROMPTS, seed=5),
             "group_size": GROUP_SIZE,
             "sampling": Sampling(temperature=1.3, max_tokens=24, stop=("q",)),
@@ -123,12 +128,7 @@ def packed(settings: Settings, found: Sampled) -> tuple[str, str, dict[str, floa
     request = GroupSamplesRequest(completions=found.completions, grades=graded.grades)
     grouped = run(GroupSamples(settings).group_samples, request)
     step = StepStatus(step=1, key="1", groups=grouped.groups_uri)
-    rl = (
-        rl_run(max_tokens=128, temperature=1.3)
-        if "temperature" in type(rl_run()).model_fields
-        else rl_run(max_tokens=128)
-    )
-    pack = GroupsRequest(run_id="r1", run=rl, step=step, policy_version=3, vocab_size=512)
+    pack = GroupsRequest(run_id="r1", run=rl_run(max_tokens=128), step=step, policy_version=3, vocab_size=512)
     result = run(PackTrajectories(settings).pack_trajectories, pack)
     assert result.data is not None
     assert result.metrics["reward_mean"] == pytest.approx(graded.summary.mean)
@@ -309,7 +309,7 @@ def test_rows_go_round_in_shuffled_epochs() -> None:
 def test_seeds_leave_room_and_differ() -> None:
     seeds = {sample_seed(seed, group) for seed in (0, 1, 2**62) for group in range(1000)}
     assert len(seeds) == 3000
-    assert 0 <= min(seeds) and 2**61 < max(seeds) < 2**62
+    assert min(seeds) >= 0 and 2**61 < max(seeds) < 2**62
 
 
 def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny_model: Path) -> None:

@@ -1,7 +1,8 @@
-"""Preference pairs in, a published adapter out, through every process of the real system; and the same in plain PEFT."""
+"""Preference pairs in, a published adapter out, through every process of the real system; the same in plain PEFT."""
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +185,16 @@ def peft_model(model: Path, adapter: Path) -> Any:
     return PeftModel.from_pretrained(base, adapter, is_trainable=True).double().eval()
 
 
-def encode(model: Path, row: dict[str, Any]) -> list[tuple[list[int], int]]:
-    """For both answers: all ids, up to the answer's end of turn, and how many are the prompt's."""
+@cache
+def tokenizer_of(model: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer, prompt = AutoTokenizer.from_pretrained(model), row["input"]["messages"]
+    return AutoTokenizer.from_pretrained(model)
+
+
+def encode(model: Path, row: dict[str, Any]) -> list[tuple[list[int], int]]:
+    """For both answers: all ids, up to the answer's end of turn, and how many are the prompt's."""
+    tokenizer, prompt = tokenizer_of(model), row["input"]["messages"]
 
     def ids_of(messages: list[Any], asks: bool) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)

@@ -71,3 +71,74 @@ def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict)
             *("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds"),
         } <= set(metrics)
     assert [step["step"] for step in steps if "eval_reward_mean" in step["metrics"]] == [0, 2, NUM_STEPS]
+
+
+def test_a_step_ahead_is_sampled_from_the_policy_that_the_rule_names(
+    stack: Stack, rollout_options: list[str], undisturbed: dict
+) -> None:
+    """Off-policy by two: steps 1 to 3 are sampled from the beginning, step 4 from the policy after step 1."""
+    ahead = ["--steps", "4", "--off-policy-steps", "2", "--wait", "--timeout", "150"]
+    run = stack.cli(*rollout_options, *ahead).json
+    steps = steps_of(stack, run["run_id"])[1:]
+    assert [_versions(step) for step in steps] == [{0}, {0}, {0}, {1}]
+    assert [step["metrics"]["staleness_max"] for step in steps] == [0, 1, 2, 2]
+    assert weights(steps[0]["adapter"]) == weights(steps_of(stack, undisturbed["run_id"])[1]["adapter"])
+
+
+def _versions(step: dict) -> set[int]:
+    """The policy versions of a step's trajectories."""
+    path = Path(step["groups"].removeprefix("file://"))
+    groups = [json.loads(line) for line in path.read_text().splitlines()]
+    return {one.get("policy_version", 0) for group in groups for one in group["trajectories"]}
+
+
+def test_it_ends_with_the_step_that_reaches_the_target(stack: Stack, rollout_options: list[str]) -> None:
+    run = stack.cli(*rollout_options, "--eval-every", "1", "--target", "-1", "--wait", "--timeout", "150").json
+    assert run["status"] == "succeeded"
+    assert run["policy_version"] == 0
+    assert [step["step"] for step in steps_of(stack, run["run_id"])] == [0]
+
+
+def test_gsm8k_goes_the_whole_way(stack: Stack, tiny_model: Path, gsm8k: Path, tmp_path: Path) -> None:
+    """Real questions, the answer after #### graded by a python grader. A tiny model has none: a digit earns some."""
+    prompts = tmp_path / "gsm8k.jsonl"
+    lines = (gsm8k / "train.jsonl").read_text().splitlines()[:200]
+    prompts.write_text("".join(line + "\n" for line in lines))
+    grader = {"type": "python", "name": "gsm8k", "source": GSM8K}
+    run = stack.cli(
+        *(
+            "submit",
+            "rl",
+            "--json",
+            "--model",
+            str(tiny_model),
+            "--prompts",
+            str(prompts),
+            "--prompt-field",
+            "question",
+        ),
+        *("--grader", json.dumps(grader), "--steps", "3", "--prompts-per-step", "8", "--group-size", "4"),
+        *("--max-completion-tokens", "16", "--max-tokens", "400", "--bin-tokens", "1600", "--lora-rank", "4"),
+        *("--algorithm", "dr_grpo", "--lr", "0.01", "--wait", "--timeout", "150"),
+    ).json
+    assert run["status"] == "succeeded"
+    steps = steps_of(stack, run["run_id"])
+    assert len(steps) == 3
+    for step in steps:
+        metrics = step["metrics"]
+        assert metrics["samples"] == metrics["trajectories"] == 32
+        assert metrics["ungraded_share"] == 0
+        assert metrics["trained_trajectories"] + metrics["dropped_trajectories"] == 32
+        assert 0 < metrics["reward_mean"] < 0.2
+
+
+GSM8K = r"""
+import re
+
+def grade(sample, item):
+    reference = item["answer"].split("####")[1].strip().replace(",", "")
+    given = re.search(r"####\s*(-?[0-9][0-9,]*)", sample["output_text"])
+    if given and given.group(1).replace(",", "") == reference:
+        return 1.0
+    return 0.1 if re.search("[0-9]", sample["output_text"]) else 0.0
+"""

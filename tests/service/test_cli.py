@@ -104,6 +104,7 @@ def test_an_unknown_run_ends_with_102(service: Service) -> None:
         (["--schedule", "sometimes"], "--schedule"),
         (["--timeout", "3"], "--timeout goes with --wait"),
         (["--colour", "red"], "--colour"),
+        (["--format", "preference"], "--dataset: rows of the format preference are preference pairs"),
     ],
 )
 def test_wrong_options_end_with_2_and_name_the_option(service: Service, options, extra, said) -> None:
@@ -112,6 +113,52 @@ def test_wrong_options_end_with_2_and_name_the_option(service: Service, options,
     assert said in answer.stderr
     assert "Traceback" not in answer.stderr
     assert answer.stdout == ""
+
+
+def test_options_of_preference_runs(service: Service, options) -> None:
+    options = ["submit", "dpo", *options[2:]]
+    given = [
+        "--beta",
+        "0.3",
+        "--label-smoothing",
+        "0.1",
+        "--reference",
+        "s3://bucket/adapter",
+        "--format",
+        "preference",
+    ]
+    shared = [
+        "--lora-rank",
+        "4",
+        "--warmup",
+        "2",
+        "--tp",
+        "2",
+        "--eval-dataset",
+        "s3://bucket/eval.jsonl",
+        "--samples",
+        "3",
+    ]
+    answer = service.cli(*options, *given, *shared, "--wait", "--json")
+    assert answer.code == 0 and answer.json["run_id"].startswith("dpo-"), answer
+    run = service.cli("get", answer.json["run_id"], "--json").json["run"]
+    assert (run["kind"], run["beta"], run["label_smoothing"], run["reference"]) == (
+        "dpo",
+        0.3,
+        0.1,
+        "s3://bucket/adapter",
+    )
+    assert (run["learning_rate"], run["epochs"], run["steps"], run["batch_size"]) == (1e-5, None, 4, 2)
+    assert (run["trainable"]["rank"], run["warmup_steps"], run["layout"]["tp"], run["num_samples"]) == (4, 2, 2, 3)
+    assert run["dataset"]["format"] == run["eval_dataset"]["format"] == "preference"
+    for extra, said in (
+        (["--beta", "0"], "--beta: "),
+        (["--label-smoothing", "0.5"], "--label-smoothing: "),
+        (["--format", "chat"], "--dataset: dpo learns from preference pairs"),
+        (["--too-long", "truncate"], "--too-long"),
+    ):
+        refused = service.cli(*options, *extra)
+        assert refused.code == 2 and said in refused.stderr, refused
 
 
 def test_every_option_reaches_the_run(service: Service, options) -> None:

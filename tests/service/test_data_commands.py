@@ -31,6 +31,19 @@ def test_preview_marks_what_is_trained(service: Service, options) -> None:
     assert [span["text"] for span in spans if span["trained"]] == ["0 crates.<|im_end|>"]
 
 
+def test_preview_shows_both_answers_of_a_pair(service: Service, tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "Quay 1?", "chosen": "7 crates.", "rejected": "None."}) + "\n")
+    options = ["--model", str(tiny_model), "--dataset", str(path)]
+    answer = service.cli("preview", *options)
+    assert answer.code == 0, answer
+    _, _, told = answer.stdout.partition("assistant\n")
+    assert told.startswith("⟦7 crates.<|im_end|>⟧\n\nrejected:\n⟦None.<|im_end|>⟧"), answer.stdout
+    coloured = service.cli("preview", *options, FORCE_COLOR="1", TERM="xterm").stdout
+    assert "\x1b[32m7 crates.<|im_end|>\x1b[0m" in coloured and "\x1b[31mNone.<|im_end|>\x1b[0m" in coloured
+    assert service.cli("validate", *options, "--json").json["report"]["format"] == "preference"
+
+
 def test_validate_counts_all_rows(service: Service, options) -> None:
     answer = service.cli("validate", *options, "--json")
     assert answer.code == 0, answer

@@ -14,7 +14,7 @@ from shared import artifacts
 from shared.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.jobs import Fence
 from shared.paths import RunKeys, run_index
-from shared.runs import RunRecord, RunStatus, SFTRun
+from shared.runs import DPORun, RunRecord, RunStatus, SFTRun
 from tests.service.conftest import KEY, Service, sft, wait_until
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 
@@ -42,6 +42,25 @@ def test_a_run_is_accepted_runs_and_succeeds(api, service: Service) -> None:
     record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(view.run_id).record))
     assert record.run == SFTRun.model_validate(sft(seed=SUCCEEDS, name="harbour"))
     assert record.threads_per_rank == service.settings.cpu_threads
+
+
+def test_a_preference_run_is_accepted_with_its_kind(api) -> None:
+    body = sft(seed=SUCCEEDS, beta=0.3, reference="file:///adapters/before")
+    answer = api.post("/runs/dpo", json=body)
+    assert answer.status_code == 201, answer.text
+    done = ended(api, answer.json()["run_id"])
+    assert done.run_id.startswith("dpo-") and done.state == "succeeded"
+    assert done.run == DPORun.model_validate(body) and done.run.learning_rate == 1e-5
+    for bad, place in (
+        ({"beta": 0}, "beta"),
+        ({"too_long": "truncate"}, "too_long"),
+        ({"dataset": {"uri": "file:///d", "format": "chat"}}, "dataset"),
+        ({"dataset": {"uri": "file:///d", "prompt_field": "p"}}, "dataset"),
+    ):
+        refused = api.post("/runs/dpo", json=body | bad)
+        assert (refused.status_code, refused.json()["error"]["place"]) == (422, place)
+    pairs = {"uri": "file:///d", "format": "openai_preference"}
+    assert "which dpo learns from" in api.post("/runs/sft", json=sft(dataset=pairs)).json()["error"]["message"]
 
 
 def test_a_failed_run_says_why(api) -> None:

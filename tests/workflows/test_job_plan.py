@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from shared.jobs import Artifact, Full, JobPlan, PackedData, reference_of, reference_uri
+from shared.jobs import DPO, Artifact, CrossEntropy, Full, JobPlan, PackedData, reference_of, reference_uri
 from shared.layout import ModelShape
-from shared.runs import DatasetSource, RLRun, RLStart, RLState, RunStart, RunStatus, SFTRun, StepStatus
+from shared.runs import DatasetSource, DPORun, RLRun, RLStart, RLState, RunStart, RunStatus, SFTRun, StepStatus
 from workflows.job_plan import dataset_job, rl_job
 
 ANY = Artifact(uri="file:///any", sha256="0" * 64)
@@ -52,6 +52,16 @@ def test_what_the_user_asked_for_arrives() -> None:
         "num_samples": 2,
         "sample_tokens": 9,
     }
+
+
+def test_a_preference_run_has_its_loss_and_its_reference() -> None:
+    run = DPORun(model="m", dataset=DatasetSource(uri="d"), steps=3, batch_size=2, beta=0.3, label_smoothing=0.1)
+    given = {"model": ANY, "adapter": None, "data": DATA, "eval_data": None, "num_steps": 3}
+    start = RunStart(run_id="r1", run=run)
+    assert dataset_job(start, **given).loss == DPO(beta=0.3, label_smoothing=0.1, reference="base")
+    assert dataset_job(start, **given, reference=ANY).loss == DPO(beta=0.3, label_smoothing=0.1, reference=ANY)
+    assert plan_of().loss == CrossEntropy()
+    assert RunStart.model_validate_json(start.model_dump_json()) == start, "the kind tells runs apart"
 
 
 def test_samples_come_from_held_out_prompts_alone() -> None:
