@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -95,7 +96,8 @@ class TemplateProcess:
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what the child did not read is of no use to anybody
+                    pipe.close()
 
     def __enter__(self) -> Self:
         return self

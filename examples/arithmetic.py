@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from examples.tiny_model import read_texts
 from shared.graders import StringCheckGrader
 
 Pair = tuple[int, int]
@@ -31,6 +32,28 @@ GOODS = "sacks crates barrels bales".split()
 GRADER = StringCheckGrader(
     name="exact sum", operation="eq", input="{{ sample.output_text }}", reference="{{ item.answer }}"
 )
+
+# What a model of two minutes needs: sizes, and the options of three runs, each one going on from what the last one made.
+MODEL = {
+    **{"vocab_size": 320, "hidden_size": 192, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_dim": 32},
+    "single_digits": True,
+}
+_LENGTHS = ["--max-tokens", "64", "--bin-tokens", "2048"]
+_SHOWN = ["--samples", "8", "--sample-tokens", "8"]
+_LORA = ["--lora-rank", "16", "--lora-alpha", "32"]
+SUMS_RUN = [
+    *("--full", "--name", "sums", "--steps", "350", "--batch-size", "64", "--learning-rate", "3e-3", "--warmup", "20"),
+    *(*_LENGTHS, *_SHOWN),
+]
+TALLY_RUN = [
+    *(*_LORA, "--name", "tally", "--steps", "80", "--batch-size", "32", "--learning-rate", "1e-3", "--warmup", "5"),
+    *(*_LENGTHS, *_SHOWN),
+]
+EXACT_RUN = [
+    *(*_LORA, "--name", "tally-exact", "--algorithm", "dr_grpo", "--steps", "24", "--learning-rate", "5e-4"),
+    *("--prompts-per-step", "32", "--group-size", "8", "--max-completion-tokens", "8", "--eval-every", "8"),
+    *_LENGTHS,
+]
 
 
 def pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
@@ -81,6 +104,11 @@ def _chat(asked: str, answer: str) -> dict[str, Any]:
 
 def _smaller_first(pair: Pair) -> Pair:
     return (min(pair), max(pair))
+
+
+def tokenizer_texts(folder: Path) -> list[str]:
+    """What a tokenizer for this task is trained on: the roles' names often enough to be tokens of their own."""
+    return ["user\nassistant\n"] * 100 + list(read_texts(sorted(folder.glob("*.jsonl"))))
 
 
 def write_datasets(folder: Path, seed: int = 1) -> None:

@@ -1,9 +1,9 @@
-"""The demonstration: a tiny model is made, trained from nothing on a harbour's facts, and taught to answer by radio.
+"""The demonstration: a tiny model learns a harbour's facts, then to answer by radio; another one to add, then to be exact.
 
     make demo
 
-Everything goes through the real system: a Temporal server, the web service, hosts, workers, published artifacts. Both
-runs are ordinary ones, started by the commands that are printed.
+Everything goes through the real system: a Temporal server, the web service, hosts, workers, samplers, published
+artifacts. All runs are ordinary ones, started by the commands that are printed.
 """
 
 import json
@@ -19,6 +19,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from examples import arithmetic
 from examples.tiny_model import make_tiny_model, read_texts
 
 ROOT = Path(".demo")
@@ -41,12 +42,24 @@ console = Console()
 
 def main() -> None:
     started = time.monotonic()
-    model = make_model(ROOT / "model")
+    model, clerk = make_model(ROOT / "model"), make_clerk(ROOT / "clerk")
     start_stack()
-    base = train("1. every weight, on the facts of the harbour", model.absolute().as_uri(), "harbour", BASE_RUN)
-    radio = train("2. a LoRA adapter on what run 1 published, to answer by radio", base["adapter"], "radio", RADIO_RUN)
-    show_places(base, radio)
+    base = train("1. every weight, on the facts of the harbour", model.absolute().as_uri(), DATA / "harbour", BASE_RUN)
+    radio = train(
+        "2. a LoRA adapter on what run 1 published, to answer by radio", base["adapter"], DATA / "radio", RADIO_RUN
+    )
+    exact = reinforce_arithmetic(clerk.absolute().as_uri(), ROOT / "sums")
+    show_places(base, radio, exact)
     console.print(f"\nAll of it took {time.monotonic() - started:.0f} s.")
+
+
+def reinforce_arithmetic(model: str, data: Path) -> dict[str, Any]:
+    """A model that can add, an adapter that mostly rounds, and what reinforcement learning makes of it."""
+    sums = train("3. every weight of another tiny model, on sums", model, data / "sums", arithmetic.SUMS_RUN)
+    tally = train(
+        "4. a LoRA adapter that mostly rounds, as clerks do", sums["adapter"], data / "tally", arithmetic.TALLY_RUN
+    )
+    return reinforce("5. the same adapter, rewarded for exact answers alone", sums["adapter"], tally["adapter"], data)
 
 
 def make_model(folder: Path) -> Path:
@@ -54,6 +67,14 @@ def make_model(folder: Path) -> Path:
     if not (folder / "config.json").exists():
         console.print("Making a tiny Qwen3 model: random weights, its own tokenizer and chat template.")
         make_tiny_model(folder, read_texts(sorted(DATA.glob("*.jsonl"))), **MODEL)
+    return folder
+
+
+def make_clerk(folder: Path) -> Path:
+    """Another one, which sees every digit, and the data of its task."""
+    arithmetic.write_datasets(ROOT / "sums")
+    if not (folder / "config.json").exists():
+        make_tiny_model(folder, arithmetic.tokenizer_texts(ROOT / "sums"), **arithmetic.MODEL)
     return folder
 
 
@@ -78,18 +99,38 @@ def connection() -> dict[str, Any]:
     return json.loads((ROOT / "dev.json").read_bytes())
 
 
-def train(title: str, model: str, dataset: str, options: list[str]) -> dict[str, Any]:
-    """One run, from submission to its end, with its progress on stderr. Returns what `--json` printed."""
-    console.rule(title)
-    command = ["submit", "sft", "--model", model, *_files(dataset), *options, "--wait", "--json"]
-    console.print("longshore", shlex.join(command), style="dim", highlight=False, soft_wrap=True)
-    run = json.loads(longshore(*command))
+def train(title: str, model: str, dataset: Path, options: list[str]) -> dict[str, Any]:
+    """Supervised fine-tuning on DATASET_train.jsonl, with DATASET_eval.jsonl held out."""
+    files = ["--dataset", f"{dataset}_train.jsonl", "--eval-dataset", f"{dataset}_eval.jsonl"]
+    run = _run(title, "sft", "--model", model, *files, *options)
     show_change([json.loads(line)["event"] for line in longshore("events", run["run_id"]).splitlines()])
     return run
 
 
-def _files(dataset: str) -> list[str]:
-    return ["--dataset", str(DATA / f"{dataset}_train.jsonl"), "--eval-dataset", str(DATA / f"{dataset}_eval.jsonl")]
+def reinforce(title: str, model: str, adapter: str, data: Path) -> dict[str, Any]:
+    """Reinforcement learning that goes on from an adapter: the run samples, grades and trains by itself."""
+    files = ["--prompts", f"{data}/prompts_train.jsonl", "--eval-prompts", f"{data}/prompts_eval.jsonl"]
+    grader = ["--grader", arithmetic.GRADER.model_dump_json()]
+    run = _run(title, "rl", "--model", model, "--initial-adapter", adapter, *files, *grader, *arithmetic.EXACT_RUN)
+    show_rewards(steps_of(run))
+    return run
+
+
+def _run(title: str, *arguments: str) -> dict[str, Any]:
+    """One run, from submission to its end, with its progress on stderr. Returns what `--json` printed."""
+    console.rule(title)
+    command = ["submit", *arguments, "--wait", "--json"]
+    console.print("longshore", shlex.join(command), style="dim", highlight=False, soft_wrap=True)
+    return json.loads(longshore(*command))
+
+
+def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The train steps of an RL run; the first one is the policy before any training."""
+    stack = connection()
+    address = f"{stack['api_url']}/api/v1/runs/{run['run_id']}/steps"
+    with httpx.Client(headers={"Authorization": f"Bearer {stack['api_key']}"}, timeout=30) as client:
+        answers = [client.get(f"{address}/{number}").raise_for_status() for number in range(run["policy_version"] + 1)]
+    return [answer.json() for answer in answers]
 
 
 def longshore(*arguments: str) -> str:
@@ -116,6 +157,15 @@ def show_change(events: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def show_rewards(steps: list[dict[str, Any]]) -> None:
+    """The share of exact answers: of each step's samples, and of greedy answers to pairs that were never trained."""
+    table = Table("step", "sampled", "held out, greedy", title="Exact answers")
+    for step in steps:
+        found = [step["metrics"].get(name) for name in ("reward_mean", "eval_reward_mean")]
+        table.add_row(str(step["step"]), *("" if share is None else f"{share:.1%}" for share in found))
+    console.print(table)
+
+
 def question(prompt: str) -> str:
     """What the user said, without the chat template around it."""
     return prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
@@ -126,12 +176,13 @@ def shortened(text: str, length: int = 60) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def show_places(base: dict[str, Any], radio: dict[str, Any]) -> None:
+def show_places(base: dict[str, Any], radio: dict[str, Any], exact: dict[str, Any]) -> None:
     stack = connection()
     console.rule("Where things are")
     for what, where in (
         ("model", base["adapter"]),
         ("adapter", radio["adapter"]),
+        ("RL adapter", exact["adapter"]),
         ("API", f"{stack['api_url']}/api/v1 (described by /api/v1/openapi.json; its key is in {ROOT}/dev.json)"),
         ("Temporal UI", stack["temporal_ui"]),
     ):

@@ -134,11 +134,11 @@ async def train_step(run_id: RunId, step: StepSubmission, backend: Backed) -> St
 @router.get("/runs/{run_id}/steps/{step}")
 async def get_step(
     run_id: RunId,
-    step: Annotated[int, Path(ge=1, le=99_999_999)],
+    step: Annotated[int, Path(ge=0, le=99_999_999)],
     backend: Backed,
     wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
 ) -> StepStatus:
-    """A train step as it stands."""
+    """A train step as it stands. 0: the policy before the first, of a run that evaluates its own rollouts."""
     return await backend.runs.step(run_id, step, wait_s)
 
 

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from activities.advantages import advantages_of
-from activities.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories, mini_batches
+from activities.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories, mini_batches, sequence_of
+from activities.prefix_tree import SequenceRow, split_tree
 from activities.record_step import RecordStep, RecoverRequest, StepRecordRequest
 from shared.artifacts import stage
 from shared.errors import InvalidInput
+from shared.jobs import Artifact, Fence
 from shared.packed import Plan, Units
-from shared.runs import StepStatus
+from shared.runs import CheckpointRef, StepStatus
 from shared.settings import DownloadSettings, Settings
+from shared.trajectories import Trajectory
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 
 
@@ -74,6 +77,41 @@ def test_every_sampled_token_is_a_target_behind_its_own_context(settings: Settin
     assert packed.metrics["packing_factor"] > 1, "prompts are shared"
     logical = sum(len(t["token_ids"]) for g in groups for t in g["trajectories"])
     assert packed.metrics["packing_factor"] == pytest.approx(logical / int(units.unit_tokens.sum()))
+
+
+def behind_a_system_prompt(groups: list[dict[str, Any]], length: int = 20) -> list[dict[str, Any]]:
+    """The groups, each trajectory behind the same ids."""
+    ahead = {"token_ids": [7] * length, "sampled": [False] * length, "logprobs": [None] * length}
+    return [
+        {
+            "trajectories": [
+                one | {name: ids + one[name] for name, ids in ahead.items()} for one in group["trajectories"]
+            ]
+        }
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize(("mini_batches", "epochs", "num_prompts"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 6)])
+def test_groups_that_are_always_trained_together_share_a_system_prompt(
+    settings: Settings, tmp_path: Path, mini_batches: int, epochs: int, num_prompts: int
+) -> None:
+    """Where other passes mix the six groups otherwise, each has its own: a sequence is written once."""
+    groups = behind_a_system_prompt(random_groups(seed=5, num_groups=6))
+    uri = write_groups(tmp_path / "g.jsonl", *groups)
+    run = {"max_tokens": 512, "mini_batches": mini_batches, "epochs": epochs}
+    packed = pack(settings, uri, **run)
+    units, plan = opened(settings, packed)
+    found = [row for step in range(mini_batches) for row in targets_of(units, plan, step)]
+    assert sorted(found) == expected_targets(groups)
+    apart = sum(unit.num_tokens for one in groups for unit in split_tree(rows_in(one), 512))
+    assert int(units.unit_tokens.sum()) == apart - (6 - num_prompts) * 20
+    logical = sum(len(t["token_ids"]) for g in groups for t in g["trajectories"])
+    assert packed.metrics["packing_factor"] == pytest.approx(logical / int(units.unit_tokens.sum()))
+
+
+def rows_in(group: dict[str, Any]) -> list[SequenceRow]:
+    return [sequence_of(Trajectory.model_validate(one), 0.0) for one in group["trajectories"]]
 
 
 def test_mini_batches_are_whole_groups_and_every_epoch_has_all_of_them(settings: Settings, tmp_path: Path) -> None:
@@ -150,7 +188,11 @@ def test_metrics_are_of_all_that_was_sampled(settings: Settings, tmp_path: Path)
 
 def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Settings, tmp_path: Path) -> None:
     uri = write_groups(tmp_path / "g.jsonl", group(0.0, 1.0))
-    done = StepStatus(step=1, key="a", groups=uri, state="done", policy_version=1, optimizer_step=1)
+    artifact = Artifact(uri="file:///a", sha256="0" * 64)
+    made = {"adapter": artifact.uri, "adapter_sha256": artifact.sha256}
+    checkpoint = CheckpointRef(step=1, fence=Fence(epoch=1), artifact=artifact)
+    fields = {"step": 1, "key": "a", "groups": uri, "state": "done", "policy_version": 1, "optimizer_step": 1}
+    done = StepStatus.model_validate(fields | made | {"checkpoint": checkpoint})
     steps = RecordStep(settings)
     steps.record_step(StepRecordRequest(run_id="r1", step=done))
     assert pack(settings, uri, step=9, key="a").trained_before == done
@@ -158,7 +200,7 @@ def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Set
     other = write_groups(tmp_path / "other.jsonl", group(0.0, 1.0))
     with pytest.raises(InvalidInput, match=r"key: it was used for .*g\.jsonl, which made step 1"):
         pack(settings, other, step=9, key="a")
-    conflict = done.model_copy(update={"step": 9, "groups": other, "state": "failed"})
+    conflict = done.model_copy(update={"step": 9, "groups": other, "state": "failed", "checkpoint": None})
     steps.record_step(StepRecordRequest(run_id="r1", step=conflict))
     assert pack(settings, uri, step=10, key="a").trained_before == done, "the first one keeps the key"
     recovered = steps.recover_steps(RecoverRequest(run_id="r1"))

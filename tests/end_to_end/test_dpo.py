@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jsonl(folder / "train.jsonl", [pair(number) for number in range(96)])
     jsonl(folder / "held-out.jsonl", [pair(number) for number in range(200, 232)])
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads than that only wait for each other beside the stack's own."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def submit(stack: Stack, model: Path, dataset: Path, *more: str, check: bool = True) -> Answer:
@@ -90,12 +102,12 @@ def test_a_few_steps_are_those_of_transformers_and_peft(
 
     start = tmp_path / "adapter"
     make_adapter(tiny_model, start)
-    data = jsonl(tmp_path / "few.jsonl", [pair(number) for number in range(12)])
-    rows = [encode(tiny_model, pair(number)) for number in range(12)]
+    data = jsonl(tmp_path / "few.jsonl", [pair(number) for number in range(8)])
+    rows = [encode(tiny_model, pair(number)) for number in range(8)]
     for reference in (None, "base"):
         answer = submit(
             *(stack, tiny_model, data, "--initial-adapter", f"file://{start}", "--steps", str(STEPS)),
-            *("--batch-size", "12", "--learning-rate", str(LEARNING_RATE), "--schedule", "constant"),
+            *("--batch-size", "8", "--learning-rate", str(LEARNING_RATE), "--schedule", "constant"),
             *("--beta", str(BETA), "--label-smoothing", "0.1", *(("--reference", reference) if reference else ())),
         )
         ours = [step["metrics"] for step in stack.cli("metrics", answer.json["run_id"], "--json").json["steps"]]
@@ -109,6 +121,32 @@ def test_a_few_steps_are_those_of_transformers_and_peft(
         with torch.no_grad():
             apart = [float(margin(after, row)) - float(margin(model, row)) for row in rows]
         assert max(map(abs, apart)) < 5e-3
+
+
+def test_another_adapter_can_be_the_reference(stack: Stack, tiny_model: Path, folder: Path, tmp_path: Path) -> None:
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    make_adapter(tiny_model, tmp_path / "adapter")
+    data = jsonl(tmp_path / "few.jsonl", [pair(number) for number in range(4)])
+    reference = f"file://{tmp_path}/adapter"
+    answer = submit(stack, tiny_model, data, "--reference", reference, "--steps", "1", "--batch-size", "4")
+    model, rows = peft_model(tiny_model, tmp_path / "adapter"), [encode(tiny_model, pair(n)) for n in range(4)]
+    with torch.no_grad():
+        loss = -logsigmoid(-0.1 / BETA * torch.stack([margin(model, row) for row in rows])).mean()
+    assert answer.json["metrics"]["loss"] == pytest.approx(float(loss), abs=1e-5) != math.log(2)
+    assert f"| reference | `{reference}` |" in (published(answer) / "README.md").read_text()
+
+
+def test_two_ranks_learn_and_evaluate_as_one(stack: Stack, tiny_model: Path, folder: Path) -> None:
+    """Pairs dealt out over ranks, also the held-out ones, whose reference each rank scores for its own."""
+    options = ["--eval-dataset", str(folder / "held-out.jsonl"), "--steps", "4", "--batch-size", "32", "--lr", "0.002"]
+    runs = [submit(stack, tiny_model, folder / "train.jsonl", *options, "--dp", dp) for dp in ("1", "2")]
+    one, two = (stack.cli("metrics", run.json["run_id"], "--json").json for run in runs)
+    for part in ("steps", "evaluations"):
+        for ours, other in zip(one[part], two[part], strict=True):
+            for name in ("loss", "reward_margin", "reward_chosen", "preference_accuracy"):
+                assert other["metrics"][name] == pytest.approx(ours["metrics"][name], rel=1e-4, abs=1e-5), (part, name)
 
 
 def test_every_weight_can_be_trained(stack: Stack, tiny_model: Path, folder: Path) -> None:
