@@ -87,7 +87,7 @@ def rows(lines: Iterable[Line], done: Done = Done()) -> Iterator[Row]:  # noqa: 
                 yield Row(values={STEP: last_step, **{f"system/offload_{k}": v for k, v in numbers.items()}})
             case TrainStep(record=record) if record.step > last_train_step:
                 last_train_step = record.step
-                own = _named("rollout", {k: v for k, v in record.metrics.items() })
+                own = _named("rollout", {k: v for k, v in record.metrics.items() if k not in workers_own})
                 if own and record.same_as is None:
                     yield Row(values={STEP: record.optimizer_step or 0, TRAIN_STEP: record.step, **own})
 

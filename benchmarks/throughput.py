@@ -25,9 +25,9 @@ import torch
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
+from megatron_worker.greedy import sequences_as_batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.megatron.greedy import sequences_as_batch
 from shared.jobs import LINEARS, Adam, CrossEntropy, Lora
 from shared.layout import Layout
 

@@ -1,4 +1,4 @@
-"""The demonstration: a tiny model learns a harbour's facts, then to answer by radio; another one to add, then to be exact.
+"""The demonstration: a tiny model learns a harbour's facts, then the radio's manner; another to add, then to be exact.
 
     make demo
 
@@ -126,11 +126,12 @@ def _run(title: str, *arguments: str) -> dict[str, Any]:
 
 def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     """The train steps of an RL run; the first one is the policy before any training."""
-    stack = connection()
+    stack, found = connection(), list[dict[str, Any]]()
     address = f"{stack['api_url']}/api/v1/runs/{run['run_id']}/steps"
     with httpx.Client(headers={"Authorization": f"Bearer {stack['api_key']}"}, timeout=30) as client:
-        answers = [client.get(f"{address}/{number}").raise_for_status() for number in range(run["policy_version"] + 1)]
-    return [answer.json() for answer in answers]
+        while (answer := client.get(f"{address}/{len(found)}")).is_success:
+            found.append(answer.json())
+    return found
 
 
 def longshore(*arguments: str) -> str:

@@ -52,15 +52,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN.json")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank; part of what decides the bits")
     arguments = parser.parse_args()
     run = RLRun.model_validate_json(arguments.run.read_bytes())
-    for step in train(run, arguments.folder):
+    for step in train(run, arguments.folder, arguments.threads):
         print(step.model_dump_json(include={"step", "state", "adapter", "metrics"}), flush=True)
 
 
-def train(run: RLRun, folder: Path) -> Iterator[StepStatus]:
+def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
     """The run's steps as they end; where there are held-out prompts, first of all step 0: the policy as it begins."""
-    start = RLStart(run_id=f"local-{secrets.token_hex(4)}", run=run)
+    start = RLStart(run_id=f"local-{secrets.token_hex(4)}", run=run, threads_per_rank=threads)
     settings = Settings(root=folder.resolve(), download=DownloadSettings(file_roots=(Path("/"),)))
     state, paths = prepare(start, settings), HostPaths(settings.root_path)
     assert state.rollouts is not None

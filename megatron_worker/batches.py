@@ -20,6 +20,7 @@ from shared.errors import CorruptArtifact
 from shared.packed import Ints, PackedBin, Plan, Units
 
 Scored = Literal["old_logprob_N", "ref_logprob_N"]
+NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # what makes an empty batch
 
 
 class PackedBatches:
@@ -56,7 +57,10 @@ class PackedBatches:
         self._scored[name] = values
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
-        return (self.batch(units, device) for units in self.bins_of_rank(step, dp_rank, dp_size))
+        """As many on every rank: where one has a bin less than another, its last batch is empty."""
+        bins = self.bins_of_rank(step, dp_rank, dp_size)
+        num_turns = -(-len(self.bins(step)) // dp_size)
+        return (self.batch(units, device) for units in [*bins, *[NO_UNITS] * (num_turns - len(bins))])
 
     def close(self) -> None:
         self._units.close()
@@ -117,13 +121,13 @@ class Sums:
             sequence_N=indices_0,
         )
         self.totals: dict[str, Tensor] = {}
-        self.add(loss.sums(Scores(zeros_0, zeros_0), empty).detached(), empty, num_bins=0)
+        self.add(loss.sums(Scores(zeros_0, zeros_0), empty).detached(), empty)
 
-    def add(self, sums: dict[str, Tensor], batch: Batch, num_bins: int = 1) -> None:
+    def add(self, sums: dict[str, Tensor], batch: Batch) -> None:
         counts = {
             "tokens": len(batch.token_id_T),
             "target_tokens": torch.count_nonzero(batch.weight_N),
-            "num_bins": num_bins,
+            "num_bins": int(not batch.is_empty),
         }
         for name, value in {**sums, **counts}.items():
             value_64 = torch.as_tensor(value, dtype=torch.float64, device=self._device)

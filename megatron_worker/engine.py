@@ -2,7 +2,8 @@
 
 What to optimise is decided above it (losses, normalisation, schedules, when to step); how, inside it (parallelism,
 sharding, precision, offload). Every method is collective: all ranks call it, in the same order, with equal arguments,
-except that `forward` and `forward_backward` take this data-parallel rank's own bins.
+except that `forward` and `forward_backward` take this data-parallel rank's own bins. A rank whose bins are used up
+while its peers still have some gives empty ones: weights, or experts, may be spread over all of them.
 
 Shape suffixes: T tokens of a bin, N targets of a bin.
 """
@@ -39,6 +40,10 @@ class Batch:
     ref_logprob_N: Tensor
     sampler_logprob_N: Tensor
     sequence_N: Tensor
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.token_id_T) == 0
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,11 @@ class Evaluator:
         assert self._data is not None
         loss = loss_function(self._loss)
         facts, sums = engine.facts, Sums(loss, engine.facts.device)
-        bins = self._data.bins_of_rank(0, facts.dp_rank, facts.dp_size)
-        num_rounds = math.ceil(len(self._data.bins(0)) / facts.dp_size)
         with torch.no_grad():
-            for turn in range(num_rounds):
+            for batch in self._data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
                 if cancelled():
                     return None
-                if turn < len(bins):
-                    batch = self._data.batch(bins[turn], facts.device)
-                    sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
+                sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
         held_out = _held_out(engine.reduce(sums.totals))
         if isinstance(self._loss, CrossEntropy) and "loss" in held_out:
             held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))

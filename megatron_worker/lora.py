@@ -9,7 +9,6 @@ are summed over tp.
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.nn import Parameter
 
 from megatron_worker.families.pieces import Linear, Piece
 from megatron_worker.flat import Flat
+from megatron_worker.fresh_adapter import kaiming_uniform
 from megatron_worker.megatron.mesh import Mesh
 from megatron_worker.optimizer import Optimizer
 from shared.jobs import Lora
@@ -169,7 +169,7 @@ class Adapter:
         """As PEFT: A Kaiming-uniform (a = sqrt 5), B zero. Each A from the seed and its own name, whole, then cut."""
         for piece in self.pieces:
             if ".lora_A." in piece.name:
-                whole = _uniform(piece, seed)
+                whole = kaiming_uniform(piece.name, piece.shape, seed)
                 piece.write(
                     self.flat.views[piece.parameter], piece.local(whole, self._mesh.tp_rank, self._mesh.tp_size)
                 )
@@ -213,10 +213,3 @@ def _pieces(linear: Linear, parts: tuple[Piece, ...], rank: int) -> list[Piece]:
 def _local_shape(piece: Piece, pieces: Sequence[Piece], tp: int) -> tuple[int, ...]:
     rows, columns = max(p.stop for p in pieces if p.parameter == piece.parameter), piece.shape[1]
     return (rows // tp, columns) if piece.split == 0 else (rows, columns // tp if piece.split == 1 else columns)
-
-
-def _uniform(piece: Piece, seed: int) -> Tensor:
-    digest = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = piece.shape[1] ** -0.5
-    return torch.empty(piece.shape).uniform_(-bound, bound, generator=generator)

@@ -1,24 +1,16 @@
-"""AdamW on float32 masters: one flat buffer each for weights, gradients and both moments.
-
-Update (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate):
-
-    m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2
-    w = (1 - lr * decay) w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-"""
+"""AdamW (adamw.py) on float32 masters: one flat buffer each for weights, gradients and both moments."""
 
 import math
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_worker.adamw import sum_of_squares, update
 from megatron_worker.engine import Norms
 from megatron_worker.flat import Flat
 from megatron_worker.megatron.mesh import Mesh
 from shared.jobs import Adam
-
-_CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are updated
 
 
 class Optimizer:
@@ -113,25 +105,10 @@ class Optimizer:
     def _norm(self) -> float:
         """The gradient's norm over all ranks: what is sharded is added up over tp, what is replicated counts once."""
         sharded, replicated = self.grad.buffer.tensor_split((self._num_sharded,))
-        squares = torch.stack([_sum_of_squares(sharded), _sum_of_squares(replicated)])
+        squares = torch.stack([sum_of_squares(sharded), sum_of_squares(replicated)])
         self._mesh.sum_over_tp(squares[0])
         return float(squares.sum().sqrt())
 
     def _update(self, adam: Adam, learning_rate: float) -> None:
-        correction1 = 1 - adam.beta1**self.step_count
-        correction2 = math.sqrt(1 - adam.beta2**self.step_count)
         buffers = (self.master.buffer, self.grad.buffer, self.exp_avg.buffer, self.exp_avg_sq.buffer)
-        for weight, grad, mean, square in zip(*(b.split(_CHUNK) for b in buffers), strict=True):
-            weight.mul_(1 - learning_rate * adam.weight_decay)
-            mean.lerp_(grad, 1 - adam.beta1)
-            square.mul_(adam.beta2).addcmul_(grad, grad, value=1 - adam.beta2)
-            scale = square.sqrt().div_(correction2).add_(adam.eps)
-            weight.addcdiv_(mean, scale, value=-learning_rate / correction1)
-
-
-def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Float64 scalar, added up in float64, a chunk at a time."""
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for chunk in tensor.split(_CHUNK):
-        total += torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2
-    return total
+        update(*buffers, adam, learning_rate, self.step_count)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_worker.batches import PackedBatches
+from megatron_worker.batches import NO_UNITS, PackedBatches
 from megatron_worker.engine import Engine, Outputs
 from shared.jobs import Artifact, Reference
 from shared.packed import Ints
@@ -22,8 +22,15 @@ REFERENCE = "reference"
 def turns(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
     """The units that this rank scores, a bin at a time: its bins less what it met before.
 
-    Turns whose units no step from `first_step` on trains on are left out; the others stay as they are.
+    Turns whose units no step from `first_step` on trains on are left out; the others stay as they are. All ranks have
+    as many: those that come to an end before others have empty ones.
     """
+    everyone = [_turns_of_rank(data, first_step, num_steps, rank, dp_size) for rank in range(dp_size)]
+    longest = max(len(own) for own in everyone)
+    return everyone[dp_rank] + [NO_UNITS] * (longest - len(everyone[dp_rank]))
+
+
+def _turns_of_rank(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
     met: set[int] = set()
     fresh: list[Ints] = []
     for step in range(num_steps):

@@ -12,9 +12,10 @@ from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.pieces import Piece, linears_of
 from megatron_worker.flat import Flat
+from megatron_worker.greedy import greedy
 from megatron_worker.head import score_targets
 from megatron_worker.lora import Adapter
-from megatron_worker.megatron.greedy import greedy
+from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.mesh import Mesh, join_mesh
 from megatron_worker.megatron.model import Model
 from megatron_worker.megatron.state_files import (
@@ -137,6 +138,8 @@ class MegatronEngine:
     # A step.
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        if batch.is_empty:
+            return Scores(batch.weight_N, batch.weight_N)  # of no target
         hidden_NH = self._model.hidden_states(batch).index_select(0, batch.hidden_index_N)
         return score_targets(hidden_NH, self._model.output_weight_VH, batch.label_N, outputs, self._model.shard)
 
@@ -144,7 +147,8 @@ class MegatronEngine:
         assert self._training is not None, "nothing is being trained"
         assert self._training.slot == self._active, "the active adapter is not the one being trained"
         sums = loss.sums(self.forward(batch, loss.outputs), batch)
-        sums.loss.backward()
+        if not batch.is_empty:
+            sums.loss.backward()
         return sums.detached()
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -160,7 +164,7 @@ class MegatronEngine:
             self._training.optimizer.zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self._model, self._mesh, prompts, max_tokens, stop_ids)
+        return greedy(lambda rows: next_tokens(self._model, self._mesh, rows), prompts, max_tokens, stop_ids)
 
     # State.
 

@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from shared.errors import InvalidInput
+from megatron_worker.agreement import agreement
 from shared.layout import Layout
-
-_MESSAGE_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -53,54 +50,9 @@ class Mesh:
         dist.all_gather(parts, tensor.contiguous(), group=self.tp_group)
         return parts
 
-    @contextmanager
-    def agreement(self) -> Iterator[None]:
+    def agreement(self) -> AbstractContextManager[None]:
         """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:  # every rank must hear of it before it goes on
-            error = raised
-        first = self._first_error(error)
-        if error is not None:
-            raise error
-        if first is not None:
-            raise first
-
-    def _first_error(self, error: Exception | None) -> Exception | None:
-        if self.layout.world_size == 1:
-            return error
-        own = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        message = _encoded(error)
-        own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else own[:0]
-        own = own.to(self.device)
-        everyone = [torch.empty_like(own) for _ in range(self.layout.world_size)]
-        dist.all_gather(everyone, own)
-        texts = [bytes(t.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for t in everyone]
-        return next((_decoded(t) for t in texts if t), None)
-
-
-def _encoded(error: Exception | None) -> bytes:
-    match error:
-        case None:
-            return b""
-        case InvalidInput():
-            return f"invalid\n{error.place or ''}\n{error.message}".encode()[:_MESSAGE_BYTES]
-        case OSError():
-            return f"os\n{error.errno or 0}\n{error.strerror}".encode()[:_MESSAGE_BYTES]
-        case _:
-            return f"other\n\n{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
-
-
-def _decoded(text: str) -> Exception:
-    kind, place, message = text.split("\n", 2)
-    match kind:
-        case "invalid":
-            return InvalidInput(message, place or None)
-        case "os":
-            return OSError(int(place), message)
-        case _:
-            return RuntimeError(f"another rank failed: {message}")
+        return agreement(self.layout.world_size, self.device)
 
 
 def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:

@@ -3,8 +3,6 @@
 Rank 0 writes; all ranks of its tensor-parallel group gather. Everybody reads its own slices.
 """
 
-import json
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,6 +14,7 @@ from megatron_worker.families.pieces import Piece
 from megatron_worker.flat import Flat
 from megatron_worker.lora import Adapter
 from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.model_folder import write_beside_weights
 from megatron_worker.optimizer import Optimizer
 from megatron_worker.weights import (
     Entry,
@@ -32,10 +31,6 @@ from shared import peft_format
 OPTIMIZER = "optimizer.safetensors"
 STEP = "step"
 _MAX_FILE_BYTES = 5 << 30
-_COPIED = (
-    *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "LICENSE"),
-    *("tokenizer*", "vocab.*", "chat_template*"),
-)
 
 
 def write_adapter(folder: Path | None, adapter: Adapter, weights: Flat, mesh: Mesh) -> None:
@@ -69,18 +64,8 @@ def write_full(
     tensors = _whole(pieces, weights, mesh)
     with all_drawn(tensors):
         if folder is not None:
-            _write_beside_weights(folder, model, weights.buffer.dtype)
+            write_beside_weights(folder, model, weights.buffer.dtype)
         write_model(folder, entries, tensors, max_bytes)
-
-
-def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((model / "config.json").read_bytes())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
-        shutil.copyfile(source, folder / source.name)
 
 
 def write_optimizer(

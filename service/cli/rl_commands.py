@@ -236,9 +236,7 @@ def _words(step: "StepStatus") -> str:
     return words
 
 
-def _objective(
-    algorithm: AlgorithmName | None, loss: str | None, advantages: AdvantagesName | None
-) -> dict[str, Any]:
+def _objective(algorithm: AlgorithmName | None, loss: str | None, advantages: AdvantagesName | None) -> dict[str, Any]:
     """What is given of the three; the rest has its defaults."""
     given = {
         "algorithm": algorithm and algorithm.value,

@@ -20,6 +20,7 @@ from activities.render_prompts import (
 )
 from activities.tokenize import TokenizeRequest, write_units
 from activities.tokenizer import ModelTokenizer
+from examples.tiny_model import train_tokenizer
 from shared.artifacts import seal, stage, upload
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
@@ -107,12 +108,21 @@ def test_a_prompt_is_what_sft_shows_before_the_answer(
 
 
 def test_a_letter_that_melts_into_the_text_is_no_stand_in(models: dict[str, ModelTokenizer]) -> None:
-    tokenizer = models["none"]
-    for text in ("The crane", "The crate ", "crates: ", "é", "\n\n", "crate\n\n", "船", "<|im_start|>"):
-        [found] = ids_before_answers([text], tokenizer)
-        assert tokenizer.decode(found) == text
-    assert [*ids_before_answers(["crate\n\n"], tokenizer)] != [tokenizer.tokens_of("crate\n\n")]
-    assert [*ids_before_answers(["crate "], tokenizer)] == [tokenizer.tokens_of("crate ")]
+    parted = models["none"]
+    assert [*ids_before_answers(["crate\n\n"], parted)] != [parted.tokens_of("crate\n\n")]
+    joined = tokenizer_of("quayA\nquay A\n" * 20)
+    assert len(joined.tokens_of(" A")) == len(joined.tokens_of("quayA")) == 1
+    for text in ("crate ", "quay", "a quay ", "quay\n\n", "quay: "):
+        for tokenizer in (parted, joined):
+            [found] = ids_before_answers([text], tokenizer)
+            assert tokenizer.decode(found) == text
+    assert [*ids_before_answers(["a quay "], joined)] == [joined.tokens_of("a quay ")]
+
+
+def tokenizer_of(corpus: str) -> ModelTokenizer:
+    """Byte-level BPE that joins what its corpus joins, with a model that has no chat template."""
+    tokenizer = train_tokenizer([corpus], vocab_size=300)
+    return ModelTokenizer({"tokenizer.json": tokenizer.to_str().encode()}, "plain")
 
 
 def test_earlier_turns_are_rendered_as_history(models: dict[str, ModelTokenizer], tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import pytest
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
-from activities.track import Track, Tracked, TrackRequest, Writer, WriterLost
+from activities.track import Track, Tracked, TrackRequest, TrainSteps, Writer, WriterLost
 from activities.wandb_writer import STEP, Done, TrainStep, WriterStart, rows
 from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
 from shared.jobs import Fence, Lora
 from shared.paths import RunKeys
+from shared.run_events import read_run_events
 from shared.runs import DatasetSource, RLRun, SFTRun, StepStatus
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store
@@ -119,6 +120,7 @@ def read_offline(folder: Path) -> tuple[dict, list[dict]]:
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "run":
             assert record.run.run_id == folder.name
+            assert record.run.job_type == folder.name.partition("-")[0], "the objective is named"
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         if record.WhichOneof("record_type") == "history":
             items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
@@ -211,6 +213,16 @@ def test_train_steps_are_followed_while_a_run_goes_on(settings: Settings, store:
     history = read_offline(settings.root_path / "wandb" / "rl-2")[1]
     assert [row[STEP] for row in history] == [1, 2, 2, 3, 4, 4]
     assert [row.get("rollout/reward_mean") for row in history] == [None, None, 0.1, None, None, 0.2]
+
+
+def test_a_train_step_waits_for_the_last_events_of_its_job(store: ObjectStore) -> None:
+    """It came on record, and the last events with it, between the reading of events and of records."""
+    steps = TrainSteps(store, TrackRequest(run_id="rl-3", run=RL_RUN))
+    put_train_step(store, "rl-3", train_step(1, 2), range(1, 3))
+    events, _ = read_run_events(store, "rl-3")
+    assert steps.among(events[:2], False) == [item.event for item in events[:2]]
+    assert steps.among(events[2:], False) == [events[2].event, TrainStep(record=train_step(1, 2))]
+    assert steps.among([], True) == []
 
 
 def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore) -> None:

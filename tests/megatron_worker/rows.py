@@ -12,7 +12,7 @@ import torch
 
 from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
-from megatron_worker.megatron.greedy import sequences_as_batch
+from megatron_worker.greedy import sequences_as_batch
 
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 

@@ -1,5 +1,8 @@
 """Record the histories that test_replay.py replays: `python -m tests.workflows.record_histories TEMPORAL_ADDRESS`.
 
+`... TEMPORAL_ADDRESS RUN_ID NAME` records one ended run of a stack that is up: `rollouts`, a server-driven run
+with steps ahead, held-out prompts, a sampler and a worker killed.
+
 Do so only when runs that are under way need not survive the change: a history that no longer replays means that a
 deployed workflow would break.
 """
@@ -10,6 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from temporalio.client import Client
+from temporalio.contrib.pydantic import pydantic_data_converter
 
 from activities.worker_process import processes_of
 from tests.workflows import test_rl
@@ -30,6 +36,12 @@ async def main(address: str) -> None:
     await record_rl(address)
 
 
+async def record_run(address: str, run_id: str, name: str) -> None:
+    """A run of a stack of its own."""
+    client = await Client.connect(address, data_converter=pydantic_data_converter)
+    await _write(client, name, run_id)
+
+
 async def record_rl(address: str) -> None:
     """A client-driven run: steps, the same key twice, groups that cannot be trained, a worker killed, an idle time."""
     with tempfile.TemporaryDirectory() as root:
@@ -39,7 +51,11 @@ async def record_rl(address: str) -> None:
 
 
 async def _record(stack: Stack, name: str, run_id: str) -> None:
-    history = await stack.client.get_workflow_handle(run_id).fetch_history()
+    await _write(stack.client, name, run_id)
+
+
+async def _write(client: Client, name: str, run_id: str) -> None:
+    history = await client.get_workflow_handle(run_id).fetch_history()
     HISTORIES.mkdir(exist_ok=True)
     (HISTORIES / f"{name}.json").write_text(json.dumps(_without_traces(json.loads(history.to_json())), indent=1) + "\n")
 
@@ -102,4 +118,8 @@ async def _failed(stack: Stack) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    match sys.argv[1:]:
+        case [address]:
+            asyncio.run(main(address))
+        case [address, run_id, name]:
+            asyncio.run(record_run(address, run_id, name))

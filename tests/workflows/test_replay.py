@@ -15,7 +15,7 @@ HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 
 
 def test_there_are_histories() -> None:
-    assert [path.stem for path in HISTORIES] == ["cancelled", "failed", "rl", "succeeded", "worker_lost"]
+    assert [path.stem for path in HISTORIES] == ["cancelled", "failed", "rl", "rollouts", "succeeded", "worker_lost"]
 
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)

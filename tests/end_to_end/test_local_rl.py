@@ -1,0 +1,64 @@
+"""The loop without Temporal beside a server: the same run gives the same steps, metrics and weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples import local_rl
+from shared.runs import RLRun, RunRecord, StepStatus
+from tests.end_to_end.stack import Stack
+
+pytestmark = pytest.mark.slow
+
+# How many letters of the answer are an e: something that an untrained model's samples differ in.
+GRADER = {
+    "type": "python",
+    "name": "letters",
+    "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
+}
+
+
+@pytest.fixture(scope="module")
+def record(stack: Stack, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    """A run that a server has ended: sampled a step ahead, with two optimizer steps a train step."""
+    folder = tmp_path_factory.mktemp("prompts")
+    for name, numbers in (("train", range(20)), ("eval", range(20, 24))):
+        rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in numbers)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = stack.cli(
+        *("submit", "rl", "--json", "--model", str(tiny_model), "--grader", json.dumps(GRADER)),
+        *("--prompts", f"{folder}/train.jsonl", "--eval-prompts", f"{folder}/eval.jsonl", "--eval-every", "2"),
+        *("--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
+        *("--off-policy-steps", "1", "--mini-batches", "2", "--algorithm", "grpo", "--temperature", "0.8"),
+        *("--lora-rank", "4", "--learning-rate", "0.01", "--max-tokens", "64", "--seed", "7"),
+        *("--wait", "--timeout", "150"),
+    )
+    return RunRecord.model_validate_json((_folder(stack, answer.json["run_id"]) / "run.json").read_bytes())
+
+
+def test_steps_are_the_servers(stack: Stack, record: RunRecord, tmp_path: Path) -> None:
+    paths = sorted((_folder(stack, record.run_id) / "steps").iterdir())
+    server = [StepStatus.model_validate_json(path.read_bytes()) for path in paths]
+    assert isinstance(record.run, RLRun)
+    local = list(local_rl.train(record.run, tmp_path, record.threads_per_rank))
+    assert [step.step for step in local] == [0, 1, 2, 3]
+    assert local[-1].metrics["staleness_max"] == 1
+    for ours, theirs in zip(local, server, strict=True):
+        assert ours.state == theirs.state == "done"
+        assert _told(ours) == _told(theirs)
+    assert _weights(local[-1]) == _weights(server[-1])
+
+
+def _folder(stack: Stack, run_id: str) -> Path:
+    return stack.root / "store" / "runs" / run_id
+
+
+def _told(step: StepStatus) -> dict[str, float]:
+    """The metrics that do not depend on how fast or where it was done."""
+    return {name: value for name, value in step.metrics.items() if not name.endswith(("_s", "_seconds", "_bytes"))}
+
+
+def _weights(step: StepStatus) -> bytes:
+    assert step.adapter is not None
+    return Path(step.adapter.removeprefix("file://"), "adapter_model.safetensors").read_bytes()
