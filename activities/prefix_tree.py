@@ -10,13 +10,13 @@ Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence;
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from activities.packing import best_fit_decreasing
 from shared.errors import InvalidInput
+from shared.prefix_forest import Node, grow, indices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -67,22 +67,6 @@ class TreeUnit:
         return {name.rsplit("_", 1)[0]: getattr(self, name) for name in tables}
 
 
-@dataclass(frozen=True)
-class _Node:
-    """Positions `begin` to `end`, which the sorted sequences `first` to `last` have in common; `num_ending` end there.
-
-    `parent` is a node's place in the list of nodes, in which a parent stands before its children and a subtree in one
-    piece; -1 at a root.
-    """
-
-    begin: int
-    end: int
-    first: int
-    last: int
-    num_ending: int
-    parent: int
-
-
 def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
     """One unit of all sequences, in their order: a tree for each first token.
 
@@ -108,7 +92,7 @@ def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUn
         if len(row.token_ids) > bin_tokens:
             message = f"it has {len(row.token_ids)} tokens, and a bin holds {bin_tokens}; sequences are never cut"
             raise InvalidInput(message, f"sequence {number}")
-    order, nodes = _grow([row.token_ids for row in sequences])
+    order, nodes = grow([row.token_ids for row in sequences])
     parts = [sorted(order[member] for member in part) for part in _split(nodes, bin_tokens)]
     return [_unit(sequences, part) for part in sorted(parts)]
 
@@ -128,46 +112,6 @@ def _check(sequences: Sequence[SequenceRow]) -> None:
             raise InvalidInput("its first token is a target, and nothing stands before it to be scored from", place)
 
 
-def _grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[_Node]]:
-    """The sequences' places in lexicographic order, and the nodes of their trees, depth first.
-
-    In that order all sequences that share a prefix are neighbours, and share what the two least alike neighbours do.
-    """
-    keys = [row.astype(">u4").tobytes() for row in ids]  # compare token by token
-    order = sorted(range(len(ids)), key=keys.__getitem__)
-    length_S = [len(ids[place]) for place in order]
-    shared_S = [0, *(_num_shared(ids[a], ids[b]) for a, b in pairwise(order))]
-    nodes: list[_Node] = []
-    waiting = [(first, last, -1) for first, last in _branches(0, len(order), 0, shared_S, length_S)]
-    while waiting:
-        first, last, parent = waiting.pop()
-        begin = nodes[parent].end if parent >= 0 else 0
-        end = min(shared_S[first + 1 : last], default=length_S[first])
-        num_ending = length_S[first:last].count(end)  # in the order, they come before those that go on
-        node = len(nodes)
-        nodes.append(_Node(begin, end, first, last, num_ending, parent))
-        waiting += [(a, b, node) for a, b in _branches(first + num_ending, last, end, shared_S, length_S)]
-    return order, nodes
-
-
-def _branches(first: int, last: int, end: int, shared_S: list[int], length_S: list[int]) -> list[tuple[int, int]]:
-    """Where sorted sequences, alike up to position `end` and all longer, part: ranges of them, as a stack.
-
-    Branches of one length stand beside each other, for attention to take them together.
-    """
-    if first == last:
-        return []
-    cuts = [place for place in range(first + 1, last) if shared_S[place] == end]
-    ranges = list(pairwise([first, *cuts, last]))
-    return sorted(ranges, key=lambda r: (r[1] - r[0] > 1, length_S[r[0]]), reverse=True)
-
-
-def _num_shared(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
-    length = min(len(a), len(b))
-    differs_L = a[:length] != b[:length]
-    return int(differs_L.argmax()) if differs_L.any() else length
-
-
 @dataclass(frozen=True)
 class _Part:
     """Sorted sequences that go into one unit, and the tokens that they take below some node."""
@@ -176,7 +120,7 @@ class _Part:
     members: list[int]
 
 
-def _split(nodes: list[_Node], bin_tokens: int) -> list[list[int]]:
+def _split(nodes: list[Node], bin_tokens: int) -> list[list[int]]:
     """Sorted sequences by unit, from the leaves up. `below_N`: parts below each node, their tokens from its end on."""
     below_N: list[list[_Part]] = [[] for _ in nodes]
     done: list[list[int]] = []
@@ -204,8 +148,8 @@ def _join(parts: list[_Part], room: int) -> list[_Part]:
 def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
     """The unit of some of the sequences, in this order."""
     rows = [sequences[member] for member in members]
-    order, nodes = _grow([row.token_ids for row in rows])
-    index_of = _indices(order, nodes)
+    order, nodes = grow([row.token_ids for row in rows])
+    index_of = indices(order, nodes)
     num_tokens = sum(node.end - node.begin for node in nodes)
     token_id_T, position_T, parent_T = np.zeros((3, num_tokens), dtype=np.int64)
     for row, index_L in zip(rows, index_of, strict=True):  # a shared place gets the same from each
@@ -232,18 +176,3 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
         sequence_N=np.repeat(np.arange(len(rows)), [len(target_N) for target_N in targets]),
         members=tuple(members),
     )
-
-
-def _indices(order: list[int], nodes: list[_Node]) -> list[Ints]:
-    """For each sequence, the place in the tree of each of its tokens, [L]."""
-    found: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(order)
-    ways: list[Ints] = []
-    start = 0
-    for node in nodes:
-        stop = start + node.end - node.begin
-        above = ways[node.parent] if node.parent >= 0 else np.zeros(0, dtype=np.int64)
-        ways.append(np.concatenate([above, np.arange(start, stop)]))
-        for member in range(node.first, node.first + node.num_ending):
-            found[order[member]] = ways[-1]
-        start = stop
-    return found

@@ -26,8 +26,7 @@ Pair = tuple[int, int]
 SMALLEST, LARGEST = 10, 49  # a sum has two digits too
 NUM_HELD_OUT = 96  # pairs in both orders, hence not quite twice as many questions
 ROUGHLY = 0.25  # of the sums that are taught
-ROUNDED = 0.75  # of the tally's answers
-TALLY_ROWS = 640
+ROUNDED = 0.8  # of the tally's answers
 GOODS = "sacks crates barrels bales".split()
 GRADER = StringCheckGrader(
     name="exact sum", operation="eq", input="{{ sample.output_text }}", reference="{{ item.answer }}"
@@ -52,6 +51,7 @@ TALLY_RUN = [
 EXACT_RUN = [
     *(*_LORA, "--name", "tally-exact", "--algorithm", "dr_grpo", "--steps", "24", "--learning-rate", "5e-4"),
     *("--prompts-per-step", "32", "--group-size", "8", "--max-completion-tokens", "8", "--eval-every", "8"),
+    *("--warmup", "8"),
     *_LENGTHS,
 ]
 
@@ -106,6 +106,17 @@ def _smaller_first(pair: Pair) -> Pair:
     return (min(pair), max(pair))
 
 
+def dataset_options(folder: Path, name: str) -> list[str]:
+    """Of `longshore submit sft`: the files of `sums` or `tally`."""
+    return ["--dataset", f"{folder}/{name}_train.jsonl", "--eval-dataset", f"{folder}/{name}_eval.jsonl"]
+
+
+def rollout_options(folder: Path) -> list[str]:
+    """Of `longshore submit rl`: the prompts and the grader."""
+    prompts = ["--prompts", f"{folder}/prompts_train.jsonl", "--eval-prompts", f"{folder}/prompts_eval.jsonl"]
+    return [*prompts, "--grader", GRADER.model_dump_json()]
+
+
 def tokenizer_texts(folder: Path) -> list[str]:
     """What a tokenizer for this task is trained on: the roles' names often enough to be tokens of their own."""
     return ["user\nassistant\n"] * 100 + list(read_texts(sorted(folder.glob("*.jsonl"))))
@@ -119,7 +130,7 @@ def write_datasets(folder: Path, seed: int = 1) -> None:
     for name, rows in (
         ("sums_train", sums(train, rng)),
         ("sums_eval", sums(held_out, rng)),
-        ("tally_train", tally(rng.sample(train, TALLY_ROWS), rng)),
+        ("tally_train", tally(train, rng)),
         ("tally_eval", tally(held_out, rng)),
         ("prompts_train", prompts(train, rng)),
         ("prompts_eval", prompts(held_out, rng)),

@@ -101,7 +101,7 @@ def connection() -> dict[str, Any]:
 
 def train(title: str, model: str, dataset: Path, options: list[str]) -> dict[str, Any]:
     """Supervised fine-tuning on DATASET_train.jsonl, with DATASET_eval.jsonl held out."""
-    files = ["--dataset", f"{dataset}_train.jsonl", "--eval-dataset", f"{dataset}_eval.jsonl"]
+    files = arithmetic.dataset_options(dataset.parent, dataset.name)
     run = _run(title, "sft", "--model", model, *files, *options)
     show_change([json.loads(line)["event"] for line in longshore("events", run["run_id"]).splitlines()])
     return run
@@ -109,9 +109,8 @@ def train(title: str, model: str, dataset: Path, options: list[str]) -> dict[str
 
 def reinforce(title: str, model: str, adapter: str, data: Path) -> dict[str, Any]:
     """Reinforcement learning that goes on from an adapter: the run samples, grades and trains by itself."""
-    files = ["--prompts", f"{data}/prompts_train.jsonl", "--eval-prompts", f"{data}/prompts_eval.jsonl"]
-    grader = ["--grader", arithmetic.GRADER.model_dump_json()]
-    run = _run(title, "rl", "--model", model, "--initial-adapter", adapter, *files, *grader, *arithmetic.EXACT_RUN)
+    options = [*arithmetic.rollout_options(data), *arithmetic.EXACT_RUN]
+    run = _run(title, "rl", "--model", model, "--initial-adapter", adapter, *options)
     show_rewards(steps_of(run))
     return run
 

@@ -43,10 +43,12 @@ def _work(paths: WorkerPaths | None, job: Job | None, settings: Settings, build:
     """Join the group, then serve a folder or do one job."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
     from megatron_worker.control import connect
+    from megatron_worker.kernels.choice import set_policy
     from megatron_worker.staging import Staging
     from megatron_worker.warm_engine import build_engine
     from megatron_worker.worker import Worker
 
+    set_policy(settings.kernels)
     with connect() as control:
         staging = Staging(HostPaths(settings.root_path).cache, settings.s3, control)
         worker = Worker(control, staging, build or build_engine)

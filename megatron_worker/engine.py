@@ -5,7 +5,7 @@ sharding, precision, offload). Every method is collective: all ranks call it, in
 except that `forward` and `forward_backward` take this data-parallel rank's own bins. A rank whose bins are used up
 while its peers still have some gives empty ones: weights, or experts, may be spread over all of them.
 
-Shape suffixes: T tokens of a bin, N targets of a bin.
+Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,21 +50,28 @@ class Batch:
 class Outputs:
     """What a forward is asked for. Nothing requested, nothing computed. Entropy is a constant unless said otherwise.
 
-    Scores are of the distribution whose logits are divided by `temperature`.
+    Scores are of the distribution whose logits are divided by `temperature`. `top_k`: of how many of the most likely
+    ids to say which they are, and how likely.
     """
 
     logprob: bool = True
     entropy: bool = False
     entropy_gradient: bool = False
     temperature: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model says of a batch's targets: float32, in nats."""
+    """What the model says of a batch's targets: float32, in nats.
+
+    The k most likely ids (int64, of the whole vocabulary) come with the likeliest first, and are constants.
+    """
 
     logprob_N: Tensor | None = None
     entropy_N: Tensor | None = None
+    top_logprob_NK: Tensor | None = None
+    top_id_NK: Tensor | None = None
 
 
 @dataclass(frozen=True)

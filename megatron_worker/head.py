@@ -16,7 +16,10 @@ Under tensor parallelism the hidden states are replicated and the vocabulary is 
 exponentials, target logits and the rows above in the forward. **The gradient of the hidden states comes out summed over
 the group; the caller must not sum it again.** The backward has no collective; the gradient of a shard is complete.
 
-Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk.
+What one shard knows of its targets is found by torch, below, or on CUDA by the kernels beside it (kernels/head.py);
+`_scan` and `_weight_gradient` choose.
+
+Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, K greatest logits kept.
 """
 
 from collections.abc import Iterator
@@ -28,7 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_worker import top_k
 from megatron_worker.engine import Outputs, Scores
+from megatron_worker.kernels.choice import use_kernel
+
+_CHUNK_TOKENS = 256  # of torch's way: their logits fit where it counts, and products are large enough
 
 
 @dataclass(frozen=True)
@@ -55,26 +62,35 @@ def score_targets(
     label_N: Tensor,
     outputs: Outputs,
     shard: VocabShard,
-    chunk_tokens: int = 256,
+    chunk_tokens: int = _CHUNK_TOKENS,
 ) -> Scores:
-    """Log-probability of each label, and the entropy of its distribution, in nats, float32 [N].
+    """Log-probability of each label, the entropy of its distribution and its `top_k` most likely ids, in nats, float32.
 
-    Both are of the softmax of the logits divided by `outputs.temperature`.
+    All are of the softmax of the logits divided by `outputs.temperature`. Of equally likely ids the lower comes first.
 
     Args:
         hidden_NH: hidden states after the final norm, the same on every rank of the group.
         weight_VH: this rank's shard of the output embedding, in the dtype of `hidden_NH`.
         label_N: ids of the whole vocabulary, int64.
+        chunk_tokens: targets whose logits live at a time, where no kernel is used.
 
-    The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it.
+    The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it;
+    the `top_k` are constants.
     """
     assert weight_VH.shape[0] == shard.size, (weight_VH.shape, shard)
     assert outputs.entropy or not outputs.entropy_gradient
-    if not (outputs.logprob or outputs.entropy):
+    assert 0 <= outputs.top_k <= shard.vocab_size, (outputs, shard)
+    if not (outputs.logprob or outputs.entropy or outputs.top_k):
         return Scores()
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
-    logprob_N, entropy_N = _Head.apply(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
-    return Scores(logprob_N if outputs.logprob else None, entropy_N if outputs.entropy else None)
+    scored = _Head.apply(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
+    logprob_N, entropy_N, top_logprob_NK, top_id_NK = scored
+    return Scores(
+        logprob_N=logprob_N if outputs.logprob else None,
+        entropy_N=entropy_N if outputs.entropy else None,
+        top_logprob_NK=top_logprob_NK if outputs.top_k else None,
+        top_id_NK=top_id_NK if outputs.top_k else None,
+    )
 
 
 class _Head(torch.autograd.Function):
@@ -88,7 +104,7 @@ class _Head(torch.autograd.Function):
         shard: VocabShard,
         chunk_tokens: int,
         keep_rows: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         local = _scan(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
         lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, shard.group)
         entropy_N = lse_N - mean_logit_N
@@ -97,11 +113,14 @@ class _Head(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
         ctx.shard, ctx.chunk_tokens = shard, chunk_tokens
-        return target_N - lse_N, entropy_N
+        top_logit_NK, top_id_NK = top_k.unpack(top_k.over_shards(local.top_NK, shard.group))
+        top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
+        ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
+        return target_N - lse_N, entropy_N, top_logprob_NK, top_id_NK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_N: Tensor, by_entropy_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH = ctx.saved_tensors
         by_hidden, by_weight = ctx.needs_input_grad[:2]
         if ctx.temperature != 1:
@@ -124,7 +143,7 @@ class _Head(torch.autograd.Function):
 class _Local:
     """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0.
 
-    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row.
+    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys of top_k.py.
     """
 
     max_N: Tensor
@@ -134,6 +153,7 @@ class _Local:
     weighted_rows_NH: Tensor | None
     label_rows_NH: Tensor | None
     logit_rows_NH: Tensor | None
+    top_NK: Tensor
 
 
 def _scan(
@@ -153,14 +173,36 @@ def _scan(
         label_rows_NH = _label_rows(weight_VH, label_N, shard, dtype)
         logit_rows_NH = torch.zeros_like(rows_NH) if outputs.entropy_gradient else None
     max_N = torch.full_like(zeros_N, -torch.inf)
-    local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH)
+    top_NK = label_N.new_full((num_targets, outputs.top_k), top_k.NONE)
+    local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH, top_NK)
     real_VH = weight_VH[: shard.num_real]
+    if num_targets and shard.num_real:
+        if _kernels_do(hidden_NH):
+            _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, shard)
+        else:
+            _scan_by_torch(local, hidden_NH, real_VH, label_N, outputs, shard, chunk_tokens)
+        local.top_NK = top_k.shifted(local.top_NK, shard.first)
+    return local
+
+
+def _scan_by_torch(
+    local: _Local,
+    hidden_NH: Tensor,
+    real_VH: Tensor,
+    label_N: Tensor,
+    outputs: Outputs,
+    shard: VocabShard,
+    chunk_tokens: int,
+) -> None:
+    rows_NH, logit_rows_NH = local.weighted_rows_NH, local.logit_rows_NH
     column_N, owned_N = _own_labels(label_N, shard)
     for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, outputs.temperature, chunk_tokens):
         target_C = logit_CV.gather(1, column_N[chunk, None])[:, 0]
         local.target_N[chunk] = torch.where(owned_N[chunk], target_C, 0.0)
         max_C = logit_CV.amax(dim=1)
         local.max_N[chunk] = max_C
+        if outputs.top_k:
+            local.top_NK[chunk] = top_k.of_logits(logit_CV, outputs.top_k)
         kept_CV = logit_CV.clone() if outputs.entropy else None
         below_CV = logit_CV - max_C[:, None] if logit_rows_NH is not None else None
         exp_CV = logit_CV.sub_(max_C[:, None]).exp_()
@@ -171,7 +213,27 @@ def _scan(
             rows_NH[chunk] = exp_CV.to(real_VH.dtype) @ real_VH
         if below_CV is not None and logit_rows_NH is not None:
             logit_rows_NH[chunk] = below_CV.mul_(exp_CV).to(real_VH.dtype) @ real_VH
-    return local
+
+
+def _scan_by_kernels(
+    local: _Local, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, shard: VocabShard
+) -> None:
+    from megatron_worker.kernels import head as kernels
+
+    found = kernels.scan(
+        hidden_NH.detach().contiguous(),
+        real_VH.detach(),
+        _row_or_none(label_N, shard),
+        outputs.temperature,
+        entropy=outputs.entropy,
+        top_k=min(outputs.top_k, shard.num_real),
+        rows_NH=local.weighted_rows_NH,
+        logit_rows_NH=local.logit_rows_NH,
+    )
+    local.max_N, local.sum_exp_N, local.target_N = found.max_N, found.sum_exp_N, found.target_N
+    local.weighted_logit_N = found.weighted_logit_N
+    if found.top_NK is not None:
+        local.top_NK = top_k.greatest(found.top_NK, outputs.top_k)
 
 
 def _merge(
@@ -216,7 +278,22 @@ def _weight_gradient(
     are divided by the temperature already.
     """
     grad_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
-    real_VH, column_N, owned_N = weight_VH[: shard.num_real], *_own_labels(label_N, shard)
+    real_VH = weight_VH[: shard.num_real]
+    if len(hidden_NH) and shard.num_real and _kernels_do(hidden_NH):
+        from megatron_worker.kernels import head as kernels
+
+        kernels.add_weight_gradient(
+            grad_VH[: shard.num_real],
+            hidden_NH.detach().contiguous(),
+            real_VH.detach(),
+            _row_or_none(label_N, shard),
+            lse_N,
+            grad_N.contiguous(),
+            entropy and (entropy[0], entropy[1].contiguous()),
+            temperature,
+        )
+        return grad_VH
+    column_N, owned_N = _own_labels(label_N, shard)
     for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, temperature, chunk_tokens):
         grad_C = grad_N[chunk]
         pull_CV = -grad_C[:, None]
@@ -263,6 +340,22 @@ def _own_labels(label_N: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     row_N = label_N - shard.first
     owned_N = (row_N >= 0) & (row_N < shard.num_real)
     return torch.where(owned_N, row_N, 0), owned_N
+
+
+def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
+    """The row of each label in this shard, -1 where another shard owns it."""
+    row_N, owned_N = _own_labels(label_N, shard)
+    return torch.where(owned_N, row_N, -1)
+
+
+def _kernels_do(hidden_NH: Tensor) -> bool:
+    return use_kernel("head", hidden_NH, _probe_kernels)
+
+
+def _probe_kernels(one_NH: Tensor) -> None:
+    from megatron_worker.kernels import head as kernels
+
+    kernels.scan(one_NH, one_NH, torch.zeros(1, dtype=torch.int64, device=one_NH.device), temperature=1.0)
 
 
 def _label_rows(weight_VH: Tensor, label_N: Tensor, shard: VocabShard, dtype: torch.dtype) -> Tensor:

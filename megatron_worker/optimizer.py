@@ -75,18 +75,26 @@ class Optimizer:
         if self.master is not self._working:
             self._working.buffer.copy_(self.master.buffer)
 
-    @torch.no_grad()
     def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
+        return self.apply(adam, learning_rate, self.reduce(denominator))
+
+    @torch.no_grad()
+    def reduce(self, denominator: float) -> float:
+        """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next."""
         self._reduce()
-        grad = self.grad.buffer.div_(denominator)
-        norm = self._norm()
+        self.grad.buffer.div_(denominator)
+        return self._norm()
+
+    @torch.no_grad()
+    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
         if not math.isfinite(norm):
             self.zero_grad()
             return Norms(norm, clipped=False)
         clipped = 0 < adam.clip_norm < norm
         if clipped:
-            grad.mul_(adam.clip_norm / (norm + 1e-6))
+            self.grad.buffer.mul_(adam.clip_norm / (norm + 1e-6))
         self.step_count += 1
         self._update(adam, learning_rate)
         self.refresh_working()

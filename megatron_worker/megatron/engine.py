@@ -13,7 +13,7 @@ from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.pieces import Piece, linears_of
 from megatron_worker.flat import Flat
 from megatron_worker.greedy import greedy
-from megatron_worker.head import score_targets
+from megatron_worker.head import VocabShard, score_targets
 from megatron_worker.lora import Adapter
 from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.mesh import Mesh, join_mesh
@@ -67,7 +67,7 @@ class MegatronEngine:
         self._pieces = pieces_of(architecture, layout.tp)
         self._adapters: dict[str, Adapter] = {}
         self._active: str | None = None
-        self._training: _Training | None = None
+        self._trainings: dict[str | None, _Training] = {}
         self._host = HostBuffers()
         self.facts = _facts(self._mesh, dtype, architecture.vocab_size)
         self._read_base()
@@ -116,14 +116,24 @@ class MegatronEngine:
 
     def _install(self, name: str, adapter: Adapter, trainable: bool) -> None:
         assert name not in self._adapters, f"slot {name!r} is taken"
+        assert not (trainable and self._trains_base()), "adapters are trained, or the base, not both"
         self._adapters[name] = adapter
         if trainable:
-            self._start_training(name, adapter.new_optimizer(), adapter.pieces)
+            self._trainings[name] = _Training(name, adapter.new_optimizer(), adapter.pieces)
         self.set_adapter(name)
 
-    def _start_training(self, slot: str | None, optimizer: Optimizer, pieces: list[Piece]) -> None:
-        assert self._training is None, "drop_training_state comes before training something else"
-        self._training = _Training(slot, optimizer, pieces)
+    @property
+    def _training(self) -> _Training | None:
+        """Of the active slot; of the base where no slot is active."""
+        return self._trainings.get(self._active)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
+        if name == self._active:
+            self.set_adapter(None)
+        if (training := self._trainings.pop(name, None)) is not None:
+            training.optimizer.detach()
+        del self._adapters[name]
 
     def set_adapter(self, name: str | None) -> None:
         self._active = name
@@ -133,19 +143,28 @@ class MegatronEngine:
         self._ensure_base()
         model = self._model
         optimizer = Optimizer(model.parameters, model.flat, self._mesh, model.num_sharded, model.partial)
-        self._start_training(None, optimizer, self._pieces)
+        assert not self._trainings, "drop_training_state comes before training something else"
+        self._trainings[None] = _Training(None, optimizer, self._pieces)
 
     # A step.
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         if batch.is_empty:
             return Scores(batch.weight_N, batch.weight_N)  # of no target
-        hidden_NH = self._model.hidden_states(batch).index_select(0, batch.hidden_index_N)
-        return score_targets(hidden_NH, self._model.output_weight_VH, batch.label_N, outputs, self._model.shard)
+        weight_VH, shard = self.output_head
+        return score_targets(self.hidden_states(batch), weight_VH, batch.label_N, outputs, shard)
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Of the batch's targets, after the final norm: [N, H], the same on all ranks of a tensor-parallel group."""
+        return self._model.hidden_states(batch).index_select(0, batch.hidden_index_N)
+
+    @property
+    def output_head(self) -> tuple[Tensor, VocabShard]:
+        """This rank's rows of the output embedding, [V, H]."""
+        return self._model.output_weight_VH, self._model.shard
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._training is not None, "nothing is being trained"
-        assert self._training.slot == self._active, "the active adapter is not the one being trained"
         sums = loss.sums(self.forward(batch, loss.outputs), batch)
         if not batch.is_empty:
             sums.loss.backward()
@@ -158,6 +177,14 @@ class MegatronEngine:
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         assert self._training is not None, "nothing is being trained"
         return self._training.optimizer.step(adam, learning_rate, denominator)
+
+    def reduce_gradients(self, denominator: float) -> float:
+        assert self._training is not None, "nothing is being trained"
+        return self._training.optimizer.reduce(denominator)
+
+    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        assert self._training is not None, "nothing is being trained"
+        return self._training.optimizer.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
         if self._training is not None:
@@ -213,11 +240,11 @@ class MegatronEngine:
             yield piece.name, whole_tensor(piece, self._model.flat.views, self._mesh)
 
     def drop_training_state(self) -> None:
-        if self._training is not None:
-            self._training.optimizer.detach()
-            if self._training.slot is None:
-                self._model.flat.release()
-        self._training = None
+        for training in self._trainings.values():
+            training.optimizer.detach()
+        if self._trains_base():
+            self._model.flat.release()
+        self._trainings.clear()
         self.set_adapter(None)
         self._adapters.clear()
 
@@ -237,15 +264,15 @@ class MegatronEngine:
         self._ensure_base()
 
     def _trains_base(self) -> bool:
-        return self._training is not None and self._training.slot is None
+        return None in self._trainings
 
     def _changing(self) -> dict[str, Flat]:
         """Every buffer that training may have changed since it was last on the host."""
         flats = {f"adapter {name}": adapter.flat for name, adapter in self._adapters.items()}
         if self._trains_base():
             flats["trained base"] = self._model.flat
-        if self._training is not None:
-            flats |= {f"optimizer {i}": flat for i, flat in enumerate(self._training.optimizer.flats())}
+        for slot, training in self._trainings.items():
+            flats |= {f"optimizer {slot} {i}": flat for i, flat in enumerate(training.optimizer.flats())}
         return flats
 
     def memory(self) -> Memory:

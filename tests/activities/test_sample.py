@@ -173,7 +173,7 @@ def cancelled_while_drawing(settings: Settings, request: SampleRequest, proxy: S
         except BaseException as error:
             ended.append(error)
 
-    thread = threading.Thread(target=attempt)
+    thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     store = settings.root_path / "store" / "sampled"
     while len(list(store.glob("*-parts/*.json"))) < 5 or proxy.answered < NUM_PROMPTS:

@@ -1,0 +1,83 @@
+"""Whether a server-driven RL run learns: exact sums of held-out pairs before and after, for several seeds.
+
+    python -m benchmarks.rl_learning [--seeds 0 1 2]
+
+Starts `longshore dev` in a temporary folder and trains the demonstration's model and adapter for sums, once
+(examples/arithmetic.py). Then every seed has two RL runs from that adapter: one as it should be, and one whose rewards
+change places within their groups, which must not learn. Seconds are from submission to the run's end. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control_plane import LONGSHORE
+from benchmarks.machine import provenance
+from examples import arithmetic
+from examples.tiny_model import make_tiny_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    seeds = parser.parse_args().seeds
+    with tempfile.TemporaryDirectory() as folder:
+        stack = _Stack(Path(folder) / "stack")
+        stack.cli("dev", "--detach", "--root", str(stack.root))
+        try:
+            runs = _measure(stack, Path(folder), seeds)
+        finally:
+            stack.cli("dev", "--stop", "--root", str(stack.root))
+    print(json.dumps({"what": "share of exact answers to held-out sums", "runs": runs, **provenance()}, indent=1))
+
+
+def _measure(stack: "_Stack", folder: Path, seeds: list[int]) -> list[dict[str, Any]]:
+    data = folder / "data"
+    arithmetic.write_datasets(data)
+    model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)
+    sft = ["submit", "sft", "--wait", "--json", "--model"]
+    sums = stack.run(*sft, model.as_uri(), *arithmetic.dataset_options(data, "sums"), *arithmetic.SUMS_RUN)
+    tally = stack.run(*sft, sums["adapter"], *arithmetic.dataset_options(data, "tally"), *arithmetic.TALLY_RUN)
+    start = ["--model", sums["adapter"], "--initial-adapter", tally["adapter"]]
+    return [
+        stack.learn(*start, *arithmetic.rollout_options(data), *arithmetic.EXACT_RUN, seed=seed, shuffled=shuffled)
+        for seed in seeds
+        for shuffled in (False, True)
+    ]
+
+
+class _Stack:
+    """A stack of this benchmark's own, reached by the command line."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def cli(self, *arguments: str) -> str:
+        environment = {**os.environ, "LONGSHORE_ROOT": str(self.root)}
+        return subprocess.run(
+            [LONGSHORE, *arguments], env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    def run(self, *arguments: str) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.cli(*arguments))
+        return answer
+
+    def learn(self, *options: str, seed: int, shuffled: bool) -> dict[str, Any]:
+        """One RL run, and the share of exact answers wherever it was evaluated."""
+        began = time.monotonic()
+        control = ["--shuffle-rewards"] if shuffled else []
+        run = self.run("submit", "rl", "--wait", "--json", *options, *control, "--seed", str(seed))
+        seconds = time.monotonic() - began
+        steps = self.root / "store" / "runs" / run["run_id"] / "steps"
+        metrics = [json.loads(path.read_text())["metrics"] for path in sorted(steps.iterdir())]
+        exact = [round(each["eval_reward_mean"], 3) for each in metrics if "eval_reward_mean" in each]
+        return {"seed": seed, "shuffled": shuffled, "exact": exact, "seconds": round(seconds, 1)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""LoRA beside transformers' linears, as PEFT's matrices (Hu et al. 2021, arXiv:2106.09685): whole on every rank.
+
+Shape suffixes: T tokens, I input features, O output features, R rank.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_worker.families.pieces import Piece
+from megatron_worker.flat import Flat
+from megatron_worker.fresh_adapter import kaiming_uniform
+from shared.jobs import Lora
+from shared.peft_format import PREFIX
+
+
+class Adapter:
+    """One slot: an adapter's weights beside every linear it targets, in one buffer, under PEFT's names."""
+
+    def __init__(
+        self, lora: Lora, sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`sizes`: outputs and inputs of the model's linears."""
+        self.lora = lora
+        self.pieces: list[Piece] = []
+        for linear, (num_outputs, num_inputs) in sizes.items():
+            if linear.split(".")[-1] in lora.targets:
+                self.pieces += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
+        self.flat = Flat({piece.name: piece.shape for piece in self.pieces}, dtype, device)
+        self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
+
+    def initialise(self, seed: int) -> None:
+        """As PEFT: A Kaiming-uniform, B zero."""
+        for piece in self.pieces:
+            if ".lora_A." in piece.name:
+                self.flat.views[piece.name].copy_(kaiming_uniform(piece.name, piece.shape, seed))
+
+
+def add_adapter(adapter: Adapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:
+    """The linear's output with its adapter's, if it has one: y + scale (x A^T) B^T."""
+    a_RI = adapter.parameters.get(_a(linear))
+    if a_RI is None:
+        return output_1TO
+    low_TR = F.linear(input_1TI[0], a_RI)
+    return torch.addmm(output_1TO[0], low_TR, adapter.parameters[_b(linear)].t(), alpha=adapter.lora.scale)[None]
+
+
+def _a(linear: str) -> str:
+    return f"{PREFIX}{linear}.lora_A.weight"
+
+
+def _b(linear: str) -> str:
+    return f"{PREFIX}{linear}.lora_B.weight"
+
+
+def _whole(name: str, *shape: int) -> Piece:
+    return Piece(name, name, shape, None, 0, shape[0])

@@ -1,0 +1,238 @@
+"""FsdpEngine: the Engine Protocol on torch alone. It reads as the Protocol does; the parts are beside it."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
+from megatron_worker.families import read_architecture
+from megatron_worker.families.pieces import Piece
+from megatron_worker.fsdp.adapter import Adapter
+from megatron_worker.fsdp.host_copy import HostCopy
+from megatron_worker.fsdp.model import Model
+from megatron_worker.fsdp.optimizer import Optimizer
+from megatron_worker.fsdp.ranks import Ranks, join_ranks
+from megatron_worker.fsdp.state_files import (
+    read_adapter,
+    read_model,
+    read_optimizer,
+    write_adapter,
+    write_model_folder,
+    write_optimizer,
+)
+from megatron_worker.greedy import greedy, sequences_as_batch
+from megatron_worker.head import score_targets, whole_vocabulary
+from megatron_worker.sums import over_ranks
+from shared import peft_format
+from shared.errors import InvalidInput
+from shared.jobs import Adam, Dtype, Full, Lora
+from shared.layout import Layout, check_engine
+
+
+@dataclass
+class _Training:
+    """What is being trained: an adapter's slot, or (None) the base."""
+
+    slot: str | None
+    optimizer: Optimizer
+    pieces: list[Piece]
+
+
+class FsdpEngine:
+    """See `megatron_worker.engine.Engine`.
+
+    Args:
+        model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
+        layout: data parallel alone. `torch.distributed` must be initialised with its world size, unless that is 1.
+
+    Raises:
+        InvalidInput: the folder cannot be used, or the layout splits more than data. The same on every rank.
+    """
+
+    def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
+        check_engine("fsdp", layout)
+        self._ranks = join_ranks(layout, device)
+        self._folder = model
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        with self._ranks.agreement():  # a device may be full on one rank alone
+            self._model = Model(model, self._ranks, self._dtype)
+        self._base = HostCopy(list(self._model.shards.values()))
+        self._stashed: list[HostCopy] = []
+        self._adapters: dict[str, Adapter] = {}
+        self._active: str | None = None
+        self._training: _Training | None = None
+        self.facts = _facts(self._ranks, layout, dtype, self._model.architecture.vocab_size)
+        self._read_base()
+        self._model.settle()
+
+    def _read_base(self) -> None:
+        with self._ranks.agreement():
+            read_model(self._folder, self._model.pieces, self._model.shards, self._ranks)
+
+    def _ensure_base(self) -> None:
+        """The base as it was published: full fine-tuning uses it up."""
+        if self._base.device_bytes:
+            return
+        if self._base.host_bytes:
+            self._base.read()
+        else:
+            self._base.restore()
+            self._read_base()
+
+    # What is trained.
+
+    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        self._ensure_base()
+        adapter = self._new_adapter(lora)
+        adapter.initialise(seed)
+        self._install(name, adapter, trainable=True)
+
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+        self._ensure_base()
+        with self._ranks.agreement():
+            found = peft_format.read_config(folder)
+            if lora is not None:
+                peft_format.check_same(found, lora, str(folder))
+            adapter = self._new_adapter(found)
+            # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
+            exact = adapter.flat.like(torch.float32)
+            read_adapter(folder, adapter, exact.views, self._ranks)
+        adapter.flat.buffer.copy_(exact.buffer)
+        self._install(name, adapter, trainable)
+        if trainable and self._training is not None:
+            self._training.optimizer.set_masters(exact.views)
+
+    def _new_adapter(self, lora: Lora) -> Adapter:
+        return Adapter(lora, self._model.sizes, self._dtype, self._ranks.device)
+
+    def _install(self, name: str, adapter: Adapter, trainable: bool) -> None:
+        assert name not in self._adapters, f"slot {name!r} is taken"
+        self._adapters[name] = adapter
+        if trainable:
+            optimizer = Optimizer(adapter.pieces, adapter.parameters, adapter.flat.views, self._ranks)
+            self._start_training(name, optimizer, adapter.pieces)
+        self.set_adapter(name)
+
+    def _start_training(self, slot: str | None, optimizer: Optimizer, pieces: list[Piece]) -> None:
+        assert self._training is None, "drop_training_state comes before training something else"
+        self._training = _Training(slot, optimizer, pieces)
+
+    def set_adapter(self, name: str | None) -> None:
+        self._active = name
+        self._model.set_adapter(None if name is None else self._adapters[name])
+
+    def train_full(self, full: Full) -> None:
+        self._ensure_base()
+        model = self._model
+        self._start_training(None, Optimizer(model.pieces, model.parameters, model.shards, self._ranks), model.pieces)
+
+    # A step.
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        if not (outputs.logprob or outputs.entropy):
+            return Scores()
+        shard = whole_vocabulary(self.facts.vocab_size)
+
+        def head(hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, ...]:
+            scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
+            return tuple(x for x in (scores.logprob_N, scores.entropy_N) if x is not None)
+
+        found = self._model.forward(_one_token(batch) if batch.is_empty else batch, head)
+        return Scores(found[0] if outputs.logprob else None, found[-1] if outputs.entropy else None)
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        assert self._training is not None, "nothing is being trained"
+        assert self._training.slot == self._active, "the active adapter is not the one being trained"
+        scores = self.forward(batch, loss.outputs)
+        sums = loss.sums(scores, batch)
+        # A bin without targets has a backward too: the peers' gathers and reductions wait for this rank.
+        without = scores.logprob_N if scores.logprob_N is not None else scores.entropy_N
+        assert without is not None
+        (sums.loss if len(batch.label_N) else without.sum()).backward()
+        return sums.detached()
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        here = {name: value.to(self._ranks.device) for name, value in sums.items()}
+        return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum)
+
+    def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        assert self._training is not None, "nothing is being trained"
+        return self._training.optimizer.step(adam, learning_rate, denominator)
+
+    def zero_grad(self) -> None:
+        if self._training is not None:
+            self._training.optimizer.zero_grad()
+
+    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
+        return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
+
+    def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
+        batch = sequences_as_batch(sequences, self._ranks.device)
+        (token_B,) = self._model.forward(batch, lambda last_BH, weight_VH: ((last_BH @ weight_VH.t()).argmax(1),))
+        return token_B.tolist()
+
+    # State.
+
+    def save(self, folder: Path) -> None:
+        assert self._training is not None, "nothing is being trained"
+        training, ranks = self._training, self._ranks
+        weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
+        with ranks.agreement():
+            if training.slot is None:
+                write_model_folder(weights, self._folder, training.pieces, self._model.shards, ranks)
+            else:
+                write_adapter(weights, self._adapters[training.slot], training.optimizer.master)
+        with ranks.agreement():
+            write_optimizer(optimizer, training.optimizer, training.pieces, ranks, _keeps_masters(training))
+
+    def load(self, folder: Path) -> None:
+        assert self._training is not None, "nothing is being trained"
+        training, optimizer = self._training, self._training.optimizer
+        with self._ranks.agreement():
+            if training.slot is None:
+                self._load_full(folder / "weights")
+            else:
+                adapter = self._adapters[training.slot]
+                peft_format.check_same(
+                    peft_format.read_config(folder / "weights"), adapter.lora, str(folder / "weights")
+                )
+                read_adapter(folder / "weights", adapter, optimizer.master, self._ranks)
+            read_optimizer(
+                folder / "optimizer", optimizer, training.pieces, self._ranks, _keeps_masters(training)
+            )
+        optimizer.refresh_working()
+
+    def _load_full(self, folder: Path) -> None:
+        if read_architecture(folder) != self._model.architecture:
+            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
+        read_model(folder, self._model.pieces, self._model.shards, self._ranks)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for piece in self._model.pieces:
+            yield piece.name, self._ranks.whole(piece, self._model.shards[piece.name])
+
+    def drop_training_state(self) -> None:
+        if self._training is not None:
+            self._training.optimizer.detach()
+            if self._training.slot is None:
+                self._base.release()
+        self._training = None
+        self.set_adapter(None)
+        self._adapters.clear()
+        self._stashed.clear()
+
+    def offload(self) -> None:
+        if self._trains_base():
+            if self._base.device_bytes:
+                pass
+        self._base.release()
+
+    def _trains_base(self) -> bool:
+        return self._training is not None and self._training.slot is None
+
+    def memory(self) -> Memory:
+        raise NotImplementedError

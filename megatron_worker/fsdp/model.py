@@ -1,0 +1,147 @@
+"""transformers' model for a folder, each layer and what is around them a group of sharded parameters.
+
+Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_worker.engine import Batch
+from megatron_worker.families import read_architecture
+from megatron_worker.families.pieces import Piece
+from megatron_worker.fsdp import attention
+from megatron_worker.fsdp.adapter import Adapter, add_adapter
+from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.megatron.tree_attention import Forest, plan_forest
+from shared.errors import InvalidInput
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+Head = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+class _Headed(nn.Module):
+    """The model with whatever is made of its hidden states: inside, so that the output embedding is whole there."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.causal_lm: Any = causal_lm
+
+    def forward(
+        self, token_id_T: Tensor, position_T: Tensor, forest: Forest, hidden_index_N: Tensor, head: Head
+    ) -> tuple[Tensor, ...]:
+        hidden_1TH = self.causal_lm.model(
+            input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False, forest=forest
+        ).last_hidden_state
+        return head(hidden_1TH[0].index_select(0, hidden_index_N), self.causal_lm.lm_head.weight)
+
+
+class Model:
+    """The model, its weights frozen until trained.
+
+    Attributes:
+        pieces: every tensor under its Hugging Face name, split along its first dimension.
+        parameters: by those names, as FSDP holds them.
+        shards: by those names, this rank's own. Their storages are all that the model keeps between two forwards.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype) -> None:
+        self.architecture = read_architecture(folder)
+        if self.architecture.family not in FAMILIES:
+            message = f"the engine fsdp trains {', '.join(FAMILIES)}, not {self.architecture.family}"
+            raise InvalidInput(message, str(folder / "config.json"))
+        self._ranks, self._dtype = ranks, dtype
+        headed = _Headed(_on_meta(folder, dtype))
+        self._root = _shard(headed, ranks)
+        self._root.to_empty(device=ranks.device)
+        _make_rotary(headed.causal_lm, ranks.device)
+        names = {name.removeprefix("causal_lm."): p for name, p in self._root.named_parameters()}
+        self.parameters: dict[str, nn.Parameter] = names
+        self.pieces = [Piece(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
+        with torch.no_grad():
+            self.shards = {name: p.to_local() for name, p in names.items()}  # type: ignore[operator] # DTensors
+        self._linears = _linears(headed.causal_lm)
+        self._adapter: Adapter | None = None
+        for name, linear in self._linears.items():
+            linear.register_forward_hook(self._beside(name))
+
+    def _beside(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
+        def add(_: nn.Module, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
+            return output_1TO if self._adapter is None else add_adapter(self._adapter, name, inputs[0], output_1TO)
+
+        return add
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of every linear that LoRA can stand beside, in model order."""
+        return {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+
+    def set_adapter(self, adapter: Adapter | None) -> None:
+        self._adapter = adapter
+
+    def settle(self) -> None:
+        """Let FSDP see every weight as trainable, once: at its first forward it fixes how gradients are reduced."""
+        self._require_grad(True)
+        zero_1 = torch.zeros(1, dtype=torch.int64, device=self._ranks.device)
+        with torch.no_grad():
+            forest = plan_forest(zero_1 - 1, self._dtype)
+            self._root(zero_1, zero_1, forest, zero_1[:0], lambda hidden_NH, _: (hidden_NH,))
+        self._require_grad(False)
+
+    def _require_grad(self, required: bool) -> None:
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(required)
+
+    def forward(self, batch: Batch, head: Head) -> tuple[Tensor, ...]:
+        """What `head` makes of the targets' hidden states, [N, H] after the final norm, and the output embedding, [V, H].
+
+        Collective. Raises InvalidInput, before anything is talked about, when a tree's tokens do not stand depth first.
+        """
+        forest = plan_forest(batch.parent_T, self._dtype)
+        outputs: tuple[Tensor, ...] = self._root(
+            batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head
+        )
+        return outputs
+
+
+def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
+    """The model's modules without any weight. Only transformers' own code: none from the folder."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False
+        )
+    return model.eval()
+
+
+def _shard(headed: _Headed, ranks: Ranks) -> Any:
+    """Parameters are gathered for one layer at a time, and let go at once: nothing whole stays between two calls."""
+    # Sums, never means, in float32 whatever the weights are in.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in headed.causal_lm.model.layers:
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
+    root = fully_shard(headed, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def _make_rotary(causal_lm: Any, device: torch.device) -> None:
+    """Its frequencies are no weights: no file has them, and `to_empty` leaves them undefined."""
+    decoder = causal_lm.model
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config, device=device)
+
+
+def _linears(causal_lm: nn.Module) -> dict[str, nn.Linear]:
+    return {
+        name: module
+        for name, module in causal_lm.named_modules()
+        if isinstance(module, nn.Linear) and name.endswith("_proj")
+    }

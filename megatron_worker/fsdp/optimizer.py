@@ -1,0 +1,114 @@
+"""AdamW (adamw.py) for shards of weights whose gradients come reduced, and for adapters that every rank has whole."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from megatron_worker.adamw import sum_of_squares, update
+from megatron_worker.engine import Norms
+from megatron_worker.families.pieces import Piece
+from megatron_worker.flat import Flat
+from megatron_worker.fsdp.ranks import Ranks
+from shared.jobs import Adam
+
+
+class Optimizer:
+    """Trains parameters. Gradients are accumulated in float32, whatever the weights' dtype.
+
+    Args:
+        working: by name, what this rank holds of each parameter; the model computes with it.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], parameters: Mapping[str, Parameter], working: Mapping[str, Tensor], ranks: Ranks
+    ) -> None:
+        self._ranks = ranks
+        self._is_sharded = any(piece.split is not None for piece in pieces)
+        self._parameters = parameters
+        self._working = working
+        self.step_count = 0
+        shapes = {name: tuple(tensor.shape) for name, tensor in working.items()}
+        self.grad, self.exp_avg, self.exp_avg_sq = (Flat(shapes, torch.float32, ranks.device) for _ in range(3))
+        is_exact = all(tensor.dtype == torch.float32 for tensor in working.values())
+        self._masters = None if is_exact else Flat(shapes, torch.float32, ranks.device)
+        self.set_masters(working)
+        self._hooks = [self._attach(name, parameter) for name, parameter in parameters.items()]
+
+    def _attach(self, name: str, parameter: Parameter) -> torch.utils.hooks.RemovableHandle:
+        grad = self.grad.views[name]
+
+        def accumulate(parameter: Parameter) -> None:
+            found = parameter.grad
+            assert found is not None
+            grad.add_(found.to_local() if isinstance(found, DTensor) else found)
+            parameter.grad = None
+
+        parameter.requires_grad_(True)
+        return parameter.register_post_accumulate_grad_hook(accumulate)
+
+    @property
+    def master(self) -> Mapping[str, Tensor]:
+        """The float32 weights that are updated: the working ones, where those are float32."""
+        return self._working if self._masters is None else self._masters.views
+
+    @property
+    def has_masters(self) -> bool:
+        return self._masters is not None
+
+    def set_masters(self, exact: Mapping[str, Tensor]) -> None:
+        if self._masters is not None:
+            for name, view in self._masters.views.items():
+                view.copy_(exact[name])
+
+    def flats(self) -> list[Flat]:
+        """Every buffer of its own; the working weights are their owner's."""
+        return [*([] if self._masters is None else [self._masters]), self.grad, self.exp_avg, self.exp_avg_sq]
+
+    def detach(self) -> None:
+        """Freeze the parameters and let go of their gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+            parameter.requires_grad_(False)
+
+    def zero_grad(self) -> None:
+        self.grad.buffer.zero_()
+
+    @torch.no_grad()
+    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
+        if not self._is_sharded:
+            self._ranks.sum(self.grad.buffer)
+        grad = self.grad.buffer.div_(denominator)
+        norm = self._norm()
+        if not math.isfinite(norm):
+            self.zero_grad()
+            return Norms(norm, clipped=False)
+        clipped = 0 < adam.clip_norm < norm
+        if clipped:
+            grad.mul_(adam.clip_norm / (norm + 1e-6))
+        self.step_count += 1
+        for name, weight in self.master.items():
+            buffers = (weight, self.grad.views[name], self.exp_avg.views[name], self.exp_avg_sq.views[name])
+            update(*(x.view(-1) for x in buffers), adam, learning_rate, self.step_count)
+        self.refresh_working()
+        self.zero_grad()
+        return Norms(norm, clipped)
+
+    def refresh_working(self) -> None:
+        """Round the masters into the weights that the model computes with."""
+        if self._masters is not None:
+            for name, view in self._masters.views.items():
+                self._working[name].copy_(view)
+
+    def _norm(self) -> float:
+        """The gradient's norm over all ranks: shards add up, what every rank has counts once."""
+        square = sum_of_squares(self.grad.buffer)
+        if self._is_sharded:
+            self._ranks.sum(square)
+        return float(square.sqrt())

@@ -1,0 +1,59 @@
+"""The ranks of an FSDP engine: all of them share the data, and each holds a shard of every weight."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_worker.agreement import agreement
+from megatron_worker.families.pieces import Piece
+from shared.layout import Layout
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place. With one rank, nothing is talked about."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def sum(self, tensor: Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def whole(self, piece: Piece, local: Tensor) -> Tensor:
+        """A whole tensor on every rank, from the shard of each. Collective where the piece is split."""
+        if piece.split is None or self.size == 1:
+            return local
+        share = -(-piece.shape[0] // self.size)
+        padded = local.new_zeros(share, *piece.shape[1:])
+        padded[: len(local)] = local
+        everyone = local.new_empty(self.size * share, *piece.shape[1:])
+        dist.all_gather_into_tensor(everyone, padded)
+        return everyone[: piece.shape[0]]
+
+    def agreement(self) -> AbstractContextManager[None]:
+        """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
+        return agreement(self.size, self.device)
+
+
+def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:
+    """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
+    if not dist.is_initialized():
+        assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+    device = device or _default_device()
+    return Ranks(dist.get_rank(), layout.dp, device, init_device_mesh(device.type, (layout.dp,)))
+
+
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,68 @@
+"""The k greatest logits of a row, found in parts and brought together: tiles of a shard, shards of a vocabulary.
+
+A logit and its id are one int64, the key: the greater logit first and, of equals, the lower id. Keys are all different,
+so that the greatest do not depend on how a row was cut, and merging is picking the greatest again. Order is that of
+float32. -0 counts as 0.
+
+Shape suffixes: C targets of a chunk, V rows of a shard, N targets, K kept, R ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NONE = torch.iinfo(torch.int64).min  # the key of no logit, below that of every one
+_LAST_ID = (1 << 31) - 1
+_COLUMNS = 8192  # keys of so many rows of a shard live at a time
+
+
+def pack(logit: Tensor, id: Tensor) -> Tensor:
+    """Keys, int64. A logit of -inf is no logit.
+
+    Args:
+        logit: any floating dtype, rounded to float32.
+        id: 0 to 2^31 - 1, an integer, broadcast against `logit`.
+    """
+    bits = (logit.float() + 0.0).view(torch.int32).long()
+    ascending = torch.where(bits < 0, bits ^ _LAST_ID, bits)
+    keys = (ascending << 32) | (_LAST_ID - id.long())
+    return torch.where(logit == -torch.inf, NONE, keys)
+
+
+def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, float32, and ids, int64; -inf and -1 of `NONE`."""
+    none, ascending = keys == NONE, keys >> 32
+    bits = torch.where(ascending < 0, ascending ^ _LAST_ID, ascending).int()
+    logit, id = bits.view(torch.float32), _LAST_ID - (keys & 0xFFFFFFFF)
+    return torch.where(none, -torch.inf, logit), torch.where(none, -1, id)
+
+
+def greatest(keys: Tensor, k: int) -> Tensor:
+    """The k greatest along the last dimension, the greatest first; `NONE` where there are fewer."""
+    found = keys.topk(min(k, keys.shape[-1]), dim=-1).values
+    return torch.nn.functional.pad(found, (0, k - found.shape[-1]), value=NONE)
+
+
+def of_logits(logit_CV: Tensor, k: int) -> Tensor:
+    """Keys of each row's k greatest, [C, K], their ids the columns."""
+    num_columns = logit_CV.shape[1]
+    id_V = torch.arange(num_columns, device=logit_CV.device)
+    kept = [
+        greatest(pack(logit_CV[:, start : start + _COLUMNS], id_V[start : start + _COLUMNS]), k)
+        for start in range(0, num_columns, _COLUMNS)
+    ]
+    return greatest(torch.cat(kept, dim=1), k)
+
+
+def shifted(keys: Tensor, first: int) -> Tensor:
+    """The same logits, their ids counted from `first` on."""
+    return torch.where(keys == NONE, NONE, keys - first)
+
+
+def over_shards(keys_NK: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Of all ranks of a group, the k greatest, the same on each. Ids must be of the whole vocabulary."""
+    if group is None or not keys_NK.numel():
+        return keys_NK
+    keys_RNK = [torch.empty_like(keys_NK) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(keys_RNK, keys_NK.contiguous(), group=group)
+    return greatest(torch.cat(keys_RNK, dim=1), keys_NK.shape[1])
