@@ -223,16 +223,69 @@ class FsdpEngine:
         self._training = None
         self.set_adapter(None)
         self._adapters.clear()
-        self._stashed.clear()
+        self._stashed = []
 
     def offload(self) -> None:
-        if self._trains_base():
-            if self._base.device_bytes:
-                pass
-        self._base.release()
+        if not self._stashed:
+            self._stashed = [HostCopy(tensors) for tensors in self._changing()]
+            for copy in self._stashed:
+                copy.write()
+                copy.release()
+        if self._base.device_bytes:
+            if not self._base.host_bytes:
+                self._base.write()
+            self._base.release()
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        for copy in self._stashed:
+            copy.read()
+        self._stashed = []
+        self._ensure_base()
 
     def _trains_base(self) -> bool:
         return self._training is not None and self._training.slot is None
 
+    def _changing(self) -> list[list[Tensor]]:
+        """What training may have changed since it was last on the host: lists of one dtype each."""
+        flats = [adapter.flat.buffer for adapter in self._adapters.values()] + self._optimizer_buffers()
+        return [[buffer] for buffer in flats] + ([list(self._model.shards.values())] if self._trains_base() else [])
+
+    def _optimizer_buffers(self) -> list[Tensor]:
+        return [] if self._training is None else [flat.buffer for flat in self._training.optimizer.flats()]
+
     def memory(self) -> Memory:
-        raise NotImplementedError
+        device = self._ranks.device
+        adapters = [adapter.flat.buffer for adapter in self._adapters.values()]
+        held = self._base.device_bytes
+        held += sum(buffer.untyped_storage().nbytes() for buffer in adapters + self._optimizer_buffers())
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+        return Memory(held, self._base.host_bytes + sum(copy.host_bytes for copy in self._stashed))
+
+
+def _keeps_masters(training: _Training) -> bool:
+    """Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
+    return training.slot is None and training.optimizer.has_masters
+
+
+def _one_token(empty: Batch) -> Batch:
+    """A bin of no target that a model can be run on."""
+    zero_1 = torch.zeros(1, dtype=torch.int64, device=empty.token_id_T.device)
+    return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)
+
+
+def _facts(ranks: Ranks, layout: Layout, dtype: Dtype, vocab_size: int) -> Facts:
+    device = ranks.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Facts(
+        layout=layout,
+        dtype=dtype,
+        device=device,
+        rank=ranks.rank,
+        dp_rank=ranks.rank,
+        dp_size=ranks.size,
+        device_name=name,
+        vocab_size=vocab_size,
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 class HostCopy:
     """Tensors of one dtype, each with a storage of its own, and the buffer that stands for them while those are empty.
 
-    The buffer is allocated the first time that it is needed, and kept until `forget`.
+    The buffer is allocated the first time that it is needed, and kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -53,9 +53,6 @@ class HostCopy:
         """Take storage again, its contents undefined."""
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             tensor.untyped_storage().resize_(size)
-
-    def forget(self) -> None:
-        self._host = None
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         assert self._host is not None

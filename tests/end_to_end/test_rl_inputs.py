@@ -1,0 +1,59 @@
+"""What a client may hand an RL run through the real system: conversations, and a reference by its URI."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.activities.groups import random_groups
+from tests.end_to_end.stack import Stack
+
+pytestmark = pytest.mark.slow
+
+ASKED = [{"role": "user", "content": "how many crates are on the quay?"}]
+ANSWERS = ["42 crates.", "He carries a sack of grain.", "The ship waits for the tide.", "answer: 12"]
+
+
+def conversation(model: Path, answer: str, reward: float) -> dict[str, Any]:
+    """A chat completion's choice behind its question, with the logprobs of the answer's own tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.encode(answer + tokenizer.eos_token, add_special_tokens=False)
+    content = [{"token": tokenizer.decode([i]), "logprob": -6.0} for i in ids]
+    choice = {"index": 0, "finish_reason": "stop", "logprobs": {"content": content}}
+    return {"messages": [*ASKED, choice | {"message": {"role": "assistant", "content": answer}}], "reward": reward}
+
+
+def train(stack: Stack, run_id: str, folder: Path, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    path = folder / f"{run_id}.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in groups))
+    return stack.cli("step", run_id, str(path), "--wait", "--timeout", "120", "--json").json
+
+
+def submitted(stack: Stack, model: Path, *options: str) -> str:
+    rl = ("submit", "rl", "--json", "--model", str(model), "--lora-rank", "4", "--max-tokens", "64", "--lr", "0.01")
+    return stack.cli(*rl, *options).json["run_id"]
+
+
+def test_conversations_are_trained_and_the_adapter_is_another_runs_reference(
+    stack: Stack, tiny_model: Path, tmp_path: Path
+) -> None:
+    first = submitted(stack, tiny_model, "--algorithm", "dr_grpo")
+    group = {"trajectories": [conversation(tiny_model, text, float(k)) for k, text in enumerate(ANSWERS)]}
+    step = train(stack, first, tmp_path, [group])
+    assert step["state"] == "done", step
+    assert (step["metrics"]["truncation_rate"], step["metrics"]["trained_trajectories"]) == (0.0, 4.0)
+    kl = {"coefficient": 0.1, "reference": step["adapter"]}
+    near = submitted(stack, tiny_model, "--algorithm", "dapo", "--loss", json.dumps({"kl": kl}))
+    found = train(stack, near, tmp_path, random_groups(seed=1))
+    assert found["state"] == "done", found
+    assert found["metrics"]["kl_reference"] > 1e-6, "the reference is another model than the base that begins"
+    missing = {"coefficient": 0.1, "reference": step["adapter"].replace("v000001", "v000009")}
+    far = submitted(stack, tiny_model, "--loss", json.dumps({"kind": "ppo", "kl": missing}))
+    view = stack.cli("watch", far, "--timeout", "60", "--json", check=False)
+    assert view.json["status"] == "failed"
+    assert "v000009: there is no such folder" in view.json["problem"]["message"]
+    for run_id in (first, near):
+        stack.cli("finish", run_id)
