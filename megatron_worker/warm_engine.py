@@ -15,7 +15,7 @@ BuildEngine = Callable[[JobPlan, Path], Engine]
 
 
 def build_engine(plan: JobPlan, model: Path) -> Engine:
-    """The engine that a plan names, around a staged model folder. Imports it only now: Megatron is slow to load."""
+    """The engine that a plan names, around a staged model folder. Imports it only now: each is slow to load."""
     match plan.engine:
         case "megatron":
             from megatron_worker.megatron.engine import MegatronEngine
@@ -24,6 +24,10 @@ def build_engine(plan: JobPlan, model: Path) -> Engine:
             gc.freeze()
             atexit.register(gc.unfreeze)
             return MegatronEngine(model, plan.layout, plan.dtype)
+        case "fsdp":
+            from megatron_worker.fsdp.engine import FsdpEngine
+
+            return FsdpEngine(model, plan.layout, plan.dtype)
 
 
 class WarmEngine:

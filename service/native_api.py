@@ -14,6 +14,7 @@ from service.files import PublishedFiles, Uploaded, receive, uploads_folder
 from service.problems import ErrorBody, TemporalUnavailable
 from service.run_views import EventPage, Metrics, RunPage, RunReader, RunView, last_lines, log_line
 from service.runs import Runs
+from service.train_steps import TrainSteps
 from shared import paths
 from shared.artifacts import FileEntry
 from shared.errors import StoreUnavailable
@@ -39,6 +40,7 @@ class Backend:
         self.settings = settings
         self.store = store
         self.runs = Runs(settings, store)
+        self.steps = TrainSteps(self.runs, store)
         self.reader = RunReader(store)
 
 
@@ -128,7 +130,7 @@ class StepSubmission(Frozen):
 @router.post("/runs/{run_id}/steps", status_code=202)
 async def train_step(run_id: RunId, step: StepSubmission, backend: Backed) -> StepStatus:
     """Train one file of trajectory groups, after those that came before. 409 when the run takes no more."""
-    return await backend.runs.train_step(run_id, StepRequest(key=step.key, groups=step.groups), step.wait_s)
+    return await backend.steps.train(run_id, StepRequest(key=step.key, groups=step.groups), step.wait_s)
 
 
 @router.get("/runs/{run_id}/steps/{step}")
@@ -139,13 +141,13 @@ async def get_step(
     wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
 ) -> StepStatus:
     """A train step as it stands. 0: the policy before the first, of a run that evaluates its own rollouts."""
-    return await backend.runs.step(run_id, step, wait_s)
+    return await backend.steps.show(run_id, step, wait_s)
 
 
 @router.post("/runs/{run_id}/finish", status_code=202)
 async def finish_run(run_id: RunId, backend: Backed) -> RunView:
     """Tell an RL run that no more steps come: it ends after those that wait. 409 when it has ended."""
-    return await backend.runs.finish(run_id)
+    return await backend.steps.finish(run_id)
 
 
 @router.get("/runs")

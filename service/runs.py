@@ -21,8 +21,6 @@ from temporalio.client import (
     WorkflowExecutionStatus,
     WorkflowFailureError,
     WorkflowHandle,
-    WorkflowUpdateFailedError,
-    WorkflowUpdateRPCTimeoutOrCancelledError,
 )
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.contrib.pydantic import pydantic_data_converter
@@ -46,8 +44,6 @@ from shared.runs import (
     RunTiming,
     SFTRun,
     State,
-    StepRequest,
-    StepStatus,
 )
 from shared.settings import Settings
 from shared.store import ObjectStore
@@ -98,7 +94,7 @@ class Runs:
         record, is_new = await self._accept(run_id, run)
         try:
             # A repeated key may name a run that ended long ago, and that Temporal has forgotten.
-            await (self._start(record) if is_new else self._make_sure(record))
+            await (self._start(record) if is_new else self.make_sure(record))
         except TemporalUnavailable as error:  # accepted all the same: the sweep starts it when Temporal is back
             logger.warning("%s waits to be started: %s", run_id, error)
             self._waiting.add(run_id)
@@ -128,7 +124,7 @@ class Runs:
         """Start a run's workflow. Raises Conflict when it is to be resumed and is running."""
         name, start = self._workflow(record, resumed)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
-        async with self._temporal() as client:
+        async with self.temporal() as client:
             try:
                 await client.start_workflow(
                     name,
@@ -161,81 +157,6 @@ class Runs:
                 serves_sampler = self._settings.sampling.url is not None
                 return RL_WORKFLOW, RLStart(run=run, serves_sampler=serves_sampler, **given)
 
-    # Train steps of an RL run.
-
-    async def train_step(self, run_id: str, request: StepRequest, wait_s: float = 0) -> StepStatus:
-        """Hand a step to its run. The same key is the same step.
-
-        Args:
-            wait_s: how long to wait for the step's end; it is answered as it stands then.
-
-        Raises:
-            InvalidInput: the key was used for other groups.
-            Conflict: the run takes no more steps, or too many wait.
-        """
-        step = StepStatus.model_validate(await self._update(run_id, "train_step", request))
-        return await self.step(run_id, step.step, wait_s)
-
-    async def finish(self, run_id: str) -> RunView:
-        """Tell an RL run that no more steps come. Raises Conflict when it has ended."""
-        await self._update(run_id, "finish")
-        return await self.view(run_id)
-
-    async def step(self, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
-        """A step as it stands, within `wait_s` as it ended. Raises NotFound for one that never came."""
-        record = await self._of_reinforcement(run_id)
-        end = time.monotonic() + wait_s
-        while True:
-            step = await self._step(record, number)
-            if step.is_final or time.monotonic() > end:
-                return step
-            await asyncio.sleep(_STEP_POLL_S)
-
-    async def _step(self, record: RunRecord, number: int) -> StepStatus:
-        try:
-            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(record.run_id).step(number))
-            return StepStatus.model_validate_json(data)
-        except NotFound:
-            pass
-        async with self._temporal() as client:
-            handle = client.get_workflow_handle(record.run_id)
-            try:
-                answer = await handle.query("step", number, rpc_timeout=_QUERY_PATIENCE)
-            except RPCError as error:
-                if error.status != RPCStatusCode.NOT_FOUND:
-                    raise
-                answer = None
-        if answer is None:
-            raise NotFound(f"{record.run_id} has no step {number}")
-        return StepStatus.model_validate(answer)
-
-    async def _of_reinforcement(self, run_id: str) -> RunRecord:
-        record = await self.record(run_id)
-        if record.run.kind != "rl":
-            raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
-        return record
-
-    async def _update(self, run_id: str, name: str, *messages: Frozen) -> Any:
-        """An update of an RL run's workflow, asked again when the run has just moved on to a new execution."""
-        record = await self._of_reinforcement(run_id)
-        await self._make_sure(record)
-        async with self._temporal() as client:
-            for _ in range(2):
-                try:
-                    return await client.get_workflow_handle(run_id).execute_update(
-                        name, args=messages, rpc_timeout=_UPDATE_PATIENCE
-                    )
-                except WorkflowUpdateRPCTimeoutOrCancelledError as error:
-                    raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?") from error
-                except WorkflowUpdateFailedError as error:
-                    raise _refusal(error) from None
-                except RPCError as error:
-                    if error.status != RPCStatusCode.NOT_FOUND:
-                        raise
-                if (await self.view(run_id)).state != "running":
-                    break
-            raise Conflict(f"{run_id} has ended")
-
     # Showing.
 
     async def record(self, run_id: str) -> RunRecord:
@@ -265,7 +186,7 @@ class Runs:
             return result
 
     async def _temporal_status(self, record: RunRecord) -> RunStatus:
-        async with self._temporal() as client:
+        async with self.temporal() as client:
             handle = client.get_workflow_handle(record.run_id)
             try:
                 description = await handle.describe(rpc_timeout=_PATIENCE)
@@ -337,7 +258,7 @@ class Runs:
         """Runs that Temporal knows as running; None when it cannot be asked."""
         query = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}") AND ExecutionStatus = "Running"'
         try:
-            async with self._temporal() as client:
+            async with self.temporal() as client:
                 return frozenset([e.id async for e in client.list_workflows(query, rpc_timeout=_PATIENCE)])
         except TemporalUnavailable:
             return None
@@ -358,11 +279,11 @@ class Runs:
     async def cancel(self, run_id: str) -> RunView:
         """Ask a run to end at its next step boundary. Raises Conflict when it has ended."""
         record = await self.record(run_id)
-        await self._make_sure(record)
+        await self.make_sure(record)
         view = await self.view(run_id)
         if view.state != "running":
             raise Conflict(f"{run_id} has ended: it {_ended_as(view.state)}")
-        async with self._temporal() as client:
+        async with self.temporal() as client:
             try:
                 await client.get_workflow_handle(run_id).cancel(rpc_timeout=_PATIENCE)
             except RPCError as error:
@@ -403,12 +324,12 @@ class Runs:
     async def start_waiting(self) -> None:
         """Start what was accepted while Temporal was away."""
         for run_id in sorted(self._waiting):
-            await self._make_sure(await self.record(run_id))
+            await self.make_sure(await self.record(run_id))
             self._waiting.discard(run_id)
 
-    async def _make_sure(self, record: RunRecord) -> None:
+    async def make_sure(self, record: RunRecord) -> None:
         """Start an unended run unless Temporal knows it."""
-        async with self._temporal() as client:
+        async with self.temporal() as client:
             try:
                 await client.get_workflow_handle(record.run_id).describe(rpc_timeout=_PATIENCE)
                 return
@@ -428,7 +349,7 @@ class Runs:
 
     async def preview(self, request: PreviewRequest) -> Preview:
         """Run PreviewWorkflow and wait for its answer. Raises InvalidInput with what is wrong with the data."""
-        async with self._temporal() as client:
+        async with self.temporal() as client:
             try:
                 answer: Preview = await client.execute_workflow(
                     PREVIEW_WORKFLOW,
@@ -446,11 +367,11 @@ class Runs:
 
     async def check_temporal(self) -> None:
         """Raises TemporalUnavailable when the server does not answer."""
-        async with self._temporal() as client:
+        async with self.temporal() as client:
             await client.service_client.check_health(timeout=_QUERY_PATIENCE)
 
     @asynccontextmanager
-    async def _temporal(self) -> AsyncIterator[Client]:
+    async def temporal(self) -> AsyncIterator[Client]:
         """The client, connected at first use; a server that is away becomes TemporalUnavailable."""
         address = self._settings.temporal_address
         if self._client is None:
@@ -496,20 +417,9 @@ def _ended_as(state: State) -> str:
     return "was cancelled" if state == "cancelled" else state
 
 
-def _refusal(error: WorkflowUpdateFailedError) -> Exception:
-    """What a workflow refused a message with, as an error of ours."""
-    for cause in _chain(error):
-        match cause:
-            case ApplicationError(type="InvalidInput"):
-                return InvalidInput(cause.message, "key")
-            case ApplicationError(type="Conflict"):
-                return Conflict(cause.message)
-    return error
-
-
 def _cause(error: WorkflowFailureError) -> Exception:
     """What made a workflow fail, as an error of ours."""
-    causes = _chain(error)
+    causes = causes_of(error)
     for cause in causes:
         match cause:
             case ApplicationError(type="InvalidInput" | "CorruptArtifact"):
@@ -521,7 +431,8 @@ def _cause(error: WorkflowFailureError) -> Exception:
     return TemporalUnavailable(f"the check did not end: {causes[-1]}")
 
 
-def _chain(error: BaseException) -> Sequence[BaseException]:
+def causes_of(error: BaseException) -> Sequence[BaseException]:
+    """An error of Temporal's and what is behind it, outermost first."""
     found = [error]
     while (cause := getattr(found[-1], "cause", None)) is not None:
         found.append(cause)

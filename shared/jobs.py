@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeGuard
 
 from pydantic import Field, model_validator
 
-from shared.layout import Layout
+from shared.layout import EngineName, Layout, broken_rule
 from shared.models import Frozen
 
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -288,7 +288,7 @@ class JobPlan(Frozen):
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
     model: Artifact
-    engine: Literal["megatron"] = "megatron"
+    engine: EngineName = "megatron"
     layout: Layout = Layout()
     dtype: Dtype = "float32"
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
@@ -316,6 +316,12 @@ class JobPlan(Frozen):
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
     )
+
+    @model_validator(mode="after")
+    def _engine_takes_the_layout(self) -> Self:
+        if rule := broken_rule(self.engine, self.layout):
+            raise ValueError(rule)
+        return self
 
     @model_validator(mode="after")
     def _temperature_means_something(self) -> Self:

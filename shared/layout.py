@@ -1,6 +1,6 @@
 """The parallel layout of one worker: how many ranks, and what each dimension splits."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -8,6 +8,7 @@ from shared.errors import InvalidInput
 from shared.models import Frozen
 
 Degree = Annotated[int, Field(ge=1, le=4096)]
+EngineName = Literal["megatron", "fsdp"]
 
 
 class Layout(Frozen):
@@ -61,3 +62,10 @@ def check_layout(layout: Layout, shape: ModelShape) -> None:
     ):
         if size % layout.tp:
             raise InvalidInput(f"tp={layout.tp} does not divide the model's {size} {name}", "layout.tp")
+
+
+def broken_rule(engine: EngineName, layout: Layout) -> str | None:
+    """What an engine refuses of a layout, whatever the model; None where it takes it."""
+    if engine == "fsdp" and layout != Layout(dp=layout.dp):
+        return f"the engine fsdp splits data and shards weights by dp alone: use dp, and no {layout.label}"
+    return None

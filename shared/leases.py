@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field
 
 from shared.jobs import Artifact, Dtype, Fence, JobPlan
-from shared.layout import Layout
+from shared.layout import EngineName, Layout
 from shared.models import Frozen
 
 
@@ -15,7 +15,7 @@ class WorkerKey(Frozen):
     model: Artifact
     layout: Layout
     dtype: Dtype
-    engine: str = "megatron"
+    engine: EngineName = "megatron"
     threads_per_rank: int = 1
 
     @classmethod

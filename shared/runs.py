@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from shared.graders import Grader
 from shared.jobs import PPO, Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
-from shared.layout import Layout, ModelShape
+from shared.layout import EngineName, Layout, ModelShape, broken_rule
 from shared.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.models import Frozen
 
@@ -89,6 +89,7 @@ class _DatasetRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    engine: EngineName = Field(default="megatron", description="fsdp: data parallel alone")
     layout: Layout = Layout()
     dtype: Dtype = "float32"
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
@@ -107,6 +108,12 @@ class _DatasetRun(Frozen):
             raise ValueError("bin_tokens must hold an example: at least max_tokens")
         if self.batch_tokens is not None and self.batch_tokens < self.max_tokens:
             raise ValueError("batch_tokens must hold an example: at least max_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_takes_the_layout(self) -> Self:
+        if rule := broken_rule(self.engine, self.layout):
+            raise ValueError(rule)
         return self
 
     @model_validator(mode="after")
@@ -192,7 +199,7 @@ class Rollouts(Frozen):
     probe_bound: float | None = Field(
         default=None,
         gt=0,
-        description="nats by which sampler and trainer may differ over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
+        description="nats between sampler and trainer over a probe text, at most; None: 1e-4 in float32, 0.3 in bfloat16",
     )
     max_ungraded_fraction: float = Field(
         default=0.1, ge=0, le=1, description="of a step's samples; those are left out, and the run fails beyond"
@@ -256,6 +263,7 @@ class RLRun(Frozen):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, ge=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    engine: EngineName = Field(default="megatron", description="fsdp: data parallel alone")
     layout: Layout = Layout()
     dtype: Dtype = "float32"
     between_steps: Literal["offload", "keep"] = Field(
@@ -276,6 +284,12 @@ class RLRun(Frozen):
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
         if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_takes_the_layout(self) -> Self:
+        if rule := broken_rule(self.engine, self.layout):
+            raise ValueError(rule)
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ from typing import Literal
 from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-
 KernelPolicy = Literal["auto", "strict", "torch"]
 
 

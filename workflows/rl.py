@@ -17,7 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.record_step import Recovered, RecoverRequest, StepRecordRequest
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
-    from shared.jobs import Artifact
+    from shared.jobs import Artifact, reference_uri
     from shared.runs import Policy, RLStart, RLState, RunStatus, StepRequest, StepStatus
     from workflows import control, policies, rollouts
     from workflows.job_plan import rl_job
@@ -93,6 +93,10 @@ class RLWorkflow:
         if run.initial_adapter is not None:
             wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
             adapter = (await control.do("resolve_adapter", wanted, ResolvedAdapter)).adapter
+        reference: Artifact | None = None
+        if (uri := reference_uri(run.loss)) is not None:
+            named = AdapterRequest(uri=uri, shape=resolved.shape)
+            reference = (await control.do("resolve_adapter", named, ResolvedAdapter)).adapter
         data = None
         if run.rollouts is not None:
             self._show(phase="tokenizing")
@@ -103,6 +107,7 @@ class RLWorkflow:
             model=resolved.model,
             shape=resolved.shape,
             adapter=adapter,
+            reference=reference,
             status=self._status,
             rollouts=data,
             policies=(
@@ -207,6 +212,7 @@ class RLWorkflow:
             step=step.model_copy(update={"metrics": {}}),
             policy_version=state.policy_version,
             vocab_size=state.shape.vocab_size,
+            model=state.model,
         )
         packed = await control.do("pack_trajectories", request, PackedGroups)
         if (before := packed.trained_before) is not None:

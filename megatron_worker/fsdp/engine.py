@@ -30,7 +30,7 @@ from megatron_worker.sums import over_ranks
 from shared import peft_format
 from shared.errors import InvalidInput
 from shared.jobs import Adam, Dtype, Full, Lora
-from shared.layout import Layout, check_engine
+from shared.layout import Layout, broken_rule
 
 
 @dataclass
@@ -54,7 +54,8 @@ class FsdpEngine:
     """
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
-        check_engine("fsdp", layout)
+        if rule := broken_rule("fsdp", layout):
+            raise InvalidInput(rule, "layout")
         self._ranks = join_ranks(layout, device)
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -201,9 +202,7 @@ class FsdpEngine:
                     peft_format.read_config(folder / "weights"), adapter.lora, str(folder / "weights")
                 )
                 read_adapter(folder / "weights", adapter, optimizer.master, self._ranks)
-            read_optimizer(
-                folder / "optimizer", optimizer, training.pieces, self._ranks, _keeps_masters(training)
-            )
+            read_optimizer(folder / "optimizer", optimizer, training.pieces, self._ranks, _keeps_masters(training))
         optimizer.refresh_working()
 
     def _load_full(self, folder: Path) -> None:

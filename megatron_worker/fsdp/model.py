@@ -64,7 +64,7 @@ class Model:
         self.parameters: dict[str, nn.Parameter] = names
         self.pieces = [Piece(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
         with torch.no_grad():
-            self.shards = {name: p.to_local() for name, p in names.items()}  # type: ignore[operator] # DTensors
+            self.shards = {name: p.to_local() for name, p in names.items()}
         self._linears = _linears(headed.causal_lm)
         self._adapter: Adapter | None = None
         for name, linear in self._linears.items():
@@ -98,14 +98,12 @@ class Model:
             parameter.requires_grad_(required)
 
     def forward(self, batch: Batch, head: Head) -> tuple[Tensor, ...]:
-        """What `head` makes of the targets' hidden states, [N, H] after the final norm, and the output embedding, [V, H].
+        """What `head` makes of the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
         Collective. Raises InvalidInput, before anything is talked about, when a tree's tokens do not stand depth first.
         """
         forest = plan_forest(batch.parent_T, self._dtype)
-        outputs: tuple[Tensor, ...] = self._root(
-            batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head
-        )
+        outputs: tuple[Tensor, ...] = self._root(batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head)
         return outputs
 
 
@@ -125,7 +123,7 @@ def _shard(headed: _Headed, ranks: Ranks) -> Any:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in headed.causal_lm.model.layers:
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
-    root = fully_shard(headed, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
+    root: Any = fully_shard(headed, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -136,7 +134,7 @@ def _shard(headed: _Headed, ranks: Ranks) -> Any:
 def _make_rotary(causal_lm: Any, device: torch.device) -> None:
     """Its frequencies are no weights: no file has them, and `to_empty` leaves them undefined."""
     decoder = causal_lm.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config, device=device)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config).to(device)
 
 
 def _linears(causal_lm: nn.Module) -> dict[str, nn.Linear]:

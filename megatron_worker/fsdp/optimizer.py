@@ -84,18 +84,18 @@ class Optimizer:
         """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
         if not self._is_sharded:
             self._ranks.sum(self.grad.buffer)
-        grad = self.grad.buffer.div_(denominator)
+        self.grad.buffer.div_(denominator)
         norm = self._norm()
         if not math.isfinite(norm):
             self.zero_grad()
             return Norms(norm, clipped=False)
         clipped = 0 < adam.clip_norm < norm
         if clipped:
-            grad.mul_(adam.clip_norm / (norm + 1e-6))
+            self.grad.buffer.mul_(adam.clip_norm / (norm + 1e-6))
         self.step_count += 1
         for name, weight in self.master.items():
-            buffers = (weight, self.grad.views[name], self.exp_avg.views[name], self.exp_avg_sq.views[name])
-            update(*(x.view(-1) for x in buffers), adam, learning_rate, self.step_count)
+            grad, mean, square = (flat.views[name].view(-1) for flat in (self.grad, self.exp_avg, self.exp_avg_sq))
+            update(weight.view(-1), grad, mean, square, adam, learning_rate, self.step_count)
         self.refresh_working()
         self.zero_grad()
         return Norms(norm, clipped)

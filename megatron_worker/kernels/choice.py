@@ -66,11 +66,10 @@ def _reason_against(device: torch.device, dtype: torch.dtype, probe: Callable[[T
         return "triton is not installed"
     if device.type != "cuda" and not _is_interpreted():
         return f"it needs CUDA, and the tensors are on {device.type}"
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-        needed, found = (".".join(map(str, c)) for c in (_LEAST_CAPABILITY, capability))
-        return f"it needs compute capability {needed} or more, and {torch.cuda.get_device_name(device)} has {found}"
     if dtype not in _DTYPES:
         return f"it knows no {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return f"it needs compute capability {_LEAST_CAPABILITY}, and {torch.cuda.get_device_name(device)} has {found}"
     try:
         probe(torch.ones(1, 1, device=device, dtype=dtype))
     except Exception as error:  # a compiler, a driver or a chip may refuse in many ways, and torch can do the work

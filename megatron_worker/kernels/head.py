@@ -172,6 +172,7 @@ def add_weight_gradient(
 def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:
     return {
         "PRECISION": "ieee" if hidden_NH.dtype == torch.float32 else "tf32",  # of half precision it says nothing
+        "WIDEN": not hidden_NH.is_cuda,  # the interpreter's products of bfloat16 are of its bits
         "EVEN_H": hidden_NH.shape[1] % blocks.hidden == 0,
         "BLOCK_N": blocks.targets,
         "BLOCK_V": blocks.rows,
@@ -215,6 +216,7 @@ def _logits(
     weight_stride,
     inverse_temperature,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
     EVEN_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -234,6 +236,8 @@ def _logits(
             within = h < hidden_size - start
             x = tl.load(at_hidden, mask=within[None, :], other=0.0)
             w = tl.load(at_weight, mask=within[:, None], other=0.0)
+        if WIDEN:
+            x, w = x.to(tl.float32), w.to(tl.float32)
         logit = tl.dot(x, w, logit, input_precision=PRECISION)
         at_hidden += BLOCK_H
         at_weight += BLOCK_H
@@ -261,6 +265,7 @@ def _scan_tile(
     ENTROPY: tl.constexpr,
     TOP_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
     EVEN_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -283,6 +288,7 @@ def _scan_tile(
         weight_stride,
         inverse_temperature,
         PRECISION,
+        WIDEN,
         EVEN_H,
         BLOCK_N,
         BLOCK_V,
@@ -404,6 +410,7 @@ def _logit_gradient_tile(
     inverse_temperature,
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
     EVEN_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -426,6 +433,7 @@ def _logit_gradient_tile(
         weight_stride,
         inverse_temperature,
         PRECISION,
+        WIDEN,
         EVEN_H,
         BLOCK_N,
         BLOCK_V,

@@ -7,7 +7,7 @@ import torch
 from megatron_worker.engine import Engine
 from megatron_worker.losses import loss_function
 from shared.jobs import Adam, CrossEntropy
-from tests.megatron_worker.rows import Row, bin_of, total_weight
+from tests.megatron_worker.rows import Row, bin_of, empty_bin, total_weight
 
 LOSS = loss_function(CrossEntropy())
 ADAM = Adam(weight_decay=0.01, clip_norm=1.0)
@@ -18,8 +18,10 @@ def accumulate(engine: Engine, bins: Sequence[Sequence[Row]]) -> float:
     """Gradients of a step's bins, dealt round the data-parallel ranks. Returns the mean loss over all ranks."""
     zero = torch.zeros((), dtype=torch.float64)
     sums = {"loss": zero, "weight": zero}
-    for rows in bins[engine.facts.dp_rank :: engine.facts.dp_size]:
-        for name, value in engine.forward_backward(bin_of(rows), LOSS).items():
+    dp_rank, dp_size = engine.facts.dp_rank, engine.facts.dp_size
+    for turn in range(-(-len(bins) // dp_size)):
+        own = bins[turn * dp_size :][dp_rank : dp_rank + 1]
+        for name, value in engine.forward_backward(bin_of(own[0]) if own else empty_bin(), LOSS).items():
             sums[name] = sums[name] + value.double()
     reduced = engine.reduce(sums)
     return reduced["loss"] / reduced["weight"]

@@ -80,6 +80,12 @@ def bin_of(rows: Sequence[Row]) -> Batch:
     )
 
 
+def empty_bin() -> Batch:
+    """What a rank gives whose bins are used up."""
+    whole = bin_of(random_rows([4]))
+    return Batch(**{field.name: getattr(whole, field.name)[:0] for field in dataclasses.fields(Batch)})
+
+
 def total_weight(rows: Sequence[Row]) -> float:
     return sum(sum(row.weights) for row in rows)
 

@@ -1,0 +1,50 @@
+"""Which slots have a graph alive: a token hangs where autograd keeps what its backward needs, and dies with it."""
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Alive:
+    """Kept by a graph, and by nothing else."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Graphs:
+    """A graph lives until a backward that does not retain it has gone through, or nobody holds what came of it."""
+
+    def __init__(self) -> None:
+        self._alive: defaultdict[str, weakref.WeakSet[_Alive]] = defaultdict(weakref.WeakSet)
+
+    def watch(self, tensor: Tensor, slot: str) -> Tensor:
+        """The tensor, its graph counted as the slot's from here on. One without a graph is given back as it is."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+
+        def keep(saved: Tensor) -> _Alive:
+            token = _Alive(saved.detach())
+            self._alive[slot].add(token)
+            return token
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda token: token.tensor):
+            watched: Tensor = _Identity.apply(tensor)
+        return watched
+
+    def is_alive(self, slot: str) -> bool:
+        return len(self._alive[slot]) > 0

@@ -1,0 +1,143 @@
+"""What a forward is asked for, and what it answers. Nothing requested, nothing executed.
+
+Shape suffixes: L tokens of an input, P positions asked about, K labels a position, V vocabulary, H hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.errors import InvalidInput
+
+Ints = NDArray[np.int64]
+
+
+class Slot(Enum):
+    """`ACTIVE`: whichever adapter is set when the forward begins."""
+
+    ACTIVE = "active"
+
+
+ACTIVE = Slot.ACTIVE
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardInput:
+    """One sequence, and what is asked about it.
+
+    Attributes:
+        tokens: [L] ids.
+        positions: [P], rising: whose hidden states are asked about. By default all; all but the last with
+            `target_logprobs` or `entropy`, as nothing follows it. Position p predicts token p + 1.
+        target_logprobs: the log-probability of the token that follows each position.
+        entropy: of the distribution at each position; a constant.
+        labels: [P, K] ids, each scored at its position.
+        top_k: so many of the most probable ids at each position, with their log-probabilities.
+        logits: of the whole vocabulary, float32, not divided by the temperature.
+        hidden: the hidden state after the final norm.
+        adapter: the name of a slot; None for the base alone.
+        temperature: what logits are divided by before probabilities are made of them.
+    """
+
+    tokens: Sequence[int] | NDArray[np.integer] | Tensor
+    positions: Sequence[int] | NDArray[np.integer] | Tensor | None = None
+    target_logprobs: bool = False
+    entropy: bool = False
+    labels: Sequence[Sequence[int]] | NDArray[np.integer] | Tensor | None = None
+    top_k: int = 0
+    logits: bool = False
+    hidden: bool = False
+    adapter: str | Slot | None = ACTIVE
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """The most probable ids, the best first: `id_PK` int64, `logprob_PK` float32 in nats."""
+
+    id_PK: Tensor
+    logprob_PK: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardOutput:
+    """What was asked for, and None for the rest. All but entropy and ids are differentiable by the adapter."""
+
+    target_logprob_P: Tensor | None = None
+    entropy_P: Tensor | None = None
+    label_logprob_PK: Tensor | None = None
+    top_k: TopK | None = None
+    logit_PV: Tensor | None = None
+    hidden_PH: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A checked input: arrays, defaults filled in, the slot by name."""
+
+    token_L: Ints
+    position_P: Ints
+    label_PK: Ints | None
+    asked: ForwardInput
+    adapter: str | None
+
+    @property
+    def scores(self) -> bool:
+        """Whether its targets meet the head that makes one log-probability a position."""
+        return self.asked.target_logprobs or self.asked.entropy
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it asks for labels or top-k."""
+        return self.label_PK is not None or self.asked.top_k > 0
+
+    @property
+    def is_empty(self) -> bool:
+        asks = self.scores or self.ranks or self.asked.logits or self.asked.hidden
+        return not asks or not len(self.position_P)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        a = self.asked
+        kinds = {"scores": self.scores, "ranks": self.ranks, "logits": a.logits, "hidden": a.hidden}
+        return frozenset(name for name, is_asked in kinds.items() if is_asked)
+
+
+def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> Request:
+    """Raises InvalidInput naming the input, the field and the rule."""
+    token_L = _ids(asked.tokens, f"{place}.tokens", vocab_size)
+    if token_L.ndim != 1 or not len(token_L):
+        raise InvalidInput("a sequence of at least one token is wanted", f"{place}.tokens")
+    follows = asked.target_logprobs or asked.entropy
+    last = len(token_L) - 1 if follows else len(token_L)
+    if asked.positions is None:
+        position_P = np.arange(last)
+    else:
+        position_P = _ids(asked.positions, f"{place}.positions", last)
+        if position_P.ndim != 1 or (np.diff(position_P) <= 0).any():
+            raise InvalidInput("positions must rise, each once", f"{place}.positions")
+    label_PK = None
+    if asked.labels is not None:
+        label_PK = _ids(asked.labels, f"{place}.labels", vocab_size)
+        if label_PK.ndim != 2 or len(label_PK) != len(position_P):
+            message = f"labels are of shape {label_PK.shape}; a row for each of {len(position_P)} positions is wanted"
+            raise InvalidInput(message, f"{place}.labels")
+    if not 0 <= asked.top_k <= vocab_size:
+        raise InvalidInput(f"top_k must lie between 0 and the vocabulary's {vocab_size}", f"{place}.top_k")
+    if not asked.temperature > 0:
+        raise InvalidInput("the temperature must be positive", f"{place}.temperature")
+    adapter = active if isinstance(asked.adapter, Slot) else asked.adapter
+    return Request(token_L, position_P, label_PK, asked, adapter)
+
+
+def _ids(values: object, place: str, bound: int) -> Ints:
+    array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
+    if array.size and array.dtype.kind not in "iu":
+        raise InvalidInput("whole numbers are wanted", place)
+    if array.size and not (0 <= array.min() and array.max() < bound):
+        raise InvalidInput(f"{int(array.min())} to {int(array.max())} are not all from 0 to {bound - 1}", place)
+    return array.astype(np.int64)

@@ -1,0 +1,107 @@
+"""Inputs of one slot in one pack: what they share stands once, where it is worth a tree.
+
+A pack of inputs that share nothing, or all of whose units are trees, is to the bit the bin that a job would have of
+them (activities/prefix_tree.py): same tokens, same targets, in the same order.
+
+Shape suffixes: T tokens of the pack, L tokens of an input.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_worker.trainer_rank.inputs import Ints
+from shared.prefix_forest import grow, indices, num_shared
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """The table of tokens; for each input where its tokens stand, [L]; the inputs in the order of their units."""
+
+    token_id_T: Ints
+    position_T: Ints
+    parent_T: Ints
+    index_of: list[Ints]
+    order: list[int]
+
+
+def pack(sequences: Sequence[Ints], min_shared_tokens: int) -> Pack:
+    """All sequences in one pack. Those that begin with the same `min_shared_tokens` or more share a tree."""
+    units = _units(sequences, min_shared_tokens)
+    tokens, positions, parents = [], [], []
+    index_of: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(sequences)
+    start = 0
+    for members in units:
+        order, nodes = grow([sequences[member] for member in members])
+        size = sum(node.end - node.begin for node in nodes)
+        token_id, position, parent = np.zeros((3, size), dtype=np.int64)
+        for member, index_L in zip(members, indices(order, nodes), strict=True):
+            token_id[index_L] = sequences[member]
+            position[index_L] = np.arange(len(index_L))
+            parent[index_L] = np.concatenate([[-1], index_L[:-1] + start])
+            index_of[member] = index_L + start
+        tokens.append(token_id)
+        positions.append(position)
+        parents.append(parent)
+        start += size
+    columns = [np.concatenate(column) for column in (tokens, positions, parents)]
+    return Pack(*columns, index_of, [member for members in units for member in members])
+
+
+def _units(sequences: Sequence[Ints], min_shared_tokens: int) -> list[list[int]]:
+    """Which sequences share a tree, each unit in the order given, units in the order of their first."""
+    if not sequences:
+        return []
+    keys = [_key(token_L) for token_L in sequences]
+    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    units = [[order[0]]]
+    for before, member in zip(order, order[1:], strict=False):
+        if num_shared(sequences[before], sequences[member]) >= min_shared_tokens:
+            units[-1].append(member)
+        else:
+            units.append([member])
+    return sorted(sorted(unit) for unit in units)
+
+
+def _key(token_L: Ints) -> bytes:
+    return token_L.astype(">u4").tobytes()  # compares token by token
+
+
+class PackSize:
+    """How many tokens a pack would have, an input after another, without making it."""
+
+    def __init__(self, min_shared_tokens: int) -> None:
+        self._min_shared = min_shared_tokens
+        self._keys: list[bytes] = []
+        self._sequences: list[Ints] = []
+        self.num_tokens = 0
+        self.num_shared = 0
+
+    def copy(self) -> "PackSize":
+        same = PackSize(self._min_shared)
+        same._keys, same._sequences = self._keys.copy(), self._sequences.copy()
+        same.num_tokens, same.num_shared = self.num_tokens, self.num_shared
+        return same
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._keys)
+
+    def add(self, token_L: Ints) -> None:
+        key = _key(token_L)
+        place = bisect_left(self._keys, key)
+        before = self._sequences[place - 1] if place else None
+        after = self._sequences[place] if place < len(self._sequences) else None
+        shared = self._shared(before, token_L) + self._shared(token_L, after) - self._shared(before, after)
+        self._keys.insert(place, key)
+        self._sequences.insert(place, token_L)
+        self.num_shared += shared
+        self.num_tokens += len(token_L) - shared
+
+    def _shared(self, a: Ints | None, b: Ints | None) -> int:
+        if a is None or b is None:
+            return 0
+        shared = num_shared(a, b)
+        return shared if shared >= self._min_shared else 0

@@ -1,0 +1,42 @@
+"""What TrainerRank needs of an engine beyond the Engine Protocol: the trunk alone, and slots trained side by side."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_worker.engine import Batch, Engine, Norms
+from megatron_worker.head import VocabShard
+from shared.jobs import Adam
+
+
+class SlotEngine(Engine, Protocol):
+    """Any number of slots may be trainable at once; calls of a step go to the active one."""
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """After the final norm, of the batch's targets: [N, H], the same on all ranks that share a vocabulary.
+
+        Heads on it must give it a gradient that is complete on each of them.
+        """
+        ...
+
+    @property
+    def output_head(self) -> tuple[Tensor, VocabShard]:
+        """This rank's rows of the output embedding, [V, H]."""
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
+        ...
+
+    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's names and full float32 tensors of a slot, one at a time, on every rank. Collective."""
+        ...
+
+    def reduce_gradients(self, denominator: float) -> float:
+        """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""
+        ...
+
+    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        """Clip what `reduce_gradients` left, step, zero. A norm that is not finite changes no weight."""
+        ...

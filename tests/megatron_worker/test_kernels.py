@@ -1,0 +1,301 @@
+"""The head's kernels against float64 and against the head's own torch: on CUDA where there is some, else interpreted."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_worker import top_k
+from megatron_worker.engine import Outputs
+from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.kernels.choice import policy
+from megatron_worker.kernels.head import Blocks, Scan, add_weight_gradient, blocks_for, scan
+from shared.errors import InvalidInput
+from tests.megatron_worker.launch import REPOSITORY, torchrun
+from tests.megatron_worker.test_head import gradient_of_both, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Blocks(targets=16, rows=32, hidden=16, num_warps=4, num_stages=2)  # so that small sizes make many tiles
+LARGEST_SHARED_BYTES = 227 << 10  # of a thread block on compute capability 9.0
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 100), st.integers(1, 50))
+temperatures = st.sampled_from([1.0, 0.5, 1.7])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def inputs(num_targets: int, vocab_size: int, hidden_size: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """hidden_NH, weight_VH of logits of spread 2, label_N, and a gradient to send back."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_NH = torch.randn(num_targets, hidden_size, generator=generator) * 2 * hidden_size**-0.5
+    weight_VH = torch.randn(vocab_size, hidden_size, generator=generator)
+    label_N = torch.randint(0, vocab_size, (num_targets,), generator=generator)
+    grad_N = torch.randn(num_targets, generator=generator)
+    hidden_NH, weight_VH = (x.to(DEVICE, dtype).requires_grad_() for x in (hidden_NH, weight_VH))
+    return hidden_NH, weight_VH, label_N.to(DEVICE), grad_N.to(DEVICE)
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    """Of the size of the whole: a row of a product may cancel."""
+    assert ours.shape == theirs.shape
+    assert (ours.double() - theirs.double()).norm() <= tolerance * (theirs.double().norm() + 1e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=sizes, dtype=dtypes, temperature=temperatures, chunks=st.booleans(), seed=st.integers(0, 99))
+def test_a_scan_is_what_float64_finds(size, dtype, temperature, chunks, seed):
+    """Every number and every row, of any size, with as many chunks as the targets make, or with one."""
+    num_targets, vocab_size, hidden_size = size
+    hidden_NH, weight_VH, label_N, _ = inputs(*size, dtype, seed)
+    rows_NH, logit_rows_NH = (torch.zeros(num_targets, hidden_size, device=DEVICE) for _ in range(2))
+    k = min(5, vocab_size)
+    found = scan(
+        hidden_NH.detach(),
+        weight_VH.detach(),
+        torch.where(label_N % 3 == 0, -1, label_N),
+        temperature,
+        entropy=True,
+        top_k=k,
+        rows_NH=rows_NH,
+        logit_rows_NH=logit_rows_NH,
+        blocks=SMALL,
+        workspace_bytes=1 if chunks else 1 << 20,
+    )
+    logit_NV = (hidden_NH.double() @ weight_VH.double().t() / temperature).detach()
+    max_N = logit_NV.amax(1)
+    exp_NV = (logit_NV - max_N[:, None]).exp()
+    exact, rounded = 1e-5, 1e-5 if dtype == torch.float32 else 1e-2
+    close(found.max_N, max_N, exact)
+    close(found.sum_exp_N, exp_NV.sum(1), exact)
+    target_N = logit_NV.gather(1, label_N[:, None])[:, 0]
+    close(found.target_N, target_N.where(label_N % 3 != 0, 0.0), exact)
+    close(found.weighted_logit_N, (exp_NV * logit_NV).sum(1), exact)
+    close(rows_NH, exp_NV @ weight_VH.double(), rounded)
+    close(logit_rows_NH, (exp_NV * (logit_NV - max_N[:, None])) @ weight_VH.double(), rounded)
+    value_NK, id_NK = top_k.unpack(found.top_NK)
+    close(value_NK, logit_NV.topk(k).values, exact)
+    assert (logit_NV.gather(1, id_NK) - value_NK).abs().max() < 1e-4
+    assert all(len(set(row)) == k for row in id_NK.tolist())
+
+
+@settings(max_examples=15, deadline=None)
+@given(size=sizes, dtype=dtypes, temperature=temperatures, by_entropy=st.booleans(), chunks=st.booleans())
+def test_the_weights_gradient_is_that_of_float64(size, dtype, temperature, by_entropy, chunks):
+    hidden_NH, weight_VH, label_N, grad_N = inputs(*size, dtype)
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden_NH, weight_VH))
+    logit_NV = hidden @ weight.t() / temperature
+    lse_N, p_NV = logit_NV.logsumexp(1), logit_NV.softmax(1)
+    mean_N = (p_NV * logit_NV).sum(1)
+    scored_N = logit_NV.gather(1, label_N[:, None])[:, 0] - lse_N + by_entropy * 0.7 * (lse_N - mean_N)
+    (scored_N * grad_N).sum().backward()
+    grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32).detach()
+    divided_N = grad_N / temperature
+    add_weight_gradient(
+        grad_VH,
+        hidden_NH.detach(),
+        weight_VH.detach(),
+        label_N,
+        lse_N.detach().float(),
+        divided_N,
+        (mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None,
+        temperature,
+        blocks=SMALL,
+        workspace_bytes=1 if chunks else 1 << 20,
+    )
+    close(grad_VH, weight.grad, 2e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_head_is_the_same_by_kernels(dtype, tolerance, temperature):
+    """Values and both gradients through `score_targets`, against float64 and against torch's way."""
+    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature, top_k=3)
+    of: dict[str, tuple[Tensor, ...]] = {}
+    for way in ("torch", "strict"):
+        hidden_NH, weight_VH, label_N, grad_N = inputs(70, 301, 72, dtype)
+        with policy(way):
+            scores = score_targets(hidden_NH, weight_VH, label_N, outputs, whole_vocabulary(301))
+            ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+        of[way] = (scores.logprob_N.detach(), scores.entropy_N.detach(), hidden_NH.grad, weight_VH.grad)
+        assert scores.logprob_N.dtype == scores.top_logprob_NK.dtype == torch.float32
+    logprob_N, entropy_N, _, _ = reference(hidden_NH.detach().double() / temperature, weight_VH, label_N, grad_N)
+    truth = (logprob_N, entropy_N, *gradient_of_both(hidden_NH, weight_VH, label_N, grad_N, temperature))
+    for ours, theirs, true in zip(of["strict"], of["torch"], truth, strict=True):
+        close(ours, true, tolerance)
+        close(ours, theirs, 2 * tolerance)
+    if dtype == torch.bfloat16:  # torch rounds the logits, the kernels do not
+        close(of["strict"][0], truth[0], 1e-5)
+        assert (of["torch"][0] - truth[0]).norm() > 1e-4 * truth[0].norm()
+
+
+def test_scores_without_gradients_are_the_same_bits():
+    """What scores the policy before a step and what trains it must agree, or ratios begin beside 1."""
+    hidden_NH, weight_VH, label_N, _ = inputs(70, 301, 72, torch.bfloat16)
+    with policy("strict"):
+        trained = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(301))
+        with torch.no_grad():
+            scored = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(301))
+    assert torch.equal(trained.logprob_N, scored.logprob_N)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_targets_bits_do_not_depend_on_its_company(dtype):
+    hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(45, 100, 40, dtype))
+
+    def found(chosen: slice, workspace_bytes: int) -> Scan:
+        rows_NH = torch.zeros(45, 40, device=DEVICE)[chosen]
+        return scan(
+            hidden_NH[chosen],
+            weight_VH,
+            label_N[chosen],
+            1.3,
+            entropy=True,
+            rows_NH=rows_NH,
+            blocks=SMALL,
+            workspace_bytes=workspace_bytes,
+        )
+
+    whole = found(slice(0, 45), 1 << 20)
+    for part, workspace_bytes in ((slice(0, 45), 1), (slice(7, 8), 1 << 20), (slice(30, 45), 1 << 20)):
+        some = found(part, workspace_bytes)
+        assert torch.equal(some.max_N, whole.max_N[part])
+        assert torch.equal(some.sum_exp_N, whole.sum_exp_N[part])
+        assert torch.equal(some.target_N, whole.target_N[part])
+        assert torch.equal(some.weighted_logit_N, whole.weighted_logit_N[part])
+
+
+def test_padded_rows_never_win():
+    hidden_NH, weight_VH, label_N, grad_N = inputs(20, 101, 24)
+    padded_VH = torch.cat([weight_VH.detach(), torch.full((11, 24), 100.0, device=DEVICE)]).requires_grad_()
+    shard = VocabShard(first=0, size=112, vocab_size=101)
+    with policy("strict"):
+        scores = score_targets(hidden_NH, padded_VH, label_N, Outputs(entropy=True, top_k=101), shard)
+        scores.logprob_N.backward(grad_N)
+    logprob_N, entropy_N, _, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
+    close(scores.logprob_N, logprob_N, 1e-5)
+    close(scores.entropy_N, entropy_N, 1e-5)
+    close(padded_VH.grad[:101], by_weight, 1e-5)
+    assert not padded_VH.grad[101:].any()
+    assert scores.top_id_NK.sort().values.tolist() == [list(range(101))] * 20
+
+
+def test_large_logits_stay_finite_and_a_nan_stays_its_own():
+    hidden_NH, weight_VH, label_N, grad_N = inputs(20, 101, 24)
+    large_NH = hidden_NH.detach() * 1e3
+    logprob_N = reference(large_NH, weight_VH, label_N, grad_N)[0]
+    large_NH[3] = torch.nan
+    with policy("strict"):
+        scores = score_targets(large_NH.requires_grad_(), weight_VH, label_N, Outputs(entropy=True), whole_vocabulary(101))
+        others = torch.arange(20, device=DEVICE) != 3
+        scores.logprob_N[others].sum().backward()
+    assert scores.logprob_N.isnan().nonzero().tolist() == [[3]]
+    assert scores.entropy_N[3].isnan()
+    torch.testing.assert_close(scores.logprob_N[others].double(), logprob_N[others], rtol=1e-5, atol=1e-2)
+    assert large_NH.grad[others].isfinite().all()
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest storage that any operation returned."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.num_bytes = max(self.num_bytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+def test_no_tensor_is_targets_by_vocabulary():
+    """With a hidden size so small that the weights are none of it either."""
+    hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(96, 3000, 4, torch.bfloat16))
+    all_logits = 96 * 3000 * 2
+    for rows_NH, bound in ((None, all_logits // 8), (torch.zeros(96, 4, device=DEVICE), all_logits // 4)):
+        with Largest() as largest:
+            blocks = Blocks(16, 256, 16, num_warps=4, num_stages=2)
+            scan(hidden_NH, weight_VH, label_N, 1.0, rows_NH=rows_NH, blocks=blocks, workspace_bytes=bound)
+        assert 0 < largest.num_bytes <= bound
+
+
+def test_two_ranks_with_a_shard_each_agree_with_one():
+    """Over gloo (two ranks may not share one device with NCCL): maxima, rows and top-k with ties, merged."""
+    if DEVICE == "cuda":
+        pytest.skip("this test's ranks run on the CPU, interpreted, and Triton is not interpreted in this session")
+    assert torchrun("tests.megatron_worker.kernel_ranks", num_ranks=2).count("agrees") == 2
+
+
+def test_on_the_cpu_torch_does_the_work_and_nobody_is_warned():
+    hidden_NH, weight_VH, label_N, _ = (x.detach().cpu() for x in inputs(5, 30, 16))
+    with warnings.catch_warnings(), policy("auto"):
+        warnings.simplefilter("error")
+        auto = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(30))
+    with policy("torch"):
+        torchs = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(30))
+    assert torch.equal(auto.logprob_N, torchs.logprob_N)
+
+
+def test_a_fallback_on_cuda_says_why_once_and_is_an_error_when_strict():
+    """float64, which the kernels do not know; a fake tensor is of CUDA without any."""
+    from megatron_worker.head import _kernels_do
+
+    with FakeTensorMode():
+        on_cuda = torch.empty(3, 4, dtype=torch.float64, device="cuda")
+    with policy("auto"), pytest.warns(UserWarning, match="torch does its work: it knows no float64"):
+        assert not _kernels_do(on_cuda)
+    with policy("auto"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _kernels_do(on_cuda)
+    with policy("torch"):
+        assert not _kernels_do(on_cuda)
+    with policy("strict"), pytest.raises(InvalidInput, match="LONGSHORE_KERNELS.*strict: it knows no float64"):
+        _kernels_do(on_cuda)
+
+
+def test_strict_without_cuda_and_without_the_interpreter_is_an_error():
+    code = """
+import torch
+from megatron_worker.engine import Outputs
+from megatron_worker.head import score_targets, whole_vocabulary
+from megatron_worker.kernels.choice import set_policy
+set_policy("strict")
+score_targets(torch.ones(2, 4), torch.ones(3, 4), torch.zeros(2, dtype=torch.int64), Outputs(), whole_vocabulary(3))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=compiled(), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "kernels are strict: it needs CUDA, and the tensors are on cpu" in done.stderr
+
+
+def compiled() -> dict[str, str]:
+    """An environment in which Triton compiles."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper():
+    """With the blocks that are used, by Triton's own compiler, for which no device is needed: what fits, and no spills."""
+    command = [sys.executable, "-m", "tests.megatron_worker.compile_kernels"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=compiled(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = json.loads(done.stdout)
+    assert {kernel["name"] for kernel in made} == {"_scan_tile", "_merge_tiles", "_rescale", "_logit_gradient_tile"}
+    for kernel in made:
+        assert kernel["shared_bytes"] <= LARGEST_SHARED_BYTES, kernel
+        assert kernel["spilled_bytes"] == 0, kernel
+        is_product = kernel["name"] in ("_scan_tile", "_logit_gradient_tile")
+        assert kernel["tensor_cores"] == (is_product and kernel["dtype"] == "bf16"), kernel
+
+
+def test_blocks_are_whole_tiles_of_the_interpreter_too():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        blocks = blocks_for(dtype)
+        assert all(n >= 16 and n & (n - 1) == 0 for n in (blocks.targets, blocks.rows, blocks.hidden))
