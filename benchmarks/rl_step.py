@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from service.cli.client import Client
 from service.dev_connection import Connection
 from shared.events import Step
 from shared.jobs import PPO, Lora
-from shared.runs import RLRun
+from shared.runs import RLRun, StepStatus
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 32, 16
 
@@ -39,7 +40,7 @@ def main() -> None:
         environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
         subprocess.run([LONGSHORE, "dev", "--detach", "--root", str(root)], env=environment, check=True)
         try:
-            whole, trained = _measure(root, Path(folder), num_steps)
+            whole, trained, steps = _measure(root, Path(folder), num_steps)
         finally:
             subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
     beyond = [a - b for a, b in zip(whole, trained, strict=True)]
@@ -50,18 +51,24 @@ def main() -> None:
         "worst": round(max(beyond), 3),
         "seconds_whole": [round(s, 3) for s in whole],
         "seconds_training": [round(s, 3) for s in trained],
+        "median_seconds_of_the_job": _median(step.metrics["training_seconds"] for step in steps),
+        "median_seconds_of_publishing": _median(step.metrics["publishing_seconds"] for step in steps),
         **provenance(),
     }
     print(json.dumps(result, indent=1))
 
 
-def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of every step but the first, and of the training in it."""
+def _median(seconds: Iterable[float]) -> float:
+    return round(statistics.median(seconds), 3)
+
+
+def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], list[float], list[StepStatus]]:
+    """Seconds of every step but the first, of the training in it, and the steps as they ended."""
     model = make_tiny_model(folder / "model", ["how many crates are on the quay? seven crates."] * 8)
     run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=4), max_tokens=128, bin_tokens=2048)
     connection = Connection.read(root)
     assert connection is not None
-    whole = []
+    whole, steps = [], []
     with Client(connection.api_url, connection.api_key) as client:
         run_id = client.submit(run, "run").run_id
         for number in range(num_steps + 1):
@@ -72,10 +79,11 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
                 step = client.step(run_id, step.step, wait_s=30)
             whole.append(time.perf_counter() - began)
             assert step.state == "done", step.problem
+            steps.append(step)
         client.finish(run_id)
         events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
     trained = [event.metrics["step_s"] for event in events if isinstance(event, Step)]
-    return whole[1:], trained[1:]
+    return whole[1:], trained[1:], steps[1:]
 
 
 def _groups(path: Path, seed: int) -> Path:

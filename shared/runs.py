@@ -199,7 +199,7 @@ class Rollouts(Frozen):
     probe_bound: float | None = Field(
         default=None,
         gt=0,
-        description="nats between sampler and trainer over a probe text, at most; None: 1e-4 in float32, 0.3 in bfloat16",
+        description="nats between sampler and trainer over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
     )
     max_ungraded_fraction: float = Field(
         default=0.1, ge=0, le=1, description="of a step's samples; those are left out, and the run fails beyond"

@@ -192,7 +192,9 @@ def _chunk_targets(hidden_NH: Tensor, num_rows: int, num_buffers: int, blocks: B
 
 
 def _workspace(hidden_NH: Tensor, num_targets: int, num_rows: int) -> Tensor:
-    return hidden_NH.new_empty(num_targets, _padded(num_rows))[:, :num_rows]
+    workspace_CV = hidden_NH.new_empty(num_targets, _padded(num_rows))
+    workspace_CV[:, num_rows:] = 0  # torch's products of bfloat16 on the CPU read an odd row's neighbour too
+    return workspace_CV[:, :num_rows]
 
 
 def _padded(num_rows: int) -> int:

@@ -239,6 +239,12 @@ class MegatronEngine:
         for piece in self._pieces:
             yield piece.name, whole_tensor(piece, self._model.flat.views, self._mesh)
 
+    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
+        adapter, training = self._adapters[name], self._trainings.get(name)
+        weights = adapter.flat if training is None else training.optimizer.master
+        return ((p.name, whole_tensor(p, weights.views, self._mesh).float()) for p in adapter.pieces)
+
     def drop_training_state(self) -> None:
         for training in self._trainings.values():
             training.optimizer.detach()

@@ -77,7 +77,8 @@ class _Labels(torch.autograd.Function):
         real_VH, grad_NK = weight_VH[: shard.num_real], grad_NK / ctx.temperature
         column_NK, owned_NK = _own(id_NK, shard)
         grad_NH = torch.zeros_like(hidden_NH)
-        for chunk, logit_CV in _chunks(hidden_NH, weight_VH, shard, ctx.temperature):
+        chunks = _chunks(hidden_NH, weight_VH, shard, ctx.temperature) if shard.num_real else ()
+        for chunk, logit_CV in chunks:
             pull_C1 = -grad_NK[chunk].sum(dim=1, keepdim=True)
             grad_CV = logit_CV.sub_(lse_N[chunk, None]).exp_().mul_(pull_C1)
             grad_CV.scatter_add_(1, column_NK[chunk], grad_NK[chunk].masked_fill(~owned_NK[chunk], 0.0))

@@ -137,6 +137,27 @@ def test_the_head_is_the_same_by_kernels(dtype, tolerance, temperature):
         assert (of["torch"][0] - truth[0]).norm() > 1e-4 * truth[0].norm()
 
 
+@pytest.fixture
+def nan_in_empty_tensors():
+    """Memory that nobody has written holds NaN, as torch fills it when it is to be deterministic."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [301, 128])
+def test_nothing_is_read_before_it_is_written(nan_in_empty_tensors, dtype, vocab_size):
+    hidden_NH, weight_VH, label_N, grad_N = inputs(70, vocab_size, 40, dtype)
+    outputs = Outputs(entropy=True, entropy_gradient=True, top_k=3)
+    with policy("strict"):
+        scores = score_targets(hidden_NH, weight_VH, label_N, outputs, whole_vocabulary(vocab_size))
+        ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+    found = (scores.logprob_N, scores.entropy_N, scores.top_logprob_NK, hidden_NH.grad, weight_VH.grad)
+    assert all(x.isfinite().all() for x in found)
+
+
 def test_scores_without_gradients_are_the_same_bits():
     """What scores the policy before a step and what trains it must agree, or ratios begin beside 1."""
     hidden_NH, weight_VH, label_N, _ = inputs(70, 301, 72, torch.bfloat16)

@@ -1,0 +1,332 @@
+"""TrainerRank: what custom training code holds on a rank. Forwards on this rank's own inputs, adapters by name.
+
+Everything but `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of one
+tensor-parallel group call everything alike, with equal arguments.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_worker.agreement import agreement
+from megatron_worker.engine import Norms
+from megatron_worker.trainer_rank.forward import forward_slot
+from megatron_worker.trainer_rank.graphs import Graphs
+from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, check
+from megatron_worker.trainer_rank.memory import LiveBytes, budget_of_device, new_meter
+from megatron_worker.trainer_rank.micro_batches import MicroBatch, MicroBatches
+from megatron_worker.trainer_rank.planner import Planner
+from megatron_worker.trainer_rank.slot_engine import SlotEngine
+from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
+from shared import peft_format
+from shared.errors import InvalidInput
+from shared.jobs import Adam, Lora
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """A name's slot in the engine. A name that is loaded anew gets a new slot before the old one goes."""
+
+    slot: str
+    lora: Lora
+    trainable: bool
+
+
+class TrainerRank:
+    """See the module's docstring and docs/trainer_rank.md.
+
+    Args:
+        memory_budget_bytes: what micro-batches may hold at once beside weights and optimizer, user's code included. By
+            default what the device has free, less a tenth.
+        min_shared_tokens: sequences that begin with so many equal tokens share them in a pack.
+
+    Raises:
+        InvalidInput: the engine's layout cannot give a loss the outputs of all of its inputs.
+    """
+
+    def __init__(
+        self, engine: SlotEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16
+    ) -> None:
+        _refuse_layout(engine)
+        self._engine = engine
+        self._min_shared = min_shared_tokens
+        self._budget_bytes = memory_budget_bytes
+        self._adapters: dict[str, _Adapter] = {}
+        self._active: str | None = None
+        self._graphs = Graphs()
+        self._num_slots = 0
+        self._planner: Planner | None = None
+
+    @property
+    def facts(self):
+        return self._engine.facts
+
+    # Adapters.
+
+    def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, B zero."""
+        with self._agreement():
+            self._refuse_alive(name, "replaced")
+        slot = self._new_slot(name)
+        self._engine.add_adapter(slot, lora, seed)
+        self._install(name, _Adapter(slot, lora, trainable=True))
+
+    def load_adapter(self, name: str, path: Path, trainable: bool, lora: Lora | None = None) -> None:
+        """A PEFT adapter from a folder, made active. One of this name goes once the new one stands.
+
+        Raises:
+            InvalidInput: it is missing, damaged, not of the base's shapes or not of `lora`; or the name's graph is
+                alive. What stood under the name still does.
+        """
+        with self._agreement():
+            self._refuse_alive(name, "loaded")
+            found = peft_format.read_config(path)
+        slot = self._new_slot(name)
+        try:
+            self._engine.load_adapter(slot, path, lora, trainable)
+        except Exception:
+            self._activate()
+            raise
+        self._install(name, _Adapter(slot, found, trainable))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises InvalidInput when there is none, or its graph is alive."""
+        with self._agreement():
+            slot = self._adapter(name).slot
+            self._refuse_alive(name, "dropped")
+        del self._adapters[name]
+        self._engine.drop_adapter(slot)
+        if self._active == name:
+            self._active = None
+        self._activate()
+
+    def set_adapter(self, name: str | None) -> None:
+        """What inputs that name no adapter use from now on; None: the base alone."""
+        if name is not None:
+            self._adapter(name)
+        self._active = name
+        self._activate()
+
+    @contextmanager
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Another adapter for the length of a `with` block."""
+        before = self._active
+        self.set_adapter(name)
+        try:
+            yield
+        finally:
+            self.set_adapter(before)
+
+    @property
+    def active_adapter(self) -> str | None:
+        return self._active
+
+    @property
+    def adapters(self) -> dict[str, bool]:
+        """Names, and whether they are trainable."""
+        return {name: adapter.trainable for name, adapter in self._adapters.items()}
+
+    # A step.
+
+    def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
+        """Answers of this data-parallel rank's own inputs, in their order. Keeps the graph unless under `no_grad`.
+
+        Inputs are grouped by adapter: one packed forward for each. Raises InvalidInput naming the input and the rule.
+        """
+        requests = self.checked(inputs, "inputs")
+        outputs = [ForwardOutput() for _ in requests]
+        for name in sorted({request.adapter for request in requests}, key=str):
+            places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
+            if not places:
+                continue
+            with self.adapter(name):
+                answers = forward_slot(
+                    self._engine,
+                    [requests[i] for i in places],
+                    self._min_shared,
+                    lambda hidden, of=str(name): self._graphs.watch(hidden, of),
+                )
+            for place, answer in zip(places, answers, strict=True):
+                outputs[place] = answer
+        return outputs
+
+    def forward_micro_batches(self, items: Sequence[Sequence[ForwardInput]]) -> Iterator[MicroBatch]:
+        """All items, dealt out over data-parallel ranks and over micro-batches that fit the memory, as outputs.
+
+        Every rank gives the same items, and gets equally many micro-batches: its share of each may be empty. An item
+        is never split. Do the backward of a micro-batch before the next is asked for.
+
+        Raises:
+            InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
+        """
+        return iter(MicroBatches(self, items))
+
+    def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]:
+        vocab_size = self.facts.vocab_size
+        requests = [check(i, f"{place}[{n}]", vocab_size, self._active) for n, i in enumerate(inputs)]
+        for number, request in enumerate(requests):
+            if request.adapter is not None:
+                self._adapter(request.adapter, f"{place}[{number}].adapter")
+        return requests
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scalar to what its adapters have accumulated: sums, not means.
+
+        A loss of nothing, as of an empty micro-batch, has none to add. Raises InvalidInput when the loss has no graph
+        though one is alive.
+        """
+        if loss.requires_grad:
+            loss.backward()
+        elif any(self._graphs.is_alive(name) for name in self._adapters):
+            raise InvalidInput("it does not depend on any output: was it detached?", "loss")
+
+    def optim_step(
+        self, adam: Adam, learning_rate: float, denominator: float = 1.0, adapters: Sequence[str] | None = None
+    ) -> dict[str, Norms]:
+        """Divide gradients by `denominator`, clip and step each adapter by its own norm over all ranks; zero them.
+
+        Args:
+            denominator: the same on every rank, such as a weight that `reduce` brought together.
+            adapters: by default the active one.
+
+        Raises:
+            InvalidInput: a gradient is not finite (then no weight of any has changed, and the gradients of all are
+                zero), an adapter is unknown, not trainable, or its graph is alive.
+        """
+        names = list(dict.fromkeys([self._active] if adapters is None else adapters))
+        with self._agreement():
+            slots = [self._to_step(name) for name in names]
+            if not (math.isfinite(denominator) and denominator > 0):
+                raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
+        norms = {}
+        for name in slots:
+            with self.adapter(name):
+                norms[name] = self._engine.reduce_gradients(denominator)
+        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        if broken:
+            self.zero_grad(slots)
+            message = f"the gradient's norm is {norms[broken[0]]}; no weight has changed"
+            raise InvalidInput(message, f"adapter {broken[0]!r}")
+        stepped = {}
+        for name, norm in norms.items():
+            with self.adapter(name):
+                stepped[name] = self._engine.apply_gradients(adam, learning_rate, norm)
+        return stepped
+
+    def zero_grad(self, adapters: Sequence[str] | None = None) -> None:
+        """Of these adapters; by default of all trainable ones."""
+        trainable = [name for name, adapter in self._adapters.items() if adapter.trainable]
+        for name in trainable if adapters is None else adapters:
+            with self.adapter(name):
+                self._engine.zero_grad()
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Scalars of all data-parallel ranks added up; those whose names end in `:max` by their maximum."""
+        return self._engine.reduce(sums)
+
+    # State.
+
+    def snapshot(self, name: str) -> Snapshot:
+        """The adapter's weights as they are now, whole and float32, in host memory of every rank."""
+        with self._agreement():
+            adapter = self._adapter(name)
+        return take_snapshot(adapter.lora, self._engine.adapter_weights(adapter.slot))
+
+    def export(self, name: str, folder: Path) -> None:
+        """A PEFT folder of the adapter; rank 0 writes."""
+        snapshot = self.snapshot(name)
+        with self._agreement():
+            if self.facts.rank == 0:
+                snapshot.write(folder)
+
+    def save(self, name: str, folder: Path) -> None:
+        """`weights/` (PEFT) and `optimizer/` of a trainable adapter, for `load`; rank 0 writes."""
+        with self._agreement():
+            self._trainable(name)
+        with self.adapter(name):
+            self._engine.save(folder)
+
+    def load(self, name: str, folder: Path) -> None:
+        """Go on from what `save` wrote, under any layout: weights, moments, step count, into a trainable adapter.
+
+        Raises InvalidInput as `load_adapter` does.
+        """
+        with self._agreement():
+            self._trainable(name)
+            self._refuse_alive(name, "loaded")
+        with self.adapter(name):
+            self._engine.load(folder)
+
+    # What its parts share.
+
+    @property
+    def planner(self) -> Planner:
+        """Made when first asked for: it looks at the device."""
+        if self._planner is None:
+            self._planner = Planner(self._engine, self._min_shared)
+        return self._planner
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes if self._budget_bytes is not None else budget_of_device(self.facts.device)
+
+    def new_meter(self) -> LiveBytes | None:
+        return new_meter(self.facts.device, needed=self._budget_bytes is not None)
+
+    def lora_of(self, name: str | None) -> tuple[Lora | None, bool]:
+        """An adapter's shape, and whether it is trained."""
+        if name is None:
+            return None, False
+        adapter = self._adapter(name)
+        return adapter.lora, adapter.trainable
+
+    def _agreement(self):
+        return agreement(self.facts.layout.world_size, self.facts.device)
+
+    def _new_slot(self, name: str) -> str:
+        self._num_slots += 1
+        return f"{name}#{self._num_slots}"
+
+    def _install(self, name: str, adapter: _Adapter) -> None:
+        if (old := self._adapters.pop(name, None)) is not None:
+            self._engine.drop_adapter(old.slot)
+        self._adapters[name] = adapter
+        self._active = name
+        self._activate()
+
+    def _activate(self) -> None:
+        self._engine.set_adapter(None if self._active is None else self._adapters[self._active].slot)
+
+    def _adapter(self, name: str, place: str | None = None) -> _Adapter:
+        if name not in self._adapters:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place or "adapter")
+        return self._adapters[name]
+
+    def _trainable(self, name: str) -> None:
+        if not self._adapter(name).trainable:
+            raise InvalidInput("it was loaded as not trainable", f"adapter {name!r}")
+
+    def _to_step(self, name: str | None) -> str:
+        if name is None:
+            raise InvalidInput("no adapter is active: name those to step", "adapters")
+        self._trainable(name)
+        self._refuse_alive(name, "stepped")
+        return name
+
+    def _refuse_alive(self, name: str, what: str) -> None:
+        if self._graphs.is_alive(name):
+            message = f"it cannot be {what} while a graph of it is alive: do its backward, or let its outputs go"
+            raise InvalidInput(message, f"adapter {name!r}")
+
+
+def _refuse_layout(engine: SlotEngine) -> None:
+    layout = engine.facts.layout
+    if layout.pp > 1:
+        message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp and dp"
+        raise InvalidInput(message, "layout.pp")

@@ -1,0 +1,29 @@
+"""An adapter's weights at one moment, apart from the engine: to write while training goes on, or to look at."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_worker.weights import Entry, write_safetensors
+from shared import peft_format
+from shared.jobs import Lora
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Whole float32 tensors on the host, by PEFT's names."""
+
+    lora: Lora
+    tensors: dict[str, Tensor]
+
+    def write(self, folder: Path) -> None:
+        """A PEFT folder."""
+        entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        peft_format.write_config(folder, self.lora)
+        write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))
+
+
+def take_snapshot(lora: Lora, weights: Iterable[tuple[str, Tensor]]) -> Snapshot:
+    return Snapshot(lora, {name: tensor.detach().float().cpu().clone() for name, tensor in weights})
