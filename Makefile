@@ -1,15 +1,16 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop test lint lock
+.PHONY: help setup demo demo-stop test gpu-check lint lock
 
 installed := .venv/installed
 
 help:
 	@echo "make setup      .venv with everything, at locked versions"
-	@echo "make demo       start a stack in .demo, train a model, train an adapter on it"
+	@echo "make demo       start a stack in .demo, train models and adapters on it, by example and by reward"
 	@echo "make demo-stop  stop that stack"
 	@echo "make test       the whole test suite"
+	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make lock       write requirements/constraints.txt from .venv"
 
@@ -26,6 +27,9 @@ demo-stop: setup
 
 test: setup
 	@PYTHONNODEBUGRANGES=1 .venv/bin/python -m pytest
+
+gpu-check: setup
+	@.venv/bin/python -m benchmarks.gpu_check
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -2,14 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from activities.model_location import Location
 from activities.safetensors_header import TensorEntry, read_header
 from shared.errors import InvalidInput
 from shared.layout import ModelShape
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -48,6 +48,8 @@ class _Config(BaseModel):
     hidden_act: Literal["silu"] = "silu"
     use_sliding_window: Literal[False] = False
     quantization_config: None = None
+    num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    moe_intermediate_size: int = Field(default=0, ge=0)
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
 
@@ -73,6 +75,8 @@ def read_shape(location: Location) -> ModelShape:
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
+        num_experts=config.num_experts,
+        expert_ffn_size=config.moe_intermediate_size,
     )
 
 

@@ -11,6 +11,26 @@ def provenance() -> dict[str, object]:
     return {"commit": commit(), "hardware": {"cpu": _cpu(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}}
 
 
+def accelerator() -> dict[str, object] | None:
+    """The CUDA device that would be used, and what drives it; None where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    import triton
+
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "memory_gb": round(device.total_memory / 1e9, 1),
+        "devices": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
 def commit() -> str:
     """The checkout's commit, `none` outside one; `-dirty` where files were changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]

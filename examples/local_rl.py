@@ -35,7 +35,7 @@ from activities.worker_process import WorkerCommand, WorkerProcess, launch, torc
 from shared.completions import SamplerReady
 from shared.errors import WorkerLost
 from shared.events import Event, Probed, Saved, Step, Succeeded, Terminal
-from shared.jobs import Artifact, Fence, Job, JobPlan
+from shared.jobs import Artifact, Fence, Job, JobPlan, reference_uri
 from shared.leases import ProcessKey, WorkerKey
 from shared.paths import HostPaths, write_atomically
 from shared.runs import CheckpointRef, DatasetSource, Policy, RLRun, RLStart, RLState, RunStatus, StepStatus
@@ -88,6 +88,10 @@ def prepare(start: RLStart, settings: Settings) -> RLState:
     if run.initial_adapter is not None:
         wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
         adapter = ResolveAdapter(settings).resolve_adapter(wanted).adapter
+    reference: Artifact | None = None
+    if (uri := reference_uri(run.loss)) is not None:
+        named = AdapterRequest(uri=uri, shape=resolved.shape)
+        reference = ResolveAdapter(settings).resolve_adapter(named).adapter
 
     def rendered(split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
         wanted = DownloadRequest(run_id=start.run_id, split=split, source=source)
@@ -100,6 +104,7 @@ def prepare(start: RLStart, settings: Settings) -> RLState:
         model=resolved.model,
         shape=resolved.shape,
         adapter=adapter,
+        reference=reference,
         status=RunStatus(run_id=start.run_id, kind="rl"),
         rollouts=rollout_requests.rollout_data(run, rendered("train", rollouts.prompts), held_out),
     )

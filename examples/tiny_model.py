@@ -1,6 +1,6 @@
 """A tiny model in Hugging Face format, made from nothing: its own BPE tokenizer, its own chat template, random weights.
 
-python -m examples.tiny_model FOLDER [--corpus FILE ...] [--family qwen3|qwen2|llama]
+python -m examples.tiny_model FOLDER [--corpus FILE ...] [--family qwen3|qwen3_moe|qwen2|llama]
 """
 
 import argparse
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen3_moe", "qwen2", "llama"]
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -94,11 +94,14 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
 
 
 def _config(family: Family, **sizes: Any) -> "PretrainedConfig":
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     match family:
         case "qwen3":
             return Qwen3Config(**sizes)
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"]}
+            return Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)
         case "qwen2":
             sizes.pop("head_dim")
             return Qwen2Config(**sizes)

@@ -8,7 +8,7 @@ while its peers still have some gives empty ones: weights, or experts, may be sp
 Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -161,11 +161,17 @@ class Engine(Protocol):
 
     # A step.
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        """Score a bin's targets. Keeps the graph unless under `torch.no_grad`."""
+        """Score a bin's targets. Keeps the graph unless under `torch.no_grad`; under pp only there."""
         ...
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         """Add a bin's gradients (of sums) to what is accumulated. Returns detached sums of this rank's bin."""
+        ...
+
+    def forward_backward_all(
+        self, batches: Iterable[Batch], loss: LossFunction
+    ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        """The same for all bins of a step, each with its sums: a pipeline is filled with them. Exhaust the iterator."""
         ...
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:

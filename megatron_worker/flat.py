@@ -9,15 +9,30 @@ _ALIGNMENT = 64  # elements: keeps every tensor on a cache line, and vectorised 
 
 
 class Flat:
-    """`views[name]` are the tensors, in the order given; the gaps between them hold zeros."""
+    """`views[name]` are the tensors, in the order given; the gaps between them hold zeros.
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        multiples: by the name that a section begins with, what the section's length is to be a multiple of.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        multiples: dict[str, int] | None = None,
+    ) -> None:
         self.shapes = shapes
+        self.multiples = multiples or {}
         self.offsets: dict[str, int] = {}
-        self.num_elements = 0
+        end, start, multiple = 0, 0, 1
         for name, shape in shapes.items():
-            self.offsets[name] = self.num_elements
-            self.num_elements += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+            if name in self.multiples:
+                end = start + _rounded_up(end - start, multiple)
+                start, multiple = end, self.multiples[name]
+            self.offsets[name] = end
+            end += _rounded_up(math.prod(shape), _ALIGNMENT)
+        self.num_elements = start + _rounded_up(end - start, multiple)
         self.buffer = torch.zeros(self.num_elements, dtype=dtype, device=device)
         self.views = {name: self._view(name) for name in shapes}
 
@@ -27,7 +42,7 @@ class Flat:
 
     def like(self, dtype: torch.dtype) -> "Flat":
         """Zeros of the same shapes at the same offsets."""
-        return Flat(self.shapes, dtype, self.buffer.device)
+        return Flat(self.shapes, dtype, self.buffer.device, self.multiples)
 
     @property
     def num_bytes(self) -> int:
@@ -45,3 +60,7 @@ class Flat:
     def restore(self) -> None:
         """Take storage again, its contents undefined."""
         self.buffer.untyped_storage().resize_(self.num_bytes)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

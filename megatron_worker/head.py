@@ -355,7 +355,9 @@ def _kernels_do(hidden_NH: Tensor) -> bool:
 def _probe_kernels(one_NH: Tensor) -> None:
     from megatron_worker.kernels import head as kernels
 
-    kernels.scan(one_NH, one_NH, torch.zeros(1, dtype=torch.int64, device=one_NH.device), temperature=1.0)
+    exact_NH, row_N = one_NH.float(), torch.zeros(1, dtype=torch.int64, device=one_NH.device)
+    found = kernels.scan(one_NH, one_NH, row_N, temperature=1.0, rows_NH=exact_NH.clone())
+    kernels.add_weight_gradient(exact_NH, one_NH, one_NH, row_N, found.max_N, found.max_N, None, temperature=1.0)
 
 
 def _label_rows(weight_VH: Tensor, label_N: Tensor, shard: VocabShard, dtype: torch.dtype) -> Tensor:

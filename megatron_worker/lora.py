@@ -6,25 +6,32 @@ of a column-parallel linear is sharded with its rows, the A of a row-parallel on
 two is whole on every rank, and its gradient is complete because the rank-r activations, the smallest thing there is,
 are summed over tp.
 
+Where ranks have different tokens (sequence parallelism; experts) nothing is summed beside a linear: its output, or the
+gradient of its input, is added up with the main product's, by whoever brings the tokens together; the matrix that is
+whole on every rank then has a gradient that is its rank's part alone.
+
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from megatron_worker.families.pieces import Linear, Piece
-from megatron_worker.flat import Flat
 from megatron_worker.fresh_adapter import kaiming_uniform
-from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.megatron.collectives import gather_rows, sum_rows
+from megatron_worker.megatron.mesh import Group, Holding, Mesh
+from megatron_worker.megatron.stages import holds
 from megatron_worker.optimizer import Optimizer
+from megatron_worker.regions import arrange
 from shared.jobs import Lora
 from shared.peft_format import PREFIX
 
@@ -61,8 +68,11 @@ class AdaptedColumnLinear(ColumnParallelLinear):
     """A column-parallel linear with an adapter beside it, or none."""
 
     beside: Beside | None = None
+    sequence: Group | None = None  # under sequence parallelism, the ranks that share the tokens out
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.sequence is not None:
+            return _alone(gather_rows(input_, self.sequence), self.weight, self.bias, self.beside), None
         if self.beside is None:
             return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
@@ -73,12 +83,35 @@ class AdaptedRowLinear(RowParallelLinear):
     """A row-parallel linear with an adapter beside it, or none."""
 
     beside: Beside | None = None
+    sequence: Group | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.sequence is not None:
+            return sum_rows(_alone(input_, self.weight, None, self.beside), self.sequence), None
         if self.beside is None:
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
         return _beside(input_, self.weight, None, self.beside, group, None), None
+
+
+class ExpertLinear(torch.nn.Module):
+    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none."""
+
+    beside: Beside | None = None
+
+    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return _alone(input_, self.weight, None, self.beside)
+
+
+def _alone(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, beside: Beside | None) -> Tensor:
+    """Without a word to other ranks."""
+    if beside is None:
+        return F.linear(input_, weight_OI, bias_O)
+    return _beside(input_, weight_OI, bias_O, beside, None, None)
 
 
 def _beside(
@@ -93,7 +126,7 @@ def _beside(
     output_TO = _LoraLinear.apply(
         flat_TI, weight_OI, bias_O, beside, forward_group, backward_group, beside.a_RI, *beside.b_parts
     )
-    return output_TO.view(*input_.shape[:-1], -1)
+    return output_TO.view(*input_.shape[:-1], output_TO.shape[-1])
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -146,37 +179,35 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(tensor, group=group)
 
 
-AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear
+AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
 
 
 class Adapter:
-    """One slot: an adapter's weights beside every linear it targets, in one buffer, sharded tensors first."""
+    """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
         self.lora = lora
         self._mesh = mesh
         chosen = [(linear, _targeted(linear, lora)) for linear in linears]
-        self._linears = [(linear, parts) for linear, parts in chosen if parts]
-        self.pieces = [p for linear, parts in self._linears for p in _pieces(linear, parts, lora.rank)]
-        shapes = {p.parameter: _local_shape(p, self.pieces, mesh.tp_size) for p in self.pieces}
-        sharded = {p.parameter for p in self.pieces if p.split is not None}
-        self.flat = Flat(dict(sorted(shapes.items(), key=lambda item: item[0] not in sharded)), dtype, mesh.device)
-        replicated = [self.flat.offsets[name] for name in shapes if name not in sharded]
-        self.num_sharded = min(replicated, default=self.flat.num_elements)
+        chosen = [(linear, parts) for linear, parts in chosen if parts]
+        self.pieces = [p for linear, parts in chosen for p in _pieces(linear, parts, lora.rank)]
+        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
+        held = [p for p in self.pieces if holds(mesh, p)]
+        holdings = {p.parameter: _holding(p, mesh) for p in held}
+        self.flat, self._regions = arrange(_local_shapes(held, mesh), holdings, mesh, dtype)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
         """As PEFT: A Kaiming-uniform (a = sqrt 5), B zero. Each A from the seed and its own name, whole, then cut."""
         for piece in self.pieces:
-            if ".lora_A." in piece.name:
+            if ".lora_A." in piece.name and holds(self._mesh, piece):
                 whole = kaiming_uniform(piece.name, piece.shape, seed)
-                piece.write(
-                    self.flat.views[piece.parameter], piece.local(whole, self._mesh.tp_rank, self._mesh.tp_size)
-                )
+                group = self._mesh.splitting(piece.expert)
+                piece.write(self.flat.views[piece.parameter], piece.local(whole, group.rank, group.size))
 
     def new_optimizer(self) -> Optimizer:
         """Train this adapter."""
-        return Optimizer(self.parameters, self.flat, self._mesh, self.num_sharded)
+        return Optimizer(self.parameters, self.flat, self._regions, self._mesh)
 
     def beside(self) -> dict[str, Beside]:
         """By the name of the fused linear."""
@@ -203,13 +234,28 @@ def _pieces(linear: Linear, parts: tuple[Piece, ...], rank: int) -> list[Piece]:
         module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
         split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
         start, stop = number * rank, (number + 1) * rank
-        pieces.append(Piece(f"{module}.lora_A.weight", f"{linear.name}.A", (rank, num_inputs), split_a, start, stop))
-        pieces.append(
-            Piece(f"{module}.lora_B.weight", f"{linear.name}.B{number}", (num_outputs, rank), split_b, 0, num_outputs)
-        )
+        piece_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
+        piece_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
+        pieces.append(replace(piece_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
+        pieces.append(replace(piece_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
     return pieces
 
 
-def _local_shape(piece: Piece, pieces: Sequence[Piece], tp: int) -> tuple[int, ...]:
-    rows, columns = max(p.stop for p in pieces if p.parameter == piece.parameter), piece.shape[1]
-    return (rows // tp, columns) if piece.split == 0 else (rows, columns // tp if piece.split == 1 else columns)
+def _holding(piece: Piece, mesh: Mesh) -> Holding:
+    if piece.expert is not None:
+        return "expert" if piece.split is not None else "expert partial"
+    if piece.split is not None:
+        return "split"
+    return "partial" if mesh.layout.sp else "whole"
+
+
+def _local_shapes(pieces: Sequence[Piece], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    rows: dict[str, int] = {}
+    for piece in pieces:
+        rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.stop)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        size, columns = mesh.splitting(piece.expert).size, piece.shape[1]
+        own_rows = rows[piece.parameter] // (size if piece.split == 0 else 1)
+        shapes[piece.parameter] = (own_rows, columns // size if piece.split == 1 else columns)
+    return shapes

@@ -155,8 +155,9 @@ def train_step(work: Work, step: int) -> dict[str, float]:
     began = time.perf_counter()
     engine, facts = work.engine, work.engine.facts
     sums = Sums(work.loss, facts.device)
-    for batch in work.data.batches(step, facts.dp_rank, facts.dp_size, facts.device):
-        sums.add(engine.forward_backward(batch, work.loss), batch)
+    batches = work.data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
+    for batch, found in engine.forward_backward_all(batches, work.loss):
+        sums.add(found, batch)
     reduced = engine.reduce(sums.totals)
     update = _update(work, step, reduced)
     duration_s = time.perf_counter() - began

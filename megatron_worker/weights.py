@@ -125,20 +125,32 @@ def refuse_unknown(files: TensorFiles, pieces: Iterable[Piece], folder: Path) ->
 def read_pieces(
     files: TensorFiles, pieces: Iterable[Piece], parameters: Mapping[str, Tensor], mesh: "Mesh", prefix: str = ""
 ) -> None:
-    """Fill this rank's parameters from whole tensors named `prefix + piece.name`."""
+    """Fill this rank's parameters from whole tensors named `prefix + piece.name`; other ranks' pieces are left out."""
     for piece in pieces:
-        local = files.local(piece, prefix + piece.name, mesh.tp_rank, mesh.tp_size)
-        piece.write(parameters[piece.parameter], local)
+        if piece.parameter in parameters:
+            group = mesh.splitting(piece.expert)
+            piece.write(parameters[piece.parameter], files.local(piece, prefix + piece.name, group.rank, group.size))
 
 
 def whole_tensor(piece: Piece, parameters: Mapping[str, Tensor], mesh: "Mesh") -> Tensor:
-    """A whole tensor on every rank, gathered from the tensor-parallel ranks. Collective."""
-    parameter = parameters[piece.parameter].detach()
-    share = piece.shape[0] if piece.split != 0 else -(-piece.shape[0] // mesh.tp_size)
+    """A whole tensor on every rank, gathered from those that hold it. Collective. `parameters`: all of one dtype."""
+    if piece.parameter in parameters:
+        whole = _gathered(piece, parameters[piece.parameter].detach(), mesh)
+    else:
+        whole = next(iter(parameters.values())).new_empty(piece.shape)
+    if piece.expert is not None and piece.stage == mesh.pp.rank:
+        mesh.ep.broadcast(whole, piece.ep_rank)
+    mesh.pp.broadcast(whole, piece.stage)
+    return whole
+
+
+def _gathered(piece: Piece, parameter: Tensor, mesh: "Mesh") -> Tensor:
+    group = mesh.splitting(piece.expert)
+    share = piece.shape[0] if piece.split != 0 else -(-piece.shape[0] // group.size)
     local = piece.read(parameter, share)
     if piece.split is None:
         return local
-    return torch.cat(mesh.gather_over_tp(local), dim=piece.split).narrow(piece.split, 0, piece.shape[piece.split])
+    return torch.cat(group.gather(local), dim=piece.split).narrow(piece.split, 0, piece.shape[piece.split])
 
 
 @dataclass(frozen=True)

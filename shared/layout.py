@@ -14,13 +14,18 @@ EngineName = Literal["megatron", "fsdp"]
 class Layout(Frozen):
     """Degrees of tensor (tp), pipeline (pp), context (cp), expert (ep) and data (dp) parallelism.
 
-    `ep` divides `dp * cp`: expert parallelism reuses those ranks, so the world is `tp * pp * cp * dp`.
+    The world is `tp * pp * cp * dp`.
+    `sp` (sequence parallelism) lets the tensor-parallel ranks share out the tokens between their linears. Experts are
+    laid over the same ranks anew: `ep` ranks share them out, `etp` (expert tensor parallelism) split each, so that
+    `ep * etp` divides `tp * cp * dp`. Optimizer state is split over all ranks that hold the same weights.
     """
 
     tp: Degree = 1
+    sp: bool = False
     pp: Degree = 1
     cp: Degree = 1
     ep: Degree = 1
+    etp: Degree = 1
     dp: Degree = 1
 
     @property
@@ -29,8 +34,13 @@ class Layout(Frozen):
 
     @property
     def label(self) -> str:
-        """Such as `tp2-dp2`; `single` for one rank."""
-        parts = [f"{name}{degree}" for name, degree in self.model_dump().items() if degree > 1]
+        """Such as `tp2-sp-dp2`; `single` for one rank."""
+        degrees = self.model_dump()
+        parts = [
+            "sp" if name == "sp" else f"{name}{degree}"
+            for name, degree in degrees.items()
+            if degree > 1 or degree is True
+        ]
         return "-".join(parts) or "single"
 
 
@@ -45,6 +55,7 @@ class ModelShape(Frozen):
     ffn_size: int
     vocab_size: int
     num_experts: int = 0
+    expert_ffn_size: int = 0
 
 
 def check_layout(layout: Layout, shape: ModelShape) -> None:
@@ -53,15 +64,38 @@ def check_layout(layout: Layout, shape: ModelShape) -> None:
     Raises:
         InvalidInput: names the dimension and the rule that it breaks.
     """
-    if layout.pp > 1 or layout.cp > 1 or layout.ep > 1:
-        raise InvalidInput("pipeline, context and expert parallelism are not built yet: use tp and dp", "layout")
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
-        ("feed-forward size", shape.ffn_size),
+        *([] if shape.num_experts else [("feed-forward size", shape.ffn_size)]),
     ):
         if size % layout.tp:
             raise InvalidInput(f"tp={layout.tp} does not divide the model's {size} {name}", "layout.tp")
+    if layout.sp and layout.tp == 1:
+        raise InvalidInput("sp shares tokens out over tensor-parallel ranks: it needs tp of at least 2", "layout.sp")
+    if layout.pp > shape.num_layers:
+        message = f"pp={layout.pp} stages need a layer each, the model has {shape.num_layers}"
+        raise InvalidInput(message, "layout.pp")
+    _check_experts(layout, shape)
+
+
+def _check_experts(layout: Layout, shape: ModelShape) -> None:
+    if not shape.num_experts:
+        for name, degree in (("ep", layout.ep), ("etp", layout.etp)):
+            if degree > 1:
+                raise InvalidInput(f"{name}={degree}: the model has no experts to split", f"layout.{name}")
+        return
+    if layout.tp > 1 and not layout.sp:
+        raise InvalidInput("a model with experts needs sp with tp: each rank routes tokens of its own", "layout.sp")
+    if shape.num_experts % layout.ep:
+        raise InvalidInput(f"ep={layout.ep} does not divide the model's {shape.num_experts} experts", "layout.ep")
+    if shape.expert_ffn_size % layout.etp:
+        message = f"etp={layout.etp} does not divide the experts' feed-forward size {shape.expert_ffn_size}"
+        raise InvalidInput(message, "layout.etp")
+    stage = layout.tp * layout.cp * layout.dp
+    if stage % (layout.ep * layout.etp):
+        message = f"ep * etp = {layout.ep * layout.etp} does not divide tp * cp * dp = {stage}"
+        raise InvalidInput(message, "layout.ep")
 
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:

@@ -22,6 +22,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import control, policies, rollouts
     from workflows.job_plan import rl_job
     from workflows.outcomes import RunFailed, close, ended_early, problem_of
+    from workflows.rollout_requests import is_evaluated
     from workflows.rollouts import RolloutSource
     from workflows.sampling import Sampling
     from workflows.steps import MAX_WAITING, Steps
@@ -259,18 +260,16 @@ class RLWorkflow:
 
     async def _end_own_step(self, step: StepStatus, source: RolloutSource) -> StepStatus:
         """Note the policy that the step left, and look at it with held-out prompts where that is due."""
-        rollouts, before = self._start.run.rollouts, source.policies[-1]
-        assert rollouts is not None
+        before = source.policies[-1]
         policy = _policy_of(step) if step.state == "done" else before.model_copy(update={"after_step": step.step})
         source.add(policy)
-        every = rollouts.held_out.every_steps if rollouts.held_out else 0
         is_last = step.step == source.data.num_steps or self._finishing
-        if not is_last and not (every and step.step % every == 0):
+        if not is_evaluated(self._start.run, step.step, is_last):
             return step
         self._show(phase="evaluating")
         began = workflow.time()
         metrics = await source.evaluate(policy)
-        seconds = {"evaluating_seconds": workflow.time() - began} if metrics else {}
+        seconds = {"evaluating_seconds": workflow.time() - began}
         return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
 
     async def _leave(self) -> None:

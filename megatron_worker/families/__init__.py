@@ -5,10 +5,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megatron_worker.families import llama, qwen2, qwen3
+from megatron_worker.families import llama, qwen2, qwen3, qwen3_moe
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import DenseConfig
 from megatron_worker.families.pieces import Piece
+from megatron_worker.families.qwen3_moe import MixtureConfig
 from shared.errors import InvalidInput
 
 
@@ -20,7 +21,9 @@ def read_architecture(folder: Path) -> Architecture:
     """
     path = folder / "config.json"
     try:
-        config = DenseConfig.model_validate(json.loads(path.read_bytes()))
+        values = json.loads(path.read_bytes())
+        config = DenseConfig.model_validate(values)
+        mixture = MixtureConfig.model_validate(values) if config.model_type == "qwen3_moe" else None
     except FileNotFoundError as error:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValidationError as error:
@@ -28,6 +31,8 @@ def read_architecture(folder: Path) -> Architecture:
         raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
+    if mixture is not None:
+        return qwen3_moe.architecture(mixture)
     match config.model_type:
         case "qwen3":
             return qwen3.architecture(config)
@@ -36,12 +41,16 @@ def read_architecture(folder: Path) -> Architecture:
         case "llama":
             return llama.architecture(config)
         case other:
-            raise InvalidInput(f"model family {other!r} is not supported: use qwen3, qwen2 or llama", str(path))
+            raise InvalidInput(
+                f"model family {other!r} is not supported: use qwen3, qwen3_moe, qwen2 or llama", str(path)
+            )
 
 
-def pieces_of(architecture: Architecture, tp: int) -> list[Piece]:
-    """Every tensor of the model, for a tensor-parallel degree."""
+def pieces_of(architecture: Architecture, tp: int, etp: int = 1) -> list[Piece]:
+    """Every tensor of the model, for degrees of tensor and expert tensor parallelism."""
     match architecture.family:
+        case "qwen3_moe":
+            return qwen3_moe.pieces(architecture, tp, etp)
         case "qwen3":
             return qwen3.pieces(architecture, tp)
         case "qwen2":

@@ -1,4 +1,4 @@
-"""What an engine needs to know of a dense decoder: its sizes and switches, and how its rotary frequencies are made."""
+"""What an engine needs to know of a decoder: its sizes and switches, and how its rotary frequencies are made."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes are whole, before any tensor parallelism."""
+    """Sizes are whole, before any tensor parallelism. With experts, `ffn_size` is nothing's; a token goes to some."""
 
     family: str
     num_layers: int
@@ -42,6 +42,10 @@ class Architecture:
     qkv_bias: bool
     qk_norm: bool
     rope: Rope
+    num_experts: int = 0
+    expert_ffn_size: int = 0
+    experts_per_token: int = 0
+    normalised_experts: bool = True  # the chosen experts' weights add up to 1
 
     @property
     def heads_per_group(self) -> int:

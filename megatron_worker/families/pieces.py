@@ -18,7 +18,9 @@ from megatron_worker.families.architecture import Architecture
 class Piece:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
-    On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`.
+    On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
+    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `stage` and
+    `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
     """
 
     name: str
@@ -28,6 +30,9 @@ class Piece:
     start: int
     stop: int
     groups: int = 1
+    expert: int | None = None
+    stage: int = 0
+    ep_rank: int = 0
 
     def bounds(self, rank: int, size: int) -> tuple[int, int]:
         """The slice of dimension `split` that a rank of `size` holds; the last ranks' may be short or empty."""
@@ -76,21 +81,31 @@ def linears_of(pieces: Sequence[Piece]) -> list[Linear]:
 
 def dense_pieces(architecture: Architecture, tp: int) -> list[Piece]:
     """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share."""
-    a = architecture
+    layers = [_attention(architecture, tp, n) + _mlp(architecture, tp, n) for n in range(architecture.num_layers)]
+    return _between_ends(architecture, tp, layers)
+
+
+def expert_pieces(architecture: Architecture, tp: int, etp: int) -> list[Piece]:
+    """Every tensor of a decoder with experts in all layers, by the names of Qwen3-MoE."""
+    layers = [_attention(architecture, tp, n) + _experts(architecture, etp, n) for n in range(architecture.num_layers)]
+    return _between_ends(architecture, tp, layers)
+
+
+def _between_ends(a: Architecture, tp: int, layers: Sequence[Sequence[Piece]]) -> list[Piece]:
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
     pieces = [Piece("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
-    for layer in range(a.num_layers):
-        pieces += _layer(a, tp, layer)
+    pieces += [piece for layer in layers for piece in layer]
     pieces.append(_vector("model.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
     if not a.tied:
         pieces.append(Piece("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
     return pieces
 
 
-def _layer(a: Architecture, tp: int, layer: int) -> list[Piece]:
+def _attention(a: Architecture, tp: int, layer: int) -> list[Piece]:
+    """Of a layer all but its MLP."""
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+    attention = f"{theirs}.self_attn"
     pieces = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
     pieces += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "weight", (a.hidden_size,))
     if a.qkv_bias:
@@ -105,12 +120,33 @@ def _layer(a: Architecture, tp: int, layer: int) -> list[Piece]:
     pieces.append(
         _vector(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size)
     )
-    up, share = (a.ffn_size, a.hidden_size), a.ffn_size // tp
-    pieces.append(Piece(f"{mlp}.gate_proj.weight", f"{ours}.mlp.linear_fc1.weight", up, 0, 0, share))
-    pieces.append(Piece(f"{mlp}.up_proj.weight", f"{ours}.mlp.linear_fc1.weight", up, 0, share, 2 * share))
-    down = (a.hidden_size, a.ffn_size)
-    pieces.append(Piece(f"{mlp}.down_proj.weight", f"{ours}.mlp.linear_fc2.weight", down, 1, 0, a.hidden_size))
     return pieces
+
+
+def _mlp(a: Architecture, tp: int, layer: int) -> list[Piece]:
+    return _swiglu(f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp", a.hidden_size, a.ffn_size, tp)
+
+
+def _experts(a: Architecture, etp: int, layer: int) -> list[Piece]:
+    theirs, ours = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+    router = (a.num_experts, a.hidden_size)
+    pieces = [Piece(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, a.num_experts)]
+    for number in range(a.num_experts):
+        names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"
+        pieces += _swiglu(*names, a.hidden_size, a.expert_ffn_size, etp, number)
+    return pieces
+
+
+def _swiglu(
+    theirs: str, ours: str, hidden_size: int, ffn_size: int, num_ranks: int, expert: int | None = None
+) -> list[Piece]:
+    up, down, share = (ffn_size, hidden_size), (hidden_size, ffn_size), ffn_size // num_ranks
+    fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
+    return [
+        Piece(f"{theirs}.gate_proj.weight", fc1, up, 0, 0, share, expert=expert),
+        Piece(f"{theirs}.up_proj.weight", fc1, up, 0, share, 2 * share, expert=expert),
+        Piece(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert),
+    ]
 
 
 def _qkv(a: Architecture, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[Piece]:

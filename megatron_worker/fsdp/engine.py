@@ -1,7 +1,7 @@
 """FsdpEngine: the Engine Protocol on torch alone. It reads as the Protocol does; the parts are beside it."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,16 +134,15 @@ class FsdpEngine:
     # A step.
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        if not (outputs.logprob or outputs.entropy):
+        if not (outputs.logprob or outputs.entropy or outputs.top_k):
             return Scores()
         shard = whole_vocabulary(self.facts.vocab_size)
 
-        def head(hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, ...]:
+        def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
             scores = score_targets(hidden_NH, weight_VH, batch.label_N, outputs, shard)
-            return tuple(x for x in (scores.logprob_N, scores.entropy_N) if x is not None)
+            return {name: value for name, value in vars(scores).items() if value is not None}
 
-        found = self._model.forward(_one_token(batch) if batch.is_empty else batch, head)
-        return Scores(found[0] if outputs.logprob else None, found[-1] if outputs.entropy else None)
+        return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._training is not None, "nothing is being trained"
@@ -151,10 +150,14 @@ class FsdpEngine:
         scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward too: the peers' gathers and reductions wait for this rank.
-        without = scores.logprob_N if scores.logprob_N is not None else scores.entropy_N
-        assert without is not None
-        (sums.loss if len(batch.label_N) else without.sum()).backward()
+        assert scores.logprob_N is not None, "a loss is made of log-probabilities"
+        (sums.loss if len(batch.label_N) else scores.logprob_N.sum()).backward()
         return sums.detached()
+
+    def forward_backward_all(
+        self, batches: Iterable[Batch], loss: LossFunction
+    ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        return ((batch, self.forward_backward(batch, loss)) for batch in batches)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}
@@ -173,8 +176,8 @@ class FsdpEngine:
 
     def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
         batch = sequences_as_batch(sequences, self._ranks.device)
-        (token_B,) = self._model.forward(batch, lambda last_BH, weight_VH: ((last_BH @ weight_VH.t()).argmax(1),))
-        return token_B.tolist()
+        found = self._model.forward(batch, lambda last_BH, weight_VH: {"token_B": (last_BH @ weight_VH.t()).argmax(1)})
+        return found["token_B"].tolist()
 
     # State.
 

@@ -22,7 +22,7 @@ from megatron_worker.megatron.tree_attention import Forest, plan_forest
 from shared.errors import InvalidInput
 
 FAMILIES = ("qwen3", "qwen2", "llama")
-Head = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
 class _Headed(nn.Module):
@@ -34,7 +34,7 @@ class _Headed(nn.Module):
 
     def forward(
         self, token_id_T: Tensor, position_T: Tensor, forest: Forest, hidden_index_N: Tensor, head: Head
-    ) -> tuple[Tensor, ...]:
+    ) -> dict[str, Tensor]:
         hidden_1TH = self.causal_lm.model(
             input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False, forest=forest
         ).last_hidden_state
@@ -90,21 +90,21 @@ class Model:
         zero_1 = torch.zeros(1, dtype=torch.int64, device=self._ranks.device)
         with torch.no_grad():
             forest = plan_forest(zero_1 - 1, self._dtype)
-            self._root(zero_1, zero_1, forest, zero_1[:0], lambda hidden_NH, _: (hidden_NH,))
+            self._root(zero_1, zero_1, forest, zero_1[:0], lambda hidden_NH, _: {"hidden_NH": hidden_NH})
         self._require_grad(False)
 
     def _require_grad(self, required: bool) -> None:
         for parameter in self.parameters.values():
             parameter.requires_grad_(required)
 
-    def forward(self, batch: Batch, head: Head) -> tuple[Tensor, ...]:
+    def forward(self, batch: Batch, head: Head) -> dict[str, Tensor]:
         """What `head` makes of the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
         Collective. Raises InvalidInput, before anything is talked about, when a tree's tokens do not stand depth first.
         """
         forest = plan_forest(batch.parent_T, self._dtype)
-        outputs: tuple[Tensor, ...] = self._root(batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head)
-        return outputs
+        found: dict[str, Tensor] = self._root(batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head)
+        return found
 
 
 def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
@@ -114,6 +114,8 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False
         )
+    # Bins have no padding: the id that a tokenizer pads with is trained as any other, where transformers would not.
+    model.model.embed_tokens.padding_idx = None
     return model.eval()
 
 

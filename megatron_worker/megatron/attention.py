@@ -18,14 +18,31 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_worker.megatron.collectives import gather_rows
+from megatron_worker.megatron.mesh import Group
 from megatron_worker.megatron.tree_attention import Forest, attend_forest, plan_forest
+
+
+@dataclass(frozen=True)
+class Context:
+    """Which tokens of a bin are this context-parallel rank's: two chunks. `order_T`: where all ranks' lie, gathered."""
+
+    group: Group
+    chunks: tuple[slice, slice]
+    order_T: Tensor
+
+    def rows(self, num_tokens: int, device: torch.device) -> Tensor:
+        """The chunks' tokens, by their places in the bin: [t]."""
+        index_T = torch.arange(num_tokens, device=device)
+        return torch.cat([index_T[chunk] for chunk in self.chunks])
 
 
 @dataclass(frozen=True)
 class BinPlan:
     """What attention needs to know of a bin. Tables are in the compute dtype.
 
-    A bin of chains has their lengths, which add up to T; a bin in which something branches has a forest.
+    A bin of chains has their lengths, which add up to T; a bin in which something branches has a forest, and so has
+    every bin that is cut over context-parallel ranks: there T are this rank's tokens.
     """
 
     lengths: tuple[int, ...]
@@ -33,18 +50,25 @@ class BinPlan:
     start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], where a variable-length kernel wants them
     cos_T1D: Tensor
     sin_T1D: Tensor
+    context: Context | None = None
 
 
-def plan_bin(position_T: Tensor, parent_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype) -> BinPlan:
-    """Raises InvalidInput when a tree's tokens do not stand depth first."""
-    lengths = chain_lengths(parent_T)
-    forest = plan_forest(parent_T, dtype) if lengths is None else None
+def plan_bin(
+    position_T: Tensor, parent_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype, context: Context | None = None
+) -> BinPlan:
+    """Raises InvalidInput when a tree's tokens do not stand depth first.
+
+    Args:
+        position_T: of this rank's tokens; `parent_T` is the whole bin's.
+    """
+    lengths = chain_lengths(parent_T) if context is None else None
+    forest = plan_forest(parent_T, dtype, context.chunks if context else ()) if lengths is None else None
     angle_TD2 = position_T.float()[:, None] * frequency_D2
     angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
     start_S1 = None
     if lengths is not None and _has_varlen_kernel(position_T.device, dtype):
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
-    return BinPlan(lengths or (), forest, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype))
+    return BinPlan(lengths or (), forest, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype), context)
 
 
 def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
@@ -76,9 +100,18 @@ class PackedSelfAttention(SelfAttention):
             query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
         query_THD = rotate(query_THD, plan.cos_T1D, plan.sin_T1D)
         key_TGD = rotate(key_TGD, plan.cos_T1D, plan.sin_T1D)
-        attended_THD = attend(query_THD, key_TGD, value_TGD.flatten(1, 2), plan)
+        key_TGD, value_TGD = _whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
+        attended_THD = attend(query_THD, key_TGD, value_TGD, plan)
         output, bias = self.linear_proj(attended_THD.reshape(len(mixed_T1X), 1, -1))
         return output, bias
+
+
+def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole bin, in its order."""
+    if context is None:
+        return key_TGD, value_TGD
+    both = gather_rows(torch.stack([key_TGD, value_TGD], dim=1), context.group).index_select(0, context.order_T)
+    return both[:, 0], both[:, 1]
 
 
 class CoreAttention(torch.nn.Module):

@@ -1,6 +1,6 @@
 """MegatronEngine: the Engine Protocol on megatron-core. It reads as the Protocol does; the parts are beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +13,13 @@ from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.pieces import Piece, linears_of
 from megatron_worker.flat import Flat
 from megatron_worker.greedy import greedy
-from megatron_worker.head import VocabShard, score_targets
+from megatron_worker.head import VocabShard
 from megatron_worker.lora import Adapter
 from megatron_worker.megatron.greedy import next_tokens
 from megatron_worker.megatron.mesh import Mesh, join_mesh
 from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.passes import Passes
+from megatron_worker.megatron.stages import placed
 from megatron_worker.megatron.state_files import (
     read_adapter,
     read_optimizer,
@@ -64,7 +66,8 @@ class MegatronEngine:
         self._folder = model
         with self._mesh.agreement():  # a device may be full on one rank alone
             self._model = Model(architecture, self._mesh, getattr(torch, dtype))
-        self._pieces = pieces_of(architecture, layout.tp)
+        self._passes = Passes(self._model, self._mesh)
+        self._pieces = placed(pieces_of(architecture, layout.tp, layout.etp), architecture, layout)
         self._adapters: dict[str, Adapter] = {}
         self._active: str | None = None
         self._trainings: dict[str | None, _Training] = {}
@@ -109,7 +112,7 @@ class MegatronEngine:
         adapter.flat.buffer.copy_(exact.buffer)
         self._install(name, adapter, trainable)
         if trainable and self._training is not None:
-            self._training.optimizer.master.buffer.copy_(exact.buffer)
+            self._training.optimizer.put("master", exact)
 
     def _new_adapter(self, lora: Lora) -> Adapter:
         return Adapter(lora, linears_of(self._pieces), self._mesh, self._model.flat.buffer.dtype)
@@ -142,21 +145,20 @@ class MegatronEngine:
     def train_full(self, full: Full) -> None:
         self._ensure_base()
         model = self._model
-        optimizer = Optimizer(model.parameters, model.flat, self._mesh, model.num_sharded, model.partial)
+        optimizer = Optimizer(model.parameters, model.flat, model.regions, self._mesh)
         assert not self._trainings, "drop_training_state comes before training something else"
         self._trainings[None] = _Training(None, optimizer, self._pieces)
 
     # A step.
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        if batch.is_empty:
-            return Scores(batch.weight_N, batch.weight_N)  # of no target
-        weight_VH, shard = self.output_head
-        return score_targets(self.hidden_states(batch), weight_VH, batch.label_N, outputs, shard)
+        return self._passes.forward(batch, outputs)
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Of the batch's targets, after the final norm: [N, H], the same on all ranks of a tensor-parallel group."""
-        return self._model.hidden_states(batch).index_select(0, batch.hidden_index_N)
+        """Of the batch's targets, after the final norm: [N, H], the same on all ranks that share the batch."""
+        hidden_NH = self._passes.hidden_states(batch)
+        assert hidden_NH is not None, "hidden states are the last stage's alone"
+        return hidden_NH
 
     @property
     def output_head(self) -> tuple[Tensor, VocabShard]:
@@ -164,15 +166,18 @@ class MegatronEngine:
         return self._model.output_weight_VH, self._model.shard
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        ((_batch, sums),) = self.forward_backward_all([batch], loss)
+        return sums
+
+    def forward_backward_all(
+        self, batches: Iterable[Batch], loss: LossFunction
+    ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         assert self._training is not None, "nothing is being trained"
-        sums = loss.sums(self.forward(batch, loss.outputs), batch)
-        if not batch.is_empty:
-            sums.loss.backward()
-        return sums.detached()
+        return self._passes.forward_backward(batches, loss)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}
-        return over_ranks(here, self._mesh.dp_rank, self._mesh.dp_size, self._mesh.sum_over_dp)
+        return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         assert self._training is not None, "nothing is being trained"
@@ -191,7 +196,9 @@ class MegatronEngine:
             self._training.optimizer.zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(lambda rows: next_tokens(self._model, self._mesh, rows), prompts, max_tokens, stop_ids)
+        return greedy(
+            lambda rows: next_tokens(self._passes, self._model, self._mesh, rows), prompts, max_tokens, stop_ids
+        )
 
     # State.
 
@@ -203,7 +210,7 @@ class MegatronEngine:
             if training.slot is None:
                 write_full(weights, self._folder, training.pieces, self._model.flat, self._mesh)
             else:
-                write_adapter(weights, self._adapters[training.slot], training.optimizer.master, self._mesh)
+                write_adapter(weights, self._adapters[training.slot], training.optimizer.gathered("master"), self._mesh)
         with self._mesh.agreement():
             write_optimizer(optimizer, training.optimizer, training.pieces, self._mesh, self._keeps_masters(training))
 
@@ -217,7 +224,9 @@ class MegatronEngine:
                 adapter = self._adapters[training.slot]
                 weights = folder / "weights"
                 peft_format.check_same(peft_format.read_config(weights), adapter.lora, str(weights))
-                read_adapter(folder / "weights", adapter, training.optimizer.master, mesh)
+                exact = adapter.flat.like(torch.float32)
+                read_adapter(weights, adapter, exact, mesh)
+                training.optimizer.put("master", exact)
             read_optimizer(
                 folder / "optimizer", training.optimizer, training.pieces, mesh, self._keeps_masters(training)
             )
@@ -233,7 +242,7 @@ class MegatronEngine:
 
     def _keeps_masters(self, training: _Training) -> bool:
         """Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
-        return training.slot is None and training.optimizer.master is not self._model.flat
+        return training.slot is None and not training.optimizer.is_exact
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for piece in self._pieces:
@@ -242,7 +251,7 @@ class MegatronEngine:
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
         adapter, training = self._adapters[name], self._trainings.get(name)
-        weights = adapter.flat if training is None else training.optimizer.master
+        weights = adapter.flat if training is None else training.optimizer.gathered("master")
         return ((p.name, whole_tensor(p, weights.views, self._mesh).float()) for p in adapter.pieces)
 
     def drop_training_state(self) -> None:
@@ -300,6 +309,8 @@ def shape_of(architecture: Architecture) -> ModelShape:
         num_kv_heads=a.num_kv_heads,
         ffn_size=a.ffn_size,
         vocab_size=a.vocab_size,
+        num_experts=a.num_experts,
+        expert_ffn_size=a.expert_ffn_size,
     )
 
 
@@ -311,8 +322,8 @@ def _facts(mesh: Mesh, dtype: Dtype, vocab_size: int) -> Facts:
         dtype=dtype,
         device=device,
         rank=mesh.rank,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp.size,
         device_name=name,
         vocab_size=vocab_size,
     )

@@ -6,14 +6,18 @@ from torch import Tensor
 from megatron_worker.greedy import sequences_as_batch
 from megatron_worker.megatron.mesh import Mesh
 from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.passes import Passes
 
 
-def next_tokens(model: Model, mesh: Mesh, sequences: list[list[int]]) -> list[int]:
-    """The most likely token after each sequence, all in one bin."""
-    batch = sequences_as_batch(sequences, mesh.device)
-    last_BH = model.hidden_states(batch).index_select(0, batch.hidden_index_N)
-    logit_BV = (last_BH @ model.output_weight_VH[: model.shard.num_real].t()).float()
-    return _argmax_over_tp(logit_BV, model.shard.first, mesh).tolist()
+def next_tokens(passes: Passes, model: Model, mesh: Mesh, sequences: list[list[int]]) -> list[int]:
+    """The most likely token after each sequence, all in one bin; the same on every rank."""
+    last_BH = passes.hidden_states(sequences_as_batch(sequences, mesh.device))
+    token_B = torch.empty(len(sequences), dtype=torch.int64, device=mesh.device)
+    if last_BH is not None:
+        logit_BV = (last_BH @ model.output_weight_VH[: model.shard.num_real].t()).float()
+        token_B = _argmax_over_tp(logit_BV, model.shard.first, mesh)
+    mesh.pp.broadcast(token_B, mesh.pp.size - 1)
+    return token_B.tolist()
 
 
 def _argmax_over_tp(logit_BV: Tensor, first: int, mesh: Mesh) -> Tensor:
@@ -22,6 +26,6 @@ def _argmax_over_tp(logit_BV: Tensor, first: int, mesh: Mesh) -> Tensor:
     if logit_BV.shape[1]:
         best_B, index_B = logit_BV.max(dim=1)
         token_B = (index_B + first).double()
-    candidates = torch.stack([torch.stack(mesh.gather_over_tp(x.double())) for x in (best_B, token_B)])
+    candidates = torch.stack([torch.stack(mesh.tp.gather(x.double())) for x in (best_B, token_B)])
     winner_B = candidates[0].argmax(dim=0)
     return candidates[1].gather(0, winner_B[None])[0].long()

@@ -1,9 +1,15 @@
-"""The mesh: which ranks share a model (tensor parallel, adjacent ranks) and which share the data (data parallel)."""
+"""The mesh: this process's place in every dimension of a layout, and the groups of ranks that it talks to.
+
+Ranks are numbered with tensor parallelism fastest, then context, data, pipeline. Experts see the ranks of a pipeline
+stage anew: expert tensor parallelism fastest, then expert parallelism, then copies.
+"""
 
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,46 +19,104 @@ from torch import Tensor
 from megatron_worker.agreement import agreement
 from shared.layout import Layout
 
+# How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
+# gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
+# expert, split over etp; of one expert, whole with a gradient to be added up over etp.
+Holding = Literal["split", "whole", "partial", "tied", "expert", "expert partial"]
+
 
 @dataclass(frozen=True)
+class Group:
+    """Some ranks, this one among them. A group of one has nothing to talk about: every method is local and free."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def sum(self, tensor: Tensor) -> None:
+        if self.group is not None and tensor.numel():
+            dist.all_reduce(tensor, group=self.group)
+
+    def max(self, tensor: Tensor) -> None:
+        if self.group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every rank of the group; shapes are equal."""
+        if self.group is None:
+            return [tensor]
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of rank `source` of the group."""
+        if self.group is not None and tensor.numel():
+            dist.broadcast(tensor, self.ranks[source], group=self.group)
+
+    def sum_shares(self, tensor: Tensor) -> Tensor:
+        """The group's sum of this rank's equal share of the first dimension."""
+        share = tensor.chunk(self.size)[self.rank] if tensor.numel() else tensor
+        if self.group is not None and tensor.numel():
+            share = torch.empty_like(share, memory_format=torch.contiguous_format)
+            dist.reduce_scatter_tensor(share, tensor.contiguous(), group=self.group)
+        return share
+
+    def join_shares(self, share: Tensor) -> Tensor:
+        """The inverse: every rank's share, one after another along the first dimension."""
+        if self.group is None or not share.numel():
+            return share
+        whole = share.new_empty(self.size * share.shape[0], *share.shape[1:])
+        dist.all_gather_into_tensor(whole, share.contiguous(), group=self.group)
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
 class Mesh:
-    """This process's place. Groups of one rank are None: nothing to talk about."""
+    """This process's place, by dimension. `experts`: the ranks that hold one copy of all experts of a stage.
+
+    `copies[holding]`: the ranks whose gradients of what they hold so are added up.
+    """
 
     layout: Layout
     device: torch.device
-    rank: int
-    tp_rank: int
-    dp_rank: int
-    tp_group: dist.ProcessGroup | None
-    dp_group: dist.ProcessGroup | None
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    pp: Group
+    ep: Group
+    etp: Group
+    experts: Group
+    copies: dict[Holding, Group]
 
     @property
-    def tp_size(self) -> int:
-        return self.layout.tp
+    def rank(self) -> int:
+        return self.world.rank
 
     @property
-    def dp_size(self) -> int:
-        return self.layout.dp
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
 
-    def sum_over_tp(self, tensor: Tensor) -> None:
-        if self.tp_group is not None:
-            dist.all_reduce(tensor, group=self.tp_group)
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
 
-    def sum_over_dp(self, tensor: Tensor) -> None:
-        if self.dp_group is not None:
-            dist.all_reduce(tensor, group=self.dp_group)
+    def splitting(self, expert: int | None) -> Group:
+        """The ranks that a tensor, of an expert or not, is split over."""
+        return self.tp if expert is None else self.etp
 
-    def gather_over_tp(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every tensor-parallel rank; shapes are equal."""
-        if self.tp_group is None:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.tp_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.tp_group)
-        return parts
+    def counts(self, holding: Holding) -> bool:
+        """Whether this rank is the one that counts what several hold with the same gradient: in a norm, once."""
+        return holding != "whole" or self.tp.rank == 0
 
     def agreement(self) -> AbstractContextManager[None]:
         """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
-        return agreement(self.layout.world_size, self.device)
+        return agreement(self.world.size, self.device)
 
 
 def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
@@ -62,21 +126,86 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
-    _initialise_groups(layout)
-    tp_group, dp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    _initialise_megatron(layout)
+    ranks = range(layout.world_size)
+    dense = {rank: _place(rank, (layout.tp, layout.cp, layout.dp, layout.pp)) for rank in ranks}
+    stage_size = layout.world_size // layout.pp
+    num_copies = stage_size // (layout.etp * layout.ep)
+    expert = {rank: _place(rank, (layout.etp, layout.ep, num_copies, layout.pp)) for rank in ranks}
+
+    def group(places: dict[int, tuple[int, ...]], *varying: int) -> Group:
+        """Of the ranks that differ in these dimensions alone."""
+        return _group_of(_alike(places, varying))
+
+    data = group(dense, 1, 2)
+    copies: dict[Holding, Group] = {
+        "split": data,
+        "whole": data,
+        "partial": group(dense, 0, 1, 2),
+        "tied": _tied(dense, layout.pp),
+        "expert": group(expert, 2),
+        "expert partial": group(expert, 0, 2),
+    }
     return Mesh(
         layout=layout,
         device=device or _default_device(),
-        rank=dist.get_rank(),
-        tp_rank=tp_group.rank(),
-        dp_rank=dp_group.rank(),
-        tp_group=tp_group if layout.tp > 1 else None,
-        dp_group=dp_group if layout.dp > 1 else None,
+        world=_group_of([tuple(ranks)]),
+        tp=group(dense, 0),
+        cp=group(dense, 1),
+        dp=group(dense, 2),
+        pp=group(dense, 3),
+        ep=group(expert, 1),
+        etp=group(expert, 0),
+        experts=group(expert, 0, 1),
+        copies=copies,
     )
 
 
-def _initialise_groups(layout: Layout) -> None:
-    """Megatron keeps its groups in module state: made anew only when the layout is another."""
+def _place(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates, the first dimension fastest."""
+    place = []
+    for size in sizes:
+        place.append(rank % size)
+        rank //= size
+    return tuple(place)
+
+
+def _alike(places: dict[int, tuple[int, ...]], varying: Sequence[int]) -> list[tuple[int, ...]]:
+    """All ranks, in groups that are alike in every dimension but these."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in places.items():
+        fixed = tuple(x for dimension, x in enumerate(place) if dimension not in varying)
+        groups.setdefault(fixed, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def _tied(places: dict[int, tuple[int, ...]], num_stages: int) -> Group:
+    """First and last stage together, for each tp rank; stages between hold nothing tied, and keep to themselves."""
+    ends = (0, num_stages - 1)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, (tp_rank, _cp, _dp, stage) in places.items():
+        groups.setdefault((tp_rank, 0 if stage in ends else stage), []).append(rank)
+    return _group_of([tuple(ranks) for ranks in groups.values()])
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+_groups_of: list[dist.ProcessGroup | None] = [None]
+
+
+def _group_of(groups: Sequence[tuple[int, ...]]) -> Group:
+    """This rank's of several groups. Collective; groups of ranks that were asked for before are used again."""
+    if _groups_of[0] is not dist.group.WORLD:
+        _groups.clear()
+        _groups_of[0] = dist.group.WORLD
+    for ranks in groups:
+        if ranks not in _groups:
+            _groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+    own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return Group(own, own.index(dist.get_rank()), _groups[own])
+
+
+def _initialise_megatron(layout: Layout) -> None:
+    """Megatron's linears find their tensor-parallel group in module state; of other dimensions it knows nothing."""
     if parallel_state.model_parallel_is_initialized():
         if parallel_state.get_tensor_model_parallel_world_size() == layout.tp:
             return

@@ -1,10 +1,11 @@
-"""megatron-core's GPTModel for an architecture, with our norm, linears and attention in its layer spec.
+"""megatron-core's GPTModel for an architecture, with our norm, linears, attention and experts in its layer spec.
 
 The model is built on the CPU without initialising anything, then all its parameters become views of one flat buffer on
 the device. So nothing here meets megatron's hard calls of CUDA: those are in its initialisers, random state, optimizer,
-schedules and checkpoints.
+schedules and checkpoints. Of parallel dimensions megatron knows tp alone; a pipeline stage is a model of fewer layers.
 
-Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank's vocabulary shard.
+Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank's vocabulary shard; t tokens of a bin
+that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
 """
 
 from typing import Any
@@ -20,13 +21,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.engine import Batch
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
-from megatron_worker.flat import Flat
 from megatron_worker.head import VocabShard
 from megatron_worker.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Beside
-from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention, plan_bin
-from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
+from megatron_worker.megatron.collectives import gather_alike, own_rows
+from megatron_worker.megatron.experts import Experts, Turn
+from megatron_worker.megatron.local_bins import LocalBin
+from megatron_worker.megatron.mesh import Holding, Mesh
+from megatron_worker.megatron.stages import LAYERS, layers_of
+from megatron_worker.regions import arrange
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
 
 
 class RMSNorm(torch.nn.Module):
@@ -51,75 +58,100 @@ class SwigluMLP(MLP):
 
 
 class Model:
-    """This rank's part of the model, its parameters views of `flat`, sharded tensors first. Frozen until trained."""
+    """This rank's part of the model, its parameters views of `flat`. Frozen until trained.
+
+    Parameters go by the names that they have in the whole model, whatever this stage calls them.
+    """
 
     def __init__(self, architecture: Architecture, mesh: Mesh, dtype: torch.dtype) -> None:
         a = architecture
-        share = -(-a.vocab_size // mesh.tp_size)
+        share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
-        self.shard = VocabShard(mesh.tp_rank * share, share, a.vocab_size, mesh.tp_group)
-        self._dtype = dtype
-        self._frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(mesh.device)
-        self._gpt = _build(a, mesh, dtype, share * mesh.tp_size)
-        self.parameters: dict[str, Parameter] = dict(self._gpt.named_parameters())
-        self.flat = self._flatten(mesh.device)
-        self.num_sharded = min(
-            (self.flat.offsets[n] for n in self.parameters if not _is_sharded(n)), default=self.flat.num_elements
-        )
-
-    def _flatten(self, device: torch.device) -> Flat:
-        names = sorted(self.parameters, key=lambda name: not _is_sharded(name))
-        flat = Flat({name: tuple(self.parameters[name].shape) for name in names}, self._dtype, device)
+        self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group)
+        self.dtype = dtype
+        self.frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(mesh.device)
+        self._mesh = mesh
+        self._turn = Turn()
+        self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
+        self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, len(self._layers), self._turn)
+        self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
+        holdings = {name: self._holding(name) for name in self.parameters}
+        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.flat, self.regions = arrange(shapes, holdings, mesh, dtype)
         for name, parameter in self.parameters.items():
-            parameter.data = flat.views[name]
+            parameter.data = self.flat.views[name]
             parameter.requires_grad_(False)
-        return flat
 
-    @property
-    def partial(self) -> set[str]:
-        """Replicated parameters that see only this rank's heads: their gradients want adding up over tp."""
-        return {name for name in self.parameters if name.endswith((".q_layernorm.weight", ".k_layernorm.weight"))}
+    def _whole_name(self, name: str) -> str:
+        """By which the whole model knows what this stage numbers from 0; a tied output embedding is the input's."""
+        if name.startswith(LAYERS):
+            number, rest = name.removeprefix(LAYERS).split(".", 1)
+            return f"{LAYERS}{int(number) + self._layers.start}.{rest}"
+        return _EMBEDDING if name == _OUTPUT and self.architecture.tied else name
+
+    def _holding(self, name: str) -> Holding:
+        if ".experts." in name:
+            return "expert"
+        if "norm" in name or ".router." in name:
+            # Under sp each rank sees its tokens alone; the norms of heads, its heads.
+            is_partial = self._mesh.layout.sp or name.endswith((".q_layernorm.weight", ".k_layernorm.weight"))
+            return "partial" if is_partial else "whole"
+        return "tied" if name == _EMBEDDING and self.architecture.tied else "split"
 
     @property
     def output_weight_VH(self) -> Tensor:
-        name = "embedding.word_embeddings.weight" if self.architecture.tied else "output_layer.weight"
-        return self.parameters[name]
+        """Of the last stage."""
+        return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
 
     def set_beside(self, beside: dict[str, Beside]) -> None:
         """Put adapter weights beside the linears named, and take them away from all others."""
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
-                module.beside = beside.get(name)
+                module.beside = beside.get(self._whole_name(name))
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """Hidden states after the final norm, [T, H]."""
-        plan = plan_bin(batch.position_T, batch.parent_T, self._frequency_D2, self._dtype)
-        embedded_T1H = self._gpt.embedding(batch.token_id_T[None], None)
-        hidden_T1H = self._gpt.decoder(embedded_T1H, attention_mask=plan)
+    def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
+        """A bin through this stage: hidden states for the next, [s, 1, H]; of the last, after the final norm, [t, H].
+
+        Args:
+            received_s1H: what the stage before gave; None for the first.
+        """
+        self._turn.rows = part.expert_rows
+        if received_s1H is None:
+            received_s1H = self._gpt.embedding(part.token_id_t[None], None)
+            if self._mesh.layout.sp:
+                received_s1H = own_rows(received_s1H, self._mesh.tp)
+        self._gpt.decoder.set_input_tensor(received_s1H)
+        hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=part.plan)
+        self._gpt.decoder.set_input_tensor(None)
+        if not self._mesh.is_last_stage:
+            return hidden_s1H
         # Two dimensions from here on: the gradient of a sliced [T, 1, H] has strides that slow every product below it.
-        return hidden_T1H.reshape(-1, self.architecture.hidden_size)
+        hidden_sH = hidden_s1H.reshape(-1, self.architecture.hidden_size)
+        return gather_alike(hidden_sH, self._mesh.tp) if self._mesh.layout.sp else hidden_sH
 
 
-def _is_sharded(name: str) -> bool:
-    return "norm" not in name
-
-
-def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int) -> Any:
-    config = _config(a, mesh, dtype)
-    layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
-    return GPTModel(
+def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, num_layers: int, turn: Turn) -> Any:
+    config = _config(a, mesh, dtype, num_layers)
+    layer = _with_ours(get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm"), a, mesh, turn)
+    gpt = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([_with_ours(layer, a)] * a.num_layers, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules([layer] * num_layers, layer_norm=RMSNorm),
         vocab_size=padded_vocab,
         max_sequence_length=0,
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
         position_embedding_type="none",
         share_embeddings_and_output_weights=a.tied,
     )
+    for module in gpt.modules():
+        if isinstance(module, AdaptedLinear) and mesh.layout.sp:
+            module.sequence = mesh.tp
+    return gpt
 
 
-def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=a.num_layers,
+        num_layers=num_layers,
         hidden_size=a.hidden_size,
         ffn_hidden_size=a.ffn_size,
         num_attention_heads=a.num_heads,
@@ -136,7 +168,7 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype) -> TransformerConfi
         hidden_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=mesh.tp_size,
+        tensor_model_parallel_size=mesh.tp.size,
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -147,7 +179,7 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype) -> TransformerConfi
     )
 
 
-def _with_ours(layer: ModuleSpec, a: Architecture) -> ModuleSpec:
+def _with_ours(layer: ModuleSpec, a: Architecture, mesh: Mesh, turn: Turn) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     attention.module, mlp.module = PackedSelfAttention, SwigluMLP
@@ -156,4 +188,6 @@ def _with_ours(layer: ModuleSpec, a: Architecture) -> ModuleSpec:
     if a.qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
+    if a.num_experts:
+        layer.submodules.mlp = ModuleSpec(module=Experts, params={"architecture": a, "mesh": mesh, "turn": turn})
     return layer

@@ -1,6 +1,6 @@
 """A checkpoint's `weights/` and `optimizer/`: whole tensors under PEFT's or Hugging Face's names, whatever the layout.
 
-Rank 0 writes; all ranks of its tensor-parallel group gather. Everybody reads its own slices.
+Rank 0 writes what all ranks gather, a tensor at a time. Everybody reads its own slices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from megatron_worker.flat import Flat
 from megatron_worker.lora import Adapter
 from megatron_worker.megatron.mesh import Mesh
 from megatron_worker.model_folder import write_beside_weights
-from megatron_worker.optimizer import Optimizer
+from megatron_worker.optimizer import Optimizer, State
 from megatron_worker.weights import (
     Entry,
     all_drawn,
@@ -72,11 +72,11 @@ def write_optimizer(
     folder: Path | None, optimizer: Optimizer, pieces: Sequence[Piece], mesh: Mesh, master: bool
 ) -> None:
     """Both moments and the step count; the float32 masters too where `weights/` are not those."""
-    flats = _flats(optimizer, master)
-    entries = [Entry(f"{kind}.{p.name}", torch.float32, p.shape) for kind in flats for p in pieces]
+    states = _states(master)
+    entries = [Entry(f"{state}.{p.name}", torch.float32, p.shape) for state in states for p in pieces]
     entries.append(Entry(STEP, torch.int64, ()))
 
-    moments = chain.from_iterable(_whole(pieces, flat, mesh) for flat in flats.values())
+    moments = chain.from_iterable(_whole(pieces, optimizer.gathered(state), mesh) for state in states)
     tensors = chain(moments, [torch.tensor(optimizer.step_count)])
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
@@ -85,17 +85,18 @@ def write_optimizer(
 def read_optimizer(folder: Path, optimizer: Optimizer, pieces: Sequence[Piece], mesh: Mesh, master: bool) -> None:
     """Raises InvalidInput when the file is missing, damaged, or of another model or adapter."""
     path = folder / OPTIMIZER
-    flats = _flats(optimizer, master)
+    states = _states(master)
     with single_file(path) as files:
-        check_names(files, {f"{kind}.{p.name}" for kind in flats for p in pieces} | {STEP}, path)
-        for kind, flat in flats.items():
-            read_pieces(files, pieces, flat.views, mesh, prefix=f"{kind}.")
+        check_names(files, {f"{state}.{p.name}" for state in states for p in pieces} | {STEP}, path)
+        for state in states:
+            whole = optimizer.grad.like(torch.float32)
+            read_pieces(files, pieces, whole.views, mesh, prefix=f"{state}.")
+            optimizer.put(state, whole)
         optimizer.step_count = int(files.local(Piece(STEP, STEP, (), None, 0, 0), STEP, 0, 1))
 
 
-def _flats(optimizer: Optimizer, master: bool) -> dict[str, Flat]:
-    masters = {"master": optimizer.master} if master else {}
-    return {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq, **masters}
+def _states(master: bool) -> tuple[State, ...]:
+    return ("exp_avg", "exp_avg_sq", "master") if master else ("exp_avg", "exp_avg_sq")
 
 
 def _whole(pieces: Sequence[Piece], flat: Flat, mesh: Mesh) -> Iterator[Tensor]:

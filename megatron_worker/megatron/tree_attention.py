@@ -13,8 +13,9 @@ Shape suffixes: T tokens of a bin, N nodes, H query heads of this rank, G key/va
 call, B blocks of L tokens; K blocks of a block mask.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,8 @@ Ints = NDArray[np.int64]
 class Call:
     """One call of the kernel: `num_blocks` blocks of equal length, each of queries over its own block of keys.
 
-    `query` and `key` are ranges of the bin's tokens. Calls over a block itself are causal or have a mask, [L, L], 0
-    where seen and -inf where not; the others, of descendants over an ancestor, see every key.
+    `query` and `key` are ranges of the bin's tokens (`query`, of this rank's own). Calls over a block itself are causal
+    or have a mask, [L, L], 0 where seen and -inf where not; the others, of descendants over an ancestor, see every key.
     """
 
     query: slice
@@ -73,22 +74,27 @@ class Nodes:
     parent_N: Ints
 
 
-def plan_forest(parent_T: Tensor, dtype: torch.dtype) -> Forest:
-    """Raises InvalidInput unless parents come first and each subtree's tokens stand together."""
-    nodes = find_nodes(parent_T.cpu().numpy())
+def plan_forest(parent_T: Tensor, dtype: torch.dtype, chunks: Sequence[slice] = ()) -> Forest:
+    """Raises InvalidInput unless parents come first and each subtree's tokens stand together.
+
+    Args:
+        chunks: this rank's queries, in their order, where it has not all of them. Keys are always the whole bin's.
+    """
+    nodes = find_nodes(parent_T.cpu().numpy(), [edge for chunk in chunks for edge in (chunk.start, chunk.stop)])
     if parent_T.device.type == "cuda":
-        return Forest(block_mask=block_mask(_subtree_end(nodes), parent_T.device))
-    return Forest(calls=tuple(plan_calls(nodes, dtype)))
+        return Forest(block_mask=block_mask(_subtree_end(nodes), parent_T.device, chunks=chunks))
+    return Forest(calls=tuple(plan_calls(nodes, dtype, chunks=chunks)))
 
 
-def find_nodes(parent_T: Ints) -> Nodes:
-    """Cut a forest where it branches. Raises InvalidInput as `plan_forest` does."""
+def find_nodes(parent_T: Ints, cuts: Sequence[int] = ()) -> Nodes:
+    """Cut a forest where it branches, and before each token of `cuts`. Raises InvalidInput as `plan_forest` does."""
     index_T = np.arange(len(parent_T))
     if not ((parent_T >= -1) & (parent_T < index_T)).all():
         raise InvalidInput("a token's parent must come before it", "parent")
     num_children_T = np.bincount(parent_T[parent_T >= 0], minlength=len(parent_T))
     continues_T = (parent_T == index_T - 1) & (parent_T >= 0)
     continues_T[continues_T] = num_children_T[parent_T[continues_T]] == 1
+    continues_T[[cut for cut in cuts if cut < len(parent_T)]] = False
     begin_N = np.flatnonzero(~continues_T)
     end_N = np.append(begin_N[1:], len(parent_T))
     # A node ends where it branches, so that the parent of its first token is the last one of its parent.
@@ -111,11 +117,17 @@ def _subtree_end(nodes: Nodes) -> Ints:
 # On the CPU.
 
 
-def plan_calls(nodes: Nodes, dtype: torch.dtype, call_pairs: int = _CALL_PAIRS) -> list[Call]:
-    """The cheapest calls for a forest, at `call_pairs` a call and one for each pair of a query and a key."""
+def plan_calls(
+    nodes: Nodes, dtype: torch.dtype, call_pairs: int = _CALL_PAIRS, chunks: Sequence[slice] = ()
+) -> list[Call]:
+    """The cheapest calls for a forest, at `call_pairs` a call and one for each pair of a query and a key.
+
+    With chunks, at whose edges nodes must end: of their queries alone, which are counted from the first chunk's first.
+    """
     own: list[Call] = []
     over_ancestors: list[Call] = []
-    is_masked_N = _choose_masked(nodes, call_pairs)
+    wanted = list(chunks) or [slice(0, int(nodes.end_N[-1]) if len(nodes.end_N) else 0)]
+    is_masked_N = _choose_masked(nodes, call_pairs, wanted)
     node = 0
     while node < len(nodes.begin_N):
         begin, end, subtree_end = (int(x[node]) for x in (nodes.begin_N, nodes.end_N, nodes.subtree_end_N))
@@ -123,25 +135,42 @@ def plan_calls(nodes: Nodes, dtype: torch.dtype, call_pairs: int = _CALL_PAIRS) 
             own.append(_masked_call(nodes, node, dtype))
             node = int(np.searchsorted(nodes.begin_N, subtree_end))
             continue
-        own.append(Call(slice(begin, end), slice(begin, end), causal=True))
-        if subtree_end > end:
-            over_ancestors.append(Call(slice(end, subtree_end), slice(begin, end)))
+        if any(chunk.start <= begin < chunk.stop for chunk in wanted):
+            own.append(Call(slice(begin, end), slice(begin, end), causal=True))
+        for chunk in wanted:
+            below = slice(max(end, chunk.start), min(subtree_end, chunk.stop))
+            if below.start < below.stop:
+                over_ancestors.append(Call(below, slice(begin, end)))
         node += 1
-    return [*_batched(own), *over_ancestors]
+    return [_of_chunks(call, wanted) for call in (*_batched(own), *over_ancestors)]
 
 
-def _choose_masked(nodes: Nodes, call_pairs: int) -> list[bool]:
+def _of_chunks(call: Call, chunks: Sequence[slice]) -> Call:
+    """The same call, its queries counted from the first chunk's first."""
+    before = 0
+    for chunk in chunks:
+        if chunk.start <= call.query.start < chunk.stop:
+            shift = before - chunk.start
+            return dataclasses.replace(call, query=slice(call.query.start + shift, call.query.stop + shift))
+        before += chunk.stop - chunk.start
+    raise AssertionError(call)
+
+
+def _choose_masked(nodes: Nodes, call_pairs: int, chunks: Sequence[slice]) -> list[bool]:
     """Whether one masked call for all of a node's subtree is cheaper than the best of calls for its parts."""
     length_N, size_N = nodes.end_N - nodes.begin_N, nodes.subtree_end_N - nodes.begin_N
+    is_whole_N = np.zeros(len(length_N), dtype=bool)  # the subtree lies in one chunk
+    for chunk in chunks:
+        is_whole_N |= (nodes.begin_N >= chunk.start) & (nodes.subtree_end_N <= chunk.stop)
     below_N, is_masked_N = [0] * len(length_N), [False] * len(length_N)
     for node in range(len(length_N) - 1, -1, -1):
         length, below = int(length_N[node]), int(size_N[node] - length_N[node])
         split = call_pairs + length * length // 2 + below_N[node]
         split += call_pairs + below * length if below else 0
         masked = call_pairs + int(size_N[node]) ** 2
-        is_masked_N[node] = masked < split
+        is_masked_N[node] = masked < split and bool(is_whole_N[node])
         if (above := nodes.parent_N[node]) >= 0:
-            below_N[above] += min(masked, split)
+            below_N[above] += masked if is_masked_N[node] else split
     return is_masked_N
 
 
@@ -164,6 +193,7 @@ def _batched(calls: list[Call]) -> list[Call]:
             before
             and before.causal
             and call.causal
+            and before.query.stop == call.query.start
             and before.query.stop - before.query.start == (length * before.num_blocks)
         ):
             both = slice(before.query.start, call.query.stop)
@@ -241,7 +271,9 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 # On CUDA.
 
 
-def block_mask(end_T: Ints, device: torch.device, block_size: int = _FLEX_BLOCK) -> BlockMask:
+def block_mask(
+    end_T: Ints, device: torch.device, block_size: int = _FLEX_BLOCK, chunks: Sequence[slice] = ()
+) -> BlockMask:
     """flex_attention's mask of a forest, from the intervals alone: nothing of size [T, T] is made.
 
     A block of keys before a block of queries matters when one of its keys has descendants among them, which then are
@@ -256,12 +288,23 @@ def block_mask(end_T: Ints, device: torch.device, block_size: int = _FLEX_BLOCK)
     full_KK = before_KK & (first_K >= start_K[:, None] + block_size)
     partial_KK = (before_KK & (last_K > start_K[:, None]) & ~full_KK) | np.eye(num_blocks, dtype=bool)
     end = torch.from_numpy(padded.reshape(-1)).to(device)
+    if not chunks:
+        return BlockMask.from_kv_blocks(
+            *_as_lists(partial_KK, device),
+            *_as_lists(full_KK, device),
+            BLOCK_SIZE=block_size,
+            mask_mod=lambda _batch, _head, query, key: (key <= query) & (query < end[key]),
+            seq_lengths=(num_tokens, num_tokens),
+        )
+    assert all(edge % block_size == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
+    row_T = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+    own_K, row = row_T[::block_size] // block_size, torch.from_numpy(row_T).to(device)
     return BlockMask.from_kv_blocks(
-        *_as_lists(partial_KK, device),
-        *_as_lists(full_KK, device),
+        *_as_lists(partial_KK[own_K], device),
+        *_as_lists(full_KK[own_K], device),
         BLOCK_SIZE=block_size,
-        mask_mod=lambda _batch, _head, query, key: (key <= query) & (query < end[key]),
-        seq_lengths=(num_tokens, num_tokens),
+        mask_mod=lambda _batch, _head, query, key: (key <= row[query]) & (row[query] < end[key]),
+        seq_lengths=(len(row_T), num_tokens),
     )
 
 

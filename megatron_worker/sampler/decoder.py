@@ -22,6 +22,7 @@ from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.pieces import Piece
 from megatron_worker.weights import model_files, refuse_unknown
+from shared.errors import InvalidInput
 
 BLOCK = 128
 _SCORED = 64  # prompt tokens whose logits are held at a time
@@ -118,6 +119,9 @@ class Decoder:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
+        if self.architecture.num_experts:
+            message = "this sampler computes no experts: sample models with them elsewhere, and send trajectories in"
+            raise InvalidInput(message, str(folder / "config.json"))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture

@@ -123,7 +123,8 @@ def _scored(
     scores = score_targets(rows_NH, weight_VH, torch.from_numpy(label_N).to(rows_NH.device), outputs, shard)
     answers: list[dict[str, Tensor]] = [{} for _ in asked]
     for name, values_N in (("target_logprob_P", scores.logprob_N), ("entropy_P", scores.entropy_N)):
-        for answer, request, part in zip(answers, asked, values_N.split(rows.sizes) if values_N is not None else ()):
+        parts = [] if values_N is None else values_N.split(rows.sizes)
+        for answer, request, part in zip(answers, asked, parts, strict=False):
             if name == "entropy_P" or request.asked.target_logprobs:
                 answer[name] = part
     return answers
@@ -133,7 +134,8 @@ def _ranked(
     rows: _Rows, rows_NH: Tensor, asked: Sequence[Request], weight_VH: Tensor, shard: VocabShard
 ) -> list[dict[str, Tensor | TopK]]:
     """Labels and top-k of a row meet the head together; rows of fewer ids than others are filled up, and cut again."""
-    ids = [_wanted(request, part_PH, weight_VH, shard) for request, part_PH in zip(asked, rows_NH.split(rows.sizes))]
+    parts = zip(asked, rows_NH.split(rows.sizes), strict=True)
+    ids = [_wanted(request, part_PH, weight_VH, shard) for request, part_PH in parts]
     widest = max(id_PK.shape[1] for id_PK in ids)
     id_NK = torch.cat([torch.nn.functional.pad(id_PK, (0, widest - id_PK.shape[1])) for id_PK in ids])
     logprob_NK = logprobs_of(rows_NH, weight_VH, id_NK, shard, rows.temperature)

@@ -24,9 +24,7 @@ from megatron_worker.head import VocabShard
 CHUNK_ROWS = 256
 
 
-def logprobs_of(
-    hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard, temperature: float
-) -> Tensor:
+def logprobs_of(hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Log-probabilities of K ids a row, [N, K], float32 (float64 for float64)."""
     scored: Tensor = _Labels.apply(hidden_NH, weight_VH.detach(), id_NK, shard, temperature)
     return scored

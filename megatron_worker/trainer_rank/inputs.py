@@ -138,6 +138,6 @@ def _ids(values: object, place: str, bound: int) -> Ints:
     array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
     if array.size and array.dtype.kind not in "iu":
         raise InvalidInput("whole numbers are wanted", place)
-    if array.size and not (0 <= array.min() and array.max() < bound):
+    if array.size and (array.min() < 0 or array.max() >= bound):
         raise InvalidInput(f"{int(array.min())} to {int(array.max())} are not all from 0 to {bound - 1}", place)
     return array.astype(np.int64)

@@ -13,7 +13,7 @@ _SHARE_OF_FREE = 0.9
 
 
 class Meter(Protocol):
-    """Counts bytes of tensors that came to be since `start`, until `stop`."""
+    """Counts bytes of tensors that came to be since `start`, until `stop`: what lives now, and the height of it."""
 
     def start(self) -> None: ...
 
@@ -21,8 +21,12 @@ class Meter(Protocol):
 
     def live_bytes(self) -> int: ...
 
-    def take_peak(self) -> int:
-        """The height since `start` or the last `take_peak`; never less than what lives now."""
+    def mark(self) -> int:
+        """Begin anew to look for a height. Returns what lives now."""
+        ...
+
+    def height(self) -> int:
+        """The most that lived since the last `mark`, less what is older than it and lives now."""
         ...
 
 
@@ -31,8 +35,8 @@ class CpuMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._bytes = self._peak = 0
+        self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._bytes = self._peak = self._num_marks = 0
         self._is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +54,7 @@ class CpuMeter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in known and key not in self._live and size:
-                self._live[key] = (weakref.ref(storage, lambda _, key=key: self._forget(key)), size)
+                self._live[key] = (weakref.ref(storage, lambda _, key=key: self._forget(key)), size, self._num_marks)
                 self._bytes += size
         self._peak = max(self._peak, self._bytes)
 
@@ -71,9 +75,13 @@ class CpuMeter(TorchDispatchMode):
     def live_bytes(self) -> int:
         return self._bytes
 
-    def take_peak(self) -> int:
-        peak, self._peak = max(self._peak, self._bytes), self._bytes
-        return peak
+    def mark(self) -> int:
+        self._num_marks += 1
+        self._peak = self._bytes
+        return self._bytes
+
+    def height(self) -> int:
+        return self._peak - sum(size for _, size, born in self._live.values() if born < self._num_marks)
 
 
 class CudaMeter:
@@ -81,10 +89,9 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0
+        self._before = self._marked = 0
 
     def start(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
 
     def stop(self) -> None:
@@ -93,10 +100,15 @@ class CudaMeter:
     def live_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._before
 
-    def take_peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+    def mark(self) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        self._marked = self.live_bytes()
+        return self._marked
+
+    def height(self) -> int:
+        # The allocator knows no ages: what lived at the mark is taken to live still, as far as it can.
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        return peak - min(self._marked, self.live_bytes())
 
 
 def new_meter(device: torch.device) -> Meter:

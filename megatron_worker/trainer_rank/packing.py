@@ -9,6 +9,7 @@ Shape suffixes: T tokens of the pack, L tokens of an input.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def _units(sequences: Sequence[Ints], min_shared_tokens: int) -> list[list[int]]
     keys = [_key(token_L) for token_L in sequences]
     order = sorted(range(len(sequences)), key=keys.__getitem__)
     units = [[order[0]]]
-    for before, member in zip(order, order[1:], strict=False):
+    for before, member in pairwise(order):
         if num_shared(sequences[before], sequences[member]) >= min_shared_tokens:
             units[-1].append(member)
         else:

@@ -6,21 +6,18 @@ tensor-parallel group call everything alike, with equal arguments.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron_worker.agreement import agreement
-from megatron_worker.engine import Norms
+from megatron_worker.engine import Facts, Norms
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, check
-from megatron_worker.trainer_rank.memory import LiveBytes, budget_of_device, new_meter
-from megatron_worker.trainer_rank.micro_batches import MicroBatch, MicroBatches
-from megatron_worker.trainer_rank.planner import Planner
+from megatron_worker.trainer_rank.micro_batches import MemoryModel, MicroBatch, micro_batches
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
 from shared import peft_format
@@ -49,31 +46,29 @@ class TrainerRank:
         InvalidInput: the engine's layout cannot give a loss the outputs of all of its inputs.
     """
 
-    def __init__(
-        self, engine: SlotEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16
-    ) -> None:
+    def __init__(self, engine: SlotEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16) -> None:
         _refuse_layout(engine)
-        self._engine = engine
-        self._min_shared = min_shared_tokens
+        self.engine = engine
+        self.min_shared_tokens = min_shared_tokens
         self._budget_bytes = memory_budget_bytes
         self._adapters: dict[str, _Adapter] = {}
         self._active: str | None = None
         self._graphs = Graphs()
         self._num_slots = 0
-        self._planner: Planner | None = None
+        self._memory = MemoryModel()
 
     @property
-    def facts(self):
-        return self._engine.facts
+    def facts(self) -> Facts:
+        return self.engine.facts
 
     # Adapters.
 
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, B zero."""
-        with self._agreement():
+        with self.agreement():
             self._refuse_alive(name, "replaced")
         slot = self._new_slot(name)
-        self._engine.add_adapter(slot, lora, seed)
+        self.engine.add_adapter(slot, lora, seed)
         self._install(name, _Adapter(slot, lora, trainable=True))
 
     def load_adapter(self, name: str, path: Path, trainable: bool, lora: Lora | None = None) -> None:
@@ -83,12 +78,12 @@ class TrainerRank:
             InvalidInput: it is missing, damaged, not of the base's shapes or not of `lora`; or the name's graph is
                 alive. What stood under the name still does.
         """
-        with self._agreement():
+        with self.agreement():
             self._refuse_alive(name, "loaded")
             found = peft_format.read_config(path)
         slot = self._new_slot(name)
         try:
-            self._engine.load_adapter(slot, path, lora, trainable)
+            self.engine.load_adapter(slot, path, lora, trainable)
         except Exception:
             self._activate()
             raise
@@ -96,11 +91,11 @@ class TrainerRank:
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter. Raises InvalidInput when there is none, or its graph is alive."""
-        with self._agreement():
+        with self.agreement():
             slot = self._adapter(name).slot
             self._refuse_alive(name, "dropped")
         del self._adapters[name]
-        self._engine.drop_adapter(slot)
+        self.engine.drop_adapter(slot)
         if self._active == name:
             self._active = None
         self._activate()
@@ -146,9 +141,9 @@ class TrainerRank:
                 continue
             with self.adapter(name):
                 answers = forward_slot(
-                    self._engine,
+                    self.engine,
                     [requests[i] for i in places],
-                    self._min_shared,
+                    self.min_shared_tokens,
                     lambda hidden, of=str(name): self._graphs.watch(hidden, of),
                 )
             for place, answer in zip(places, answers, strict=True):
@@ -164,7 +159,7 @@ class TrainerRank:
         Raises:
             InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
-        return iter(MicroBatches(self, items))
+        return micro_batches(self, items, self._budget_bytes, self._memory)
 
     def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]:
         vocab_size = self.facts.vocab_size
@@ -199,14 +194,14 @@ class TrainerRank:
                 zero), an adapter is unknown, not trainable, or its graph is alive.
         """
         names = list(dict.fromkeys([self._active] if adapters is None else adapters))
-        with self._agreement():
+        with self.agreement():
             slots = [self._to_step(name) for name in names]
             if not (math.isfinite(denominator) and denominator > 0):
                 raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
         norms = {}
         for name in slots:
             with self.adapter(name):
-                norms[name] = self._engine.reduce_gradients(denominator)
+                norms[name] = self.engine.reduce_gradients(denominator)
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         if broken:
             self.zero_grad(slots)
@@ -215,7 +210,7 @@ class TrainerRank:
         stepped = {}
         for name, norm in norms.items():
             with self.adapter(name):
-                stepped[name] = self._engine.apply_gradients(adam, learning_rate, norm)
+                stepped[name] = self.engine.apply_gradients(adam, learning_rate, norm)
         return stepped
 
     def zero_grad(self, adapters: Sequence[str] | None = None) -> None:
@@ -223,60 +218,46 @@ class TrainerRank:
         trainable = [name for name, adapter in self._adapters.items() if adapter.trainable]
         for name in trainable if adapters is None else adapters:
             with self.adapter(name):
-                self._engine.zero_grad()
+                self.engine.zero_grad()
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Scalars of all data-parallel ranks added up; those whose names end in `:max` by their maximum."""
-        return self._engine.reduce(sums)
+        return self.engine.reduce(sums)
 
     # State.
 
     def snapshot(self, name: str) -> Snapshot:
         """The adapter's weights as they are now, whole and float32, in host memory of every rank."""
-        with self._agreement():
+        with self.agreement():
             adapter = self._adapter(name)
-        return take_snapshot(adapter.lora, self._engine.adapter_weights(adapter.slot))
+        return take_snapshot(adapter.lora, self.engine.adapter_weights(adapter.slot))
 
     def export(self, name: str, folder: Path) -> None:
         """A PEFT folder of the adapter; rank 0 writes."""
         snapshot = self.snapshot(name)
-        with self._agreement():
+        with self.agreement():
             if self.facts.rank == 0:
                 snapshot.write(folder)
 
     def save(self, name: str, folder: Path) -> None:
         """`weights/` (PEFT) and `optimizer/` of a trainable adapter, for `load`; rank 0 writes."""
-        with self._agreement():
+        with self.agreement():
             self._trainable(name)
         with self.adapter(name):
-            self._engine.save(folder)
+            self.engine.save(folder)
 
     def load(self, name: str, folder: Path) -> None:
         """Go on from what `save` wrote, under any layout: weights, moments, step count, into a trainable adapter.
 
         Raises InvalidInput as `load_adapter` does.
         """
-        with self._agreement():
+        with self.agreement():
             self._trainable(name)
             self._refuse_alive(name, "loaded")
         with self.adapter(name):
-            self._engine.load(folder)
+            self.engine.load(folder)
 
     # What its parts share.
-
-    @property
-    def planner(self) -> Planner:
-        """Made when first asked for: it looks at the device."""
-        if self._planner is None:
-            self._planner = Planner(self._engine, self._min_shared)
-        return self._planner
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._budget_bytes if self._budget_bytes is not None else budget_of_device(self.facts.device)
-
-    def new_meter(self) -> LiveBytes | None:
-        return new_meter(self.facts.device, needed=self._budget_bytes is not None)
 
     def lora_of(self, name: str | None) -> tuple[Lora | None, bool]:
         """An adapter's shape, and whether it is trained."""
@@ -285,7 +266,8 @@ class TrainerRank:
         adapter = self._adapter(name)
         return adapter.lora, adapter.trainable
 
-    def _agreement(self):
+    def agreement(self) -> AbstractContextManager[None]:
+        """What one rank raises in the block, all raise."""
         return agreement(self.facts.layout.world_size, self.facts.device)
 
     def _new_slot(self, name: str) -> str:
@@ -294,13 +276,13 @@ class TrainerRank:
 
     def _install(self, name: str, adapter: _Adapter) -> None:
         if (old := self._adapters.pop(name, None)) is not None:
-            self._engine.drop_adapter(old.slot)
+            self.engine.drop_adapter(old.slot)
         self._adapters[name] = adapter
         self._active = name
         self._activate()
 
     def _activate(self) -> None:
-        self._engine.set_adapter(None if self._active is None else self._adapters[self._active].slot)
+        self.engine.set_adapter(None if self._active is None else self._adapters[self._active].slot)
 
     def _adapter(self, name: str, place: str | None = None) -> _Adapter:
         if name not in self._adapters:

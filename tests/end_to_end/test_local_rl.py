@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import local_rl
+from examples import demo, local_rl
 from shared.runs import RLRun, RunRecord, StepStatus
 from tests.end_to_end.stack import Stack
 
@@ -48,6 +48,15 @@ def test_steps_are_the_servers(stack: Stack, record: RunRecord, tmp_path: Path) 
         assert ours.state == theirs.state == "done"
         assert _told(ours) == _told(theirs)
     assert _weights(local[-1]) == _weights(server[-1])
+
+
+def test_the_api_tells_every_step_from_the_beginning(
+    stack: Stack, record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "ROOT", stack.root)
+    told = demo.steps_of({"run_id": record.run_id})
+    assert [step["step"] for step in told] == [0, 1, 2, 3]
+    assert [step["step"] for step in told if "eval_reward_mean" in step["metrics"]] == [0, 2, 3]
 
 
 def _folder(stack: Stack, run_id: str) -> Path:

@@ -23,7 +23,7 @@ def test_options_are_those_of_the_command(options: list[str]) -> None:
     }
     trainable = _trainable(given["full"], given["lora_rank"], given["lora_alpha"], given["lora_targets"])
     data = {"dataset": {"uri": "d"}, "eval_dataset": {"uri": "e"}}
-    run = _checked({**fields, **data, "model": "m", "trainable": trainable})
+    run = _checked("sft", {**fields, **data, "model": "m", "trainable": trainable})
     assert run.num_samples >= demo.NUM_SHOWN
 
 
@@ -42,3 +42,17 @@ def test_change_shows_the_first_and_the_last_evaluation(monkeypatch: pytest.Monk
     assert "7.000 before, 0.250 after 9 steps" in text
     assert "What does the Iris carry?" in text and "aaa" in text and "wool!" in text and "im_start" not in text
     assert "bbb" not in text
+
+
+def test_rewards_show_both_shares_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = io.StringIO()
+    monkeypatch.setattr(demo, "console", Console(file=page, width=120))
+    demo.show_rewards(
+        [
+            {"step": 0, "metrics": {"eval_reward_mean": 0.005}},
+            {"step": 1, "metrics": {"reward_mean": 0.25}},
+            {"step": 2, "metrics": {"reward_mean": 0.5, "eval_reward_mean": 0.9375}},
+        ]
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in page.getvalue().splitlines() if "%" in line]
+    assert rows == [["0", "", "0.5%"], ["1", "25.0%", ""], ["2", "50.0%", "93.8%"]]

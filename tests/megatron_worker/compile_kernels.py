@@ -15,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_worker.kernels import head
+from megatron_worker.kernels import tiles
+from megatron_worker.kernels.head import blocks_for
 
 CAPABILITY = 90
 POINTERS = {"label": "i64", "top_id": "i32"}
@@ -56,21 +57,28 @@ def spilled_bytes(ptx: str) -> int:
     with TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [str(assembler), "-v", f"-arch=sm_{CAPABILITY}a", str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [
+            str(assembler),
+            "-v",
+            f"-arch=sm_{CAPABILITY}a",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill", said)))
 
 
 def main() -> None:
-    half, full = head.blocks_for(torch.bfloat16), head.blocks_for(torch.float32)
+    half, full = blocks_for(torch.bfloat16), blocks_for(torch.float32)
     made = [
-        compiled(head._scan_tile, half, "bf16", absent=("exps",), ENTROPY=False, TOP_K=0),
-        compiled(head._scan_tile, half, "bf16", ENTROPY=True, TOP_K=20),
-        compiled(head._logit_gradient_tile, half, "bf16", ENTROPY=True),
-        compiled(head._scan_tile, full, "fp32", ENTROPY=True, TOP_K=20),
-        compiled(head._logit_gradient_tile, full, "fp32", ENTROPY=True),
-        compiled(head._merge_tiles, full, "fp32", BLOCK_N=32),
-        compiled(head._rescale, half, "bf16", BLOCK_N=16),
+        compiled(tiles.scan_tile, half, "bf16", absent=("exps",), ENTROPY=False, TOP_K=0),
+        compiled(tiles.scan_tile, half, "bf16", ENTROPY=True, TOP_K=20),
+        compiled(tiles.logit_gradient_tile, half, "bf16", ENTROPY=True),
+        compiled(tiles.scan_tile, full, "fp32", ENTROPY=True, TOP_K=20),
+        compiled(tiles.logit_gradient_tile, full, "fp32", ENTROPY=True),
+        compiled(tiles.merge_tiles, full, "fp32", BLOCK_N=32),
+        compiled(tiles.rescale, half, "bf16", BLOCK_N=16),
     ]
     json.dump(made, sys.stdout, indent=1)
 

@@ -1,7 +1,7 @@
-"""What the ranks of a parallel test do: `torchrun ... -m tests.megatron_worker.parallel_ranks MODEL OUT LAYOUT...`.
+"""What the ranks of a parallel test do: `torchrun ... -m tests.megatron_worker.parallel_ranks OUT TRIALS`.
 
-Every layout's results go to `OUT/<layout>/`; the test compares them with those of one rank, which it makes with the
-same functions in its own process.
+`TRIALS` is JSON: model folder, layout, names of faults. Every layout's results go to `OUT/<model>/<layout>/`; the test
+compares them with those of one rank, which it makes with the same functions in its own process.
 """
 
 import argparse
@@ -13,26 +13,60 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
+from safetensors.torch import save_file
 
-from megatron_worker.engine import Batch, Outputs
+from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.pieces import Piece
+from megatron_worker.losses import loss_function
+from megatron_worker.megatron import collectives
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.megatron.mesh import Group
+from megatron_worker.megatron.model import Model
+from megatron_worker.weights import whole_tensor
 from shared.errors import InvalidInput
-from shared.jobs import Full, Lora
+from shared.jobs import Adam, CrossEntropy, Full, Lora
 from shared.layout import Layout
-from tests.megatron_worker.driving import train
-from tests.megatron_worker.rows import bin_of, random_rows
+from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
-from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
+from tests.megatron_worker.trees import as_tree, random_sequences
 
 LORA = Lora(rank=3, alpha=6)
-# Three bins a step: under dp2 one rank has two of them, the other one.
-STEPS = [
-    [rows[:2], rows[2:5], rows[5:]] for rows in (random_rows([40, 17, 90, 25, 60, 8, 33], seed=s % 3) for s in range(6))
-]
+ADAM = Adam(weight_decay=0.01, clip_norm=1.0)
+SFT_LOSS = loss_function(CrossEntropy())
 KINDS = ("lora", "full")
 LEARNING_RATES = {"lora": 3e-3, "full": 3e-4}
+
+Bins = list[Batch]
+
+
+class Trial(BaseModel):
+    model: Path
+    layout: Layout
+    faults: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}/{self.layout.label}"
+
+
+def sft_bins(seed: int) -> Bins:
+    """Three bins: under dp2 one rank has two of them, the other one and an empty one."""
+    rows = random_rows([40, 17, 90, 25, 60, 8, 33], seed=seed)
+    return [bin_of(rows[:2]), bin_of(rows[2:5]), bin_of(rows[5:])]
+
+
+def rl_bins(seed: int) -> Bins:
+    """Groups that share prefixes, as trees, with advantages and old log-probabilities."""
+    return [as_tree(random_sequences(seed + number, num_groups=1, num_sequences=4)) for number in range(3)]
+
+
+# A step on rows, one on trees, one on rows.
+STEPS: list[tuple[Bins, LossFunction]] = [
+    (sft_bins(0), SFT_LOSS),
+    (rl_bins(1), TREE_LOSS),
+    (sft_bins(2), SFT_LOSS),
+]
 
 
 def start(model: Path, layout: Layout, kind: str) -> MegatronEngine:
@@ -41,64 +75,88 @@ def start(model: Path, layout: Layout, kind: str) -> MegatronEngine:
     return engine
 
 
+def own_bins(engine: MegatronEngine, bins: Bins) -> Bins:
+    """Dealt round the data-parallel ranks, as many for each."""
+    facts = engine.facts
+    num_turns = -(-len(bins) // facts.dp_size)
+    own = bins[facts.dp_rank :: facts.dp_size]
+    return own + [empty_bin()] * (num_turns - len(own))
+
+
+def step(engine: MegatronEngine, bins: Bins, loss: LossFunction, learning_rate: float) -> tuple[float, float]:
+    """One update. Returns loss and gradient norm."""
+    sums = accumulate(engine, bins, loss)
+    norms = engine.optim_step(ADAM, learning_rate, sums["weight"])
+    return sums["loss"] / sums["weight"], norms.grad_norm
+
+
+def accumulate(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[str, float]:
+    zero = torch.zeros((), dtype=torch.float64)
+    sums = {"loss": zero, "weight": zero}
+    for _batch, found in engine.forward_backward_all(own_bins(engine, bins), loss):
+        sums = {name: sums[name] + found[name].double() for name in sums}
+    return engine.reduce(sums)
+
+
+def train(engine: MegatronEngine, kind: str, first: int, end: int) -> list[tuple[float, float]]:
+    return [step(engine, *STEPS[number], LEARNING_RATES[kind]) for number in range(first, end)]
+
+
+def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[str, torch.Tensor]:
+    """Whole tensors by their Hugging Face or PEFT names, summed over all bins. Nothing is left accumulated."""
+    accumulate(engine, bins, loss)
+    training = engine._training
+    assert training is not None
+    optimizer = training.optimizer
+    optimizer.reduce(1.0)
+    whole = optimizer.grad.like(torch.float32)
+    for region in optimizer._regions:
+        whole.buffer[region.all] = region.copies.join_shares(optimizer.grad.buffer[region.own])
+    optimizer.zero_grad()
+    return {piece.name: whole_tensor(piece, whole.views, engine._mesh).clone() for piece in training.pieces}
+
+
+def scores(engine: MegatronEngine, batch: Batch) -> list[list[float]]:
+    with torch.no_grad():
+        found = engine.forward(batch, Outputs(entropy=True))
+    assert found.logprob_N is not None and found.entropy_N is not None
+    return [found.logprob_N.tolist(), found.entropy_N.tolist()]
+
+
 def run(model: Path, layout: Layout, out: Path) -> None:
-    """Train three steps, save, train three more, save; for adapters and for all weights."""
+    """For adapters and for all weights: three steps, with a checkpoint after the first and the last."""
     for kind in KINDS:
         engine = start(model, layout, kind)
-        history = train(engine, STEPS[:3], learning_rate=LEARNING_RATES[kind])
+        if kind == "full":  # of the base, as it was published
+            note(engine, out / "named.json", [[name, float(t.double().norm())] for name, t in engine.named_weights()])
+        history = train(engine, kind, 0, 1)
         engine.save(out / kind / "middle")
-        history += train(engine, STEPS[3:], learning_rate=LEARNING_RATES[kind])
+        history += train(engine, kind, 1, 3)
         engine.save(out / kind / "end")
         note(engine, out / kind / "history.json", history)
-        with torch.no_grad():
-            logprob_N = engine.forward(bin_of(STEPS[0][0]), Outputs(entropy=True))
-        note(engine, out / kind / "logprob.json", [logprob_N.logprob_N.tolist(), logprob_N.entropy_N.tolist()])
-        prompts = [row.ids[:12] for row in STEPS[0][1]]
-        note(engine, out / kind / "greedy.json", engine.greedy(prompts, 10, frozenset({7})))
-
-
-def run_trees(model: Path, layout: Layout, trained: Path, out: Path) -> None:
-    """Score and learn from groups of sequences as trees, a group a bin, and as chains, a sequence a bin.
-
-    Notes the log-probabilities of the trees, and how far those of the chains, and this rank's gradients, are from
-    the trees': the largest difference, and the norm of the difference over the norm.
-    """
-    engine = MegatronEngine(model, layout, "float32")
-    engine.load_adapter("run", trained, LORA, trainable=True)
-    groups = [random_sequences(i, num_groups=1) for i in range(3)]  # under dp2 one rank has two
-    trees = [as_tree(rows) for rows in groups]
-    chains = [as_chain(row) for rows in groups for row in rows]
-    (tree_logprob_N, tree_gradient), (chain_logprob_N, chain_gradient) = (
-        (torch.cat([scored(engine, b) for b in bins]), gradient(engine, bins)) for bins in (trees, chains)
-    )
-    note(engine, out / "logprob.json", tree_logprob_N.tolist())
-    by_logprob = (tree_logprob_N - chain_logprob_N).abs().max()
-    by_gradient = (tree_gradient - chain_gradient).norm() / chain_gradient.norm()
-    note(engine, out / "differences.json", [float(by_logprob), float(by_gradient)])
-
-
-def scored(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
-    with torch.no_grad():
-        logprob_N = engine.forward(batch, Outputs()).logprob_N
-    assert logprob_N is not None
-    return logprob_N
-
-
-def gradient(engine: MegatronEngine, bins: list[Batch]) -> torch.Tensor:
-    """This rank's shard of the gradient of all bins, which are dealt round the data-parallel ranks."""
-    engine.zero_grad()
-    for batch in bins[engine.facts.dp_rank :: engine.facts.dp_size]:
-        engine.forward_backward(batch, TREE_LOSS)
-    summed = engine._training.optimizer.grad.buffer.clone()
-    engine._mesh.sum_over_dp(summed)
-    return summed
+        note(engine, out / kind / "scores.json", [scores(engine, bins[0]) for bins, _ in STEPS[:2]])
+        prompts = [[20 + i, 30, 40 + i][: i + 1] * 3 for i in range(3)]
+        note(engine, out / kind / "greedy.json", engine.greedy(prompts, 6, frozenset({7})))
 
 
 def go_on(model: Path, layout: Layout, checkpoint: Path, kind: str, out: Path) -> None:
-    """The last three steps, from a checkpoint of any layout."""
+    """Gradients and the last two steps, from a checkpoint of any layout."""
     engine = start(model, layout, kind)
     engine.load(checkpoint)
-    note(engine, out / "history.json", train(engine, STEPS[3:], learning_rate=LEARNING_RATES[kind]))
+    for name, (bins, loss) in {"sft": STEPS[2], "rl": STEPS[1]}.items():
+        found = gradients(engine, bins, loss)
+        if engine.facts.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            save_file(found, out / f"{name}-gradients.safetensors")
+    note(engine, out / "history.json", train(engine, kind, 1, 3))
+    engine.save(out / "end")
+
+
+def resume(model: Path, layout: Layout, checkpoint: Path, kind: str, out: Path) -> None:
+    """The last two steps alone."""
+    engine = start(model, layout, kind)
+    engine.load(checkpoint)
+    train(engine, kind, 1, 3)
     engine.save(out / "end")
 
 
@@ -109,57 +167,15 @@ def note(engine: MegatronEngine, path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-@contextmanager
-def mutated(owner: type, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Break one function of ours for a while: what a test must notice."""
-    original = getattr(owner, name)
-    setattr(owner, name, change(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def run_mutated(model: Path, layout: Layout, out: Path) -> None:
-    """The same steps under three faults, each of which must show in the results."""
-
-    def lora(name: str) -> None:
-        engine = start(model, layout, "lora")
-        note(engine, out / name / "history.json", train(engine, STEPS[:3], learning_rate=LEARNING_RATES["lora"]))
-        engine.save(out / name / "middle")
-
-    if layout.dp > 1:
-        with mutated(
-            Mesh, "sum_over_dp", lambda original: lambda self, t: original(self, t) if t.numel() < 3 else None
-        ):
-            lora("skip-dp")
-        with mutated(Mesh, "sum_over_dp", lambda original: lambda self, t: (original(self, t), t.div_(2))[0]):
-            lora("average-dp")
-    if layout.tp > 1:
-        keep_own = lambda _: lambda self, t: [t] * self.tp_size  # noqa: E731
-        with mutated(Mesh, "gather_over_tp", keep_own):
-            lora("drop-shard")
-        with mutated(Mesh, "sum_over_tp", lambda _: lambda self, t: None):
-            lora("local-norm")
-        with mutated(Piece, "local", lambda _: lambda self, whole, rank, size: self_slice(self, whole)):
-            lora("same-shard")
-
-
-def self_slice(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """Rank 0's share for every rank."""
-    return whole if piece.split is None else whole.narrow(piece.split, 0, piece.bounds(0, 2)[1])
-
-
-def refuse(model: Path, layout: Layout, out: Path, damaged: Path) -> None:
+def refuse(model: Path, layout: Layout, out: Path, adapter: Path, damaged: Path) -> None:
     """A damaged adapter, which only rank 0 meets, is refused by every rank, and the engine is as good as before."""
     engine = MegatronEngine(model, layout, "float32")
-    own = damaged if engine.facts.rank == 0 else out / "lora" / "end" / "weights"
     try:
-        engine.load_adapter("bad", own, LORA, trainable=True)
+        engine.load_adapter("bad", damaged if engine.facts.rank == 0 else adapter, LORA, trainable=True)
         said = "accepted"
     except InvalidInput as error:
         said = str(error)
-    engine.load_adapter("good", out / "lora" / "end" / "weights", LORA, trainable=True)
+    engine.load_adapter("good", adapter, LORA, trainable=True)
     note(engine, out / "refused.json", said)
 
 
@@ -175,25 +191,91 @@ def fail_to_save(model: Path, layout: Layout, out: Path) -> None:
         note(engine, out / f"{kind}-unsaved.json", said)
 
 
+# Faults: each breaks one function of ours, and must show in what a test compares.
+
+Change = Callable[[Any], Any]
+
+
+def _same_shard(_: Any) -> Any:
+    def local(self: Piece, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        return whole if self.split is None else whole.narrow(self.split, 0, self.bounds(0, size)[1])
+
+    return local
+
+
+def _own_alone(_: Any) -> Any:
+    return lambda self, tensor: tensor.chunk(self.size)[self.rank].clone()
+
+
+def _holding(of: str, instead: str) -> Change:
+    def change(original: Any) -> Any:
+        def holding(self: Any, name: str) -> str:
+            found = original(self, name)
+            return instead if found == of else found
+
+        return holding
+
+    return change
+
+
+FAULTS: dict[str, tuple[Any, str, Change]] = {
+    "skip-reduce": (Group, "sum_shares", _own_alone),
+    "average-for-sum": (Group, "sum_shares", lambda original: lambda self, x: original(self, x) / self.size),
+    "drop-shard": (Group, "gather", lambda _: lambda self, x: [x] * self.size),
+    "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
+    "same-shard": (Piece, "local", _same_shard),
+    "forget-finalize": (Model, "_holding", _holding("partial", "whole")),
+    "forget-tied": (Model, "_holding", _holding("tied", "split")),
+    "forget-copies": (Model, "_holding", _holding("expert", "split")),
+    "own-context": (
+        collectives._Gather,
+        "backward",
+        lambda _: staticmethod(lambda ctx, grad: (grad.chunk(ctx.group.size)[ctx.group.rank].clone(), None)),
+    ),
+}
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    owner, attribute, change = FAULTS[name]
+    original = owner.__dict__[attribute]
+    plain = original.__func__ if isinstance(original, staticmethod) else original
+    setattr(owner, attribute, change(plain))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+def run_with_fault(name: str, trial: Trial, out: Path) -> None:
+    for kind in KINDS:
+        with fault(name):
+            engine = start(trial.model, trial.layout, kind)
+            history = train(engine, kind, 0, 1)
+            engine.save(out / kind / "middle")
+            note(engine, out / kind / "history.json", history + train(engine, kind, 1, 2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("single", type=Path)
-    parser.add_argument("layouts", nargs="+", type=Layout.model_validate_json)
+    parser.add_argument("trials")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for layout in arguments.layouts:
-        out = arguments.out / layout.label
-        run(arguments.model, layout, out)
-        run_trees(arguments.model, layout, arguments.single / "lora" / "end" / "weights", out / "trees")
+    for number, values in enumerate(json.loads(arguments.trials)):
+        trial = Trial.model_validate(values)
+        out = arguments.out / trial.name
+        single = arguments.out / trial.model.name / "single"
+        run(trial.model, trial.layout, out)
         for kind in KINDS:
-            go_on(arguments.model, layout, out / kind / "middle", kind, out / kind / "resumed")
-            go_on(arguments.model, layout, arguments.single / kind / "middle", kind, out / kind / "from-single")
-        run_mutated(arguments.model, layout, out / "mutated")
-        refuse(arguments.model, layout, out, arguments.single / "damaged")
-        fail_to_save(arguments.model, layout, out)
+            resume(trial.model, trial.layout, out / kind / "middle", kind, out / kind / "resumed")
+            go_on(trial.model, trial.layout, single / kind / "middle", kind, out / kind / "from-single")
+        for name in trial.faults:
+            run_with_fault(name, trial, out / "faults" / name)
+        if number == 0:
+            refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
+            fail_to_save(trial.model, trial.layout, out)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Each engine alone, on one rank, no runner around it: against transformers, peft and torch; packed as unpacked."""
 
+import dataclasses
 import math
 from typing import get_args
 
@@ -13,6 +14,7 @@ from shared.layout import EngineName
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, LOSS, accumulate, train
 from tests.megatron_worker.engines import ENGINES, checkpoint_bytes, furthest, gradient, moments, start
 from tests.megatron_worker.rows import (
+    Row,
     bin_of,
     distinct_model,
     empty_bin,
@@ -188,8 +190,6 @@ def test_a_tree_out_of_order_is_refused_and_the_engine_goes_on(model, engine):
 
 
 def _with_parents(batch, parent_T):
-    import dataclasses
-
     return dataclasses.replace(batch, parent_T=parent_T)
 
 
@@ -204,6 +204,31 @@ def test_what_is_not_asked_for_is_not_there(model, engine):
     assert both.logprob_N.dtype == both.entropy_N.dtype == torch.float32
     assert (both.entropy_N > 0).all() and (both.entropy_N < math.log(driven.facts.vocab_size)).all()
     assert (warm - both.logprob_N).abs().max() > 0.1
+
+
+def test_the_most_likely_ids_come_with_their_log_probabilities(model, engine):
+    driven, batch = start(engine, model), bin_of(STEPS[0])
+    with torch.no_grad():
+        top = driven.forward(batch, Outputs(logprob=False, top_k=3))
+        labels = dataclasses.replace(batch, label_N=top.top_id_NK[:, 0])
+        first_N = driven.forward(labels, Outputs()).logprob_N
+    assert top.logprob_N is None and top.top_logprob_NK.shape == (len(batch.label_N), 3)
+    assert (top.top_logprob_NK[:, 0] - first_N).abs().max() <= 2e-6
+    assert (top.top_logprob_NK.diff(dim=1) <= 0).all()
+
+
+def test_an_id_that_pads_elsewhere_is_trained_like_any_other(tmp_path, engine):
+    """transformers gives the embedding of its padding token no gradient; a bin has no padding."""
+    from transformers import AutoConfig
+
+    folder = distinct_model(tmp_path / "model", tied=False)
+    pad = AutoConfig.from_pretrained(folder).pad_token_id
+    assert pad is not None
+    driven = start(engine, folder, "full")
+    row = Row([5, pad, 9, 11], [0.0, 0.0, 1.0, 1.0])
+    accumulate(driven, [[row]])
+    embedding_VH = gradient(driven, tmp_path / "end")["model.embed_tokens.weight"]
+    assert embedding_VH[pad].any() and embedding_VH[9].any() and not embedding_VH[12].any()
 
 
 # Backward and steps.

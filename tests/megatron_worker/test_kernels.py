@@ -1,4 +1,4 @@
-"""The head's kernels against float64 and against the head's own torch: on CUDA where there is some, else interpreted."""
+"""The head's kernels against float64 and against the head's torch: on CUDA where there is some, else interpreted."""
 
 import json
 import os
@@ -23,6 +23,9 @@ from megatron_worker.kernels.head import Blocks, Scan, add_weight_gradient, bloc
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import REPOSITORY, torchrun
 from tests.megatron_worker.test_head import gradient_of_both, reference
+
+# The interpreter computes both sides of every choice, and numpy warns of the one that is not taken.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Blocks(targets=16, rows=32, hidden=16, num_warps=4, num_stages=2)  # so that small sizes make many tiles
@@ -53,7 +56,17 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(size=sizes, dtype=dtypes, temperature=temperatures, chunks=st.booleans(), seed=st.integers(0, 99))
 def test_a_scan_is_what_float64_finds(size, dtype, temperature, chunks, seed):
-    """Every number and every row, of any size, with as many chunks as the targets make, or with one."""
+    """Of any size, with as many chunks as the targets make, or with one."""
+    check_scan(size, dtype, temperature, SMALL, 1 if chunks else 1 << 20, seed)
+
+
+def test_many_tiles_are_merged_a_block_at_a_time():
+    blocks = Blocks(targets=16, rows=16, hidden=16, num_warps=4, num_stages=2)
+    check_scan((5, 2100, 20), torch.float32, 0.3, blocks, workspace_bytes=1, seed=0)
+
+
+def check_scan(size, dtype, temperature, blocks, workspace_bytes, seed):
+    """Every number and every row."""
     num_targets, vocab_size, hidden_size = size
     hidden_NH, weight_VH, label_N, _ = inputs(*size, dtype, seed)
     rows_NH, logit_rows_NH = (torch.zeros(num_targets, hidden_size, device=DEVICE) for _ in range(2))
@@ -67,8 +80,8 @@ def test_a_scan_is_what_float64_finds(size, dtype, temperature, chunks, seed):
         top_k=k,
         rows_NH=rows_NH,
         logit_rows_NH=logit_rows_NH,
-        blocks=SMALL,
-        workspace_bytes=1 if chunks else 1 << 20,
+        blocks=blocks,
+        workspace_bytes=workspace_bytes,
     )
     logit_NV = (hidden_NH.double() @ weight_VH.double().t() / temperature).detach()
     max_N = logit_NV.amax(1)
@@ -140,10 +153,13 @@ def test_the_head_is_the_same_by_kernels(dtype, tolerance, temperature):
 @pytest.fixture
 def nan_in_empty_tensors():
     """Memory that nobody has written holds NaN, as torch fills it when it is to be deterministic."""
-    torch.use_deterministic_algorithms(True)
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before[0], warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,7 +231,9 @@ def test_large_logits_stay_finite_and_a_nan_stays_its_own():
     logprob_N = reference(large_NH, weight_VH, label_N, grad_N)[0]
     large_NH[3] = torch.nan
     with policy("strict"):
-        scores = score_targets(large_NH.requires_grad_(), weight_VH, label_N, Outputs(entropy=True), whole_vocabulary(101))
+        scores = score_targets(
+            large_NH.requires_grad_(), weight_VH, label_N, Outputs(entropy=True), whole_vocabulary(101)
+        )
         others = torch.arange(20, device=DEVICE) != 3
         scores.logprob_N[others].sum().backward()
     assert scores.logprob_N.isnan().nonzero().tolist() == [[3]]
@@ -241,11 +259,28 @@ def test_no_tensor_is_targets_by_vocabulary():
     """With a hidden size so small that the weights are none of it either."""
     hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(96, 3000, 4, torch.bfloat16))
     all_logits = 96 * 3000 * 2
-    for rows_NH, bound in ((None, all_logits // 8), (torch.zeros(96, 4, device=DEVICE), all_logits // 4)):
+    blocks = Blocks(16, 256, 16, num_warps=4, num_stages=2)
+    wanted = [{}, {"rows_NH": torch.zeros(96, 4, device=DEVICE)}, {"top_k": 20, "entropy": True}]
+    for asked, bound in zip(wanted, (all_logits // 8, all_logits // 4, all_logits // 4), strict=True):
         with Largest() as largest:
-            blocks = Blocks(16, 256, 16, num_warps=4, num_stages=2)
-            scan(hidden_NH, weight_VH, label_N, 1.0, rows_NH=rows_NH, blocks=blocks, workspace_bytes=bound)
+            scan(hidden_NH, weight_VH, label_N, 1.0, **asked, blocks=blocks, workspace_bytes=bound)
         assert 0 < largest.num_bytes <= bound
+    with Largest() as largest:
+        grad_VH, of_target_N = torch.zeros(3000, 4, device=DEVICE), torch.zeros(96, device=DEVICE)
+        number = all_logits // 4
+        add_weight_gradient(
+            grad_VH,
+            hidden_NH,
+            weight_VH,
+            label_N,
+            of_target_N,
+            of_target_N,
+            None,
+            1.0,
+            blocks=blocks,
+            workspace_bytes=number,
+        )
+    assert 0 < largest.num_bytes <= number
 
 
 def test_two_ranks_with_a_shard_each_agree_with_one():
@@ -278,7 +313,7 @@ def test_a_fallback_on_cuda_says_why_once_and_is_an_error_when_strict():
         assert not _kernels_do(on_cuda)
     with policy("torch"):
         assert not _kernels_do(on_cuda)
-    with policy("strict"), pytest.raises(InvalidInput, match="LONGSHORE_KERNELS.*strict: it knows no float64"):
+    with policy("strict"), pytest.raises(InvalidInput, match=r"LONGSHORE_KERNELS.*strict: it knows no float64"):
         _kernels_do(on_cuda)
 
 
@@ -303,16 +338,16 @@ def compiled() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_hopper():
-    """With the blocks that are used, by Triton's own compiler, for which no device is needed: what fits, and no spills."""
+    """With the blocks that are used, by Triton's compiler, which needs no device: they fit, and spill no registers."""
     command = [sys.executable, "-m", "tests.megatron_worker.compile_kernels"]
     done = subprocess.run(command, cwd=REPOSITORY, env=compiled(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     made = json.loads(done.stdout)
-    assert {kernel["name"] for kernel in made} == {"_scan_tile", "_merge_tiles", "_rescale", "_logit_gradient_tile"}
+    assert {kernel["name"] for kernel in made} == {"scan_tile", "merge_tiles", "rescale", "logit_gradient_tile"}
     for kernel in made:
         assert kernel["shared_bytes"] <= LARGEST_SHARED_BYTES, kernel
         assert kernel["spilled_bytes"] == 0, kernel
-        is_product = kernel["name"] in ("_scan_tile", "_logit_gradient_tile")
+        is_product = kernel["name"] in ("scan_tile", "logit_gradient_tile")
         assert kernel["tensor_cores"] == (is_product and kernel["dtype"] == "bf16"), kernel
 
 

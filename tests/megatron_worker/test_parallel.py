@@ -1,4 +1,7 @@
-"""Two and four ranks give what one gives: losses, norms, weights, files; and the tests notice what is broken."""
+"""Two and four ranks give what one gives, under every layout: scores, losses, gradients, norms, weights, files.
+
+One launch for each number of ranks. `python -m tests.megatron_worker.layout_table` measures many more layouts.
+"""
 
 import json
 import shutil
@@ -11,33 +14,87 @@ from safetensors.torch import load_file
 from shared.layout import Layout
 from tests.megatron_worker import parallel_ranks
 from tests.megatron_worker.launch import torchrun
+from tests.megatron_worker.parallel_ranks import KINDS, Trial
 from tests.megatron_worker.rows import distinct_model
 
-LAYOUTS = {2: [Layout(tp=2), Layout(dp=2)], 4: [Layout(tp=2, dp=2)]}
-LABELS = [layout.label for layouts in LAYOUTS.values() for layout in layouts]
+DENSE = {
+    2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)],
+    4: [
+        Layout(tp=2, dp=2),
+        Layout(tp=2, sp=True, pp=2),
+        Layout(tp=2, sp=True, cp=2),
+        Layout(pp=2, cp=2),
+        Layout(pp=2, dp=2),
+        Layout(cp=2, dp=2),
+    ],
+}
+EXPERTS = {
+    2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)],
+    4: [
+        Layout(tp=2, sp=True, ep=2, dp=2),
+        Layout(pp=2, ep=2, dp=2),
+        Layout(cp=2, ep=2, dp=2),
+        Layout(ep=2, etp=2, dp=4),
+    ],
+}
+# By model and layout: what is broken there, and in what it must show.
+FAULTS = {
+    ("dense", "dp2"): {"skip-reduce": "history", "average-for-sum": "history"},
+    ("dense", "tp2"): {"drop-shard": "weights", "local-norm": "history", "same-shard": "history"},
+    ("dense", "tp2-sp"): {"forget-finalize": "full history"},
+    ("dense", "pp2"): {"forget-tied": "full history", "local-norm": "history"},
+    ("dense", "cp2"): {"skip-reduce": "history", "own-context": "history"},
+    ("experts", "ep2-dp2"): {"forget-copies": "full history", "own-context": "history"},
+    ("experts", "tp2-sp-etp2"): {"forget-finalize": "full history", "drop-shard": "weights"},
+    ("dense", "tp2-dp2"): {"skip-reduce": "history", "drop-shard": "weights"},
+    ("dense", "pp2-cp2"): {"average-for-sum": "history"},
+}
+TRIALS = [
+    (name, layout)
+    for name, worlds in (("dense", DENSE), ("experts", EXPERTS))
+    for own in worlds.values()
+    for layout in own
+]
+NAMES = [f"{name}/{layout.label}" for name, layout in TRIALS]
+FIRST = {2: "dense/tp2", 4: "dense/tp2-dp2"}  # where what does not depend on the layout is tried
+
+
+def make_single(out: Path, name: str, **model: object) -> Path:
+    """The model, and one rank's results."""
+    folder = distinct_model(out / "models" / name, **model)
+    threads, single = torch.get_num_threads(), out / name / "single"
+    torch.set_num_threads(1)
+    parallel_ranks.run(folder, Layout(), single)
+    for kind in KINDS:
+        parallel_ranks.go_on(folder, Layout(), single / kind / "middle", kind, single / kind / "from-single")
+    torch.set_num_threads(threads)
+    shutil.copytree(single / "lora" / "end" / "weights", single / "damaged")
+    weights = single / "damaged" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder of results for each layout, `single` among them. One launch for each number of ranks."""
+    """A folder of results for each model and layout, `single` among them."""
     out = tmp_path_factory.mktemp("parallel")
-    model = distinct_model(out / "model")
-    single = out / "single"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    parallel_ranks.run(model, Layout(), single)
-    parallel_ranks.run_trees(model, Layout(), single / "lora" / "end" / "weights", single / "trees")
-    torch.set_num_threads(threads)
-    shutil.copytree(single / "lora" / "end" / "weights", single / "damaged")
-    data = (single / "damaged" / "adapter_model.safetensors").read_bytes()
-    (single / "damaged" / "adapter_model.safetensors").write_bytes(data[:-100])
-    for world, layouts in LAYOUTS.items():
-        arguments = [str(model), str(out), str(single), *(layout.model_dump_json() for layout in layouts)]
-        torchrun("tests.megatron_worker.parallel_ranks", *arguments, num_ranks=world, timeout_s=240)
-    for label in LABELS:
-        for kind in parallel_ranks.KINDS:
-            parallel_ranks.go_on(model, Layout(), out / label / kind / "middle", kind, out / label / kind / "to-single")
+    models = {
+        "dense": make_single(out, "dense", num_layers=3),
+        "experts": make_single(out, "experts", family="qwen3_moe", tied=False),
+    }
+    for world in (2, 4):
+        trials = [
+            Trial(model=models[name], layout=layout, faults=tuple(FAULTS.get((name, layout.label), {})))
+            for name, layout in TRIALS
+            if layout.world_size == world
+        ]
+        arguments = json.dumps([trial.model_dump(mode="json") for trial in trials])
+        torchrun("tests.megatron_worker.parallel_ranks", str(out), arguments, num_ranks=world, timeout_s=900)
     return out
+
+
+def single_of(results: Path, name: str) -> Path:
+    return results / name.split("/")[0] / "single"
 
 
 def notes(folder: Path, name: str) -> list:
@@ -55,92 +112,108 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def furthest(folder: Path, other: Path) -> float:
     """The largest difference of any tensor of two checkpoints."""
     ours, theirs = tensors(folder), tensors(other)
-    assert set(ours) == set(theirs)
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
     return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("kind", parallel_ranks.KINDS)
-@pytest.mark.parametrize("label", LABELS)
+def furthest_gradient(path: Path, other: Path) -> float:
+    """The largest norm of a tensor's difference, by the tensor's norm."""
+    ours, theirs = load_file(path), load_file(other)
+    assert set(ours) == set(theirs)
+    return max(float((ours[n] - t).norm() / t.norm().clamp(min=1e-7)) for n, t in theirs.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 class TestAgainstOneRank:
-    def test_losses_and_norms(self, results, label, kind):
-        expected = notes(results / "single" / kind, "history")[0]
-        everyone = notes(results / label / kind, "history")
-        assert len(everyone) == (4 if label == "tp2-dp2" else 2)
+    def test_losses_and_norms(self, results, name, kind):
+        expected = notes(single_of(results, name) / kind, "history")[0]
+        everyone = notes(results / name / kind, "history")
+        assert len(everyone) == dict(zip(NAMES, TRIALS, strict=True))[name][1].world_size
         for history in everyone:
             for ours, theirs in zip(history, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5)
 
-    def test_weights_and_moments(self, results, label, kind):
+    @pytest.mark.parametrize("data", ["sft", "rl"])
+    def test_every_gradient(self, results, name, kind, data):
+        ours, theirs = results / name / kind, single_of(results, name) / kind
+        path = f"from-single/{data}-gradients.safetensors"
+        assert furthest_gradient(ours / path, theirs / path) <= 1e-5
+
+    def test_weights_and_moments(self, results, name, kind):
         for step in ("middle", "end"):
-            assert furthest(results / label / kind / step, results / "single" / kind / step) <= 1e-5
+            assert furthest(results / name / kind / step, single_of(results, name) / kind / step) <= 1e-5
 
-    def test_logprobs_entropies_and_greedy_tokens_on_every_rank(self, results, label, kind):
-        expected = torch.tensor(notes(results / "single" / kind, "logprob")[0])
-        for scores in notes(results / label / kind, "logprob"):
-            assert (torch.tensor(scores) - expected).abs().max() <= 1e-5
-        completions = notes(results / label / kind, "greedy")
-        assert all(completion == completions[0] for completion in completions)
-        assert completions[0] == notes(results / "single" / kind, "greedy")[0]
+    def test_logprobs_entropies_and_greedy_tokens_on_every_rank(self, results, name, kind):
+        single = single_of(results, name) / kind
+        expected = notes(single, "scores")[0]
+        for found in notes(results / name / kind, "scores"):
+            for ours, theirs in zip(found, expected, strict=True):  # of rows, of trees
+                assert (torch.tensor(ours) - torch.tensor(theirs)).abs().max() <= 1e-5
+        for completions in notes(results / name / kind, "greedy"):
+            assert completions == notes(single, "greedy")[0]
 
-    def test_the_same_layout_resumes_to_the_bit(self, results, label, kind):
-        files = [p for p in (results / label / kind / "end").rglob("*") if p.is_file()]
+    def test_the_same_layout_resumes_to_the_bit(self, results, name, kind):
+        end = results / name / kind / "end"
+        files = [p for p in end.rglob("*") if p.is_file()]
         assert len(files) >= 3
         for file in files:
-            again = results / label / kind / "resumed" / "end" / file.relative_to(results / label / kind / "end")
+            again = results / name / kind / "resumed" / "end" / file.relative_to(end)
             assert file.read_bytes() == again.read_bytes(), file
 
-    def test_checkpoints_move_between_layouts(self, results, label, kind):
-        for moved in ("from-single", "to-single"):
-            assert furthest(results / label / kind / moved / "end", results / "single" / kind / "end") <= 1e-5
-
-    def test_replicated_tensors_are_stored_once_and_whole(self, results, label, kind):
-        ours = {n: t.shape for n, t in tensors(results / label / kind / "end").items()}
-        assert ours == {n: t.shape for n, t in tensors(results / "single" / kind / "end").items()}
-
-
-@pytest.mark.parametrize("label", LABELS)
-def test_trees_score_and_learn_as_sequences_alone_on_many_ranks(results, label):
-    """On each layout against chains on the same, and log-probabilities against one rank."""
-    for by_logprob, by_gradient in notes(results / label / "trees", "differences"):
-        assert by_logprob <= 2e-6
-        assert by_gradient <= 2e-6
-    expected = torch.tensor(notes(results / "single" / "trees", "logprob")[0])
-    for scores in notes(results / label / "trees", "logprob"):
-        assert (torch.tensor(scores) - expected).abs().max() <= 1e-5
+    def test_one_rank_s_checkpoint_goes_on(self, results, name, kind):
+        ours, theirs = results / name / kind / "from-single", single_of(results, name) / kind / "from-single"
+        assert furthest(ours / "end", theirs / "end") <= 1e-5
+        for history in notes(ours, "history"):
+            for step, expected in zip(history, notes(theirs, "history")[0], strict=True):
+                assert step == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_every_rank_refuses_what_one_cannot_read(results, label):
-    for said in notes(results / label, "refused"):
-        assert "damaged or truncated" in said
-
-
-@pytest.mark.parametrize("label", LABELS)
-def test_every_rank_hears_that_one_cannot_write(results, label):
-    for kind in parallel_ranks.KINDS:
-        everyone = notes(results / label, f"{kind}-unsaved")
-        assert everyone == ["Not a directory"] * (4 if label == "tp2-dp2" else 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_named_weights_are_whole_on_every_rank(results, name):
+    expected = notes(single_of(results, name), "named")[0]
+    for found in notes(results / name, "named"):
+        assert found == expected
 
 
 @pytest.mark.parametrize(
-    ("label", "fault", "shows_in"),
+    ("name", "kind"), [("dense/tp2-sp-pp2", "full"), ("experts/pp2-ep2-dp2", "full"), ("experts/ep2-etp2-dp4", "lora")]
+)
+def test_a_checkpoint_of_many_ranks_goes_on_on_one(results, tmp_path, name, kind):
+    model, _label = name.split("/")
+    parallel_ranks.resume(results / "models" / model, Layout(), results / name / kind / "middle", kind, tmp_path)
+    assert furthest(tmp_path / "end", single_of(results, name) / kind / "end") <= 1e-5
+
+
+@pytest.mark.parametrize("world", FIRST)
+def test_every_rank_refuses_what_one_cannot_read(results, world):
+    everyone = notes(results / FIRST[world], "refused")
+    assert len(everyone) == world
+    assert all("damaged or truncated" in said for said in everyone)
+
+
+@pytest.mark.parametrize("world", FIRST)
+def test_every_rank_hears_that_one_cannot_write(results, world):
+    for kind in KINDS:
+        assert notes(results / FIRST[world], f"{kind}-unsaved") == ["Not a directory"] * world
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "shows_in"),
     [
-        ("dp2", "skip-dp", "history"),
-        ("dp2", "average-dp", "history"),
-        ("tp2-dp2", "skip-dp", "history"),
-        ("tp2", "drop-shard", "weights"),
-        ("tp2", "local-norm", "history"),
-        ("tp2", "same-shard", "history"),
-        ("tp2-dp2", "drop-shard", "weights"),
+        (f"{model}/{label}", fault, shows_in)
+        for (model, label), faults in FAULTS.items()
+        for fault, shows_in in faults.items()
     ],
 )
-def test_a_fault_shows(results, label, fault, shows_in):
+def test_a_fault_shows(results, name, fault, shows_in):
     """The comparisons above would fail under each of these."""
-    folder = results / label / "mutated" / fault
+    folder, single = results / name / "faults" / fault, single_of(results, name)
     if shows_in == "weights":
-        assert furthest(folder / "middle", results / "single" / "lora" / "middle") > 1e-3
+        assert furthest(folder / "lora" / "middle", single / "lora" / "middle") > 1e-3
         return
-    expected = notes(results / "single" / "lora", "history")[0][:3]
-    for history in notes(folder, "history"):
-        values = [value for step in history for value in step]
-        assert values != pytest.approx([value for step in expected for value in step], rel=1e-4)
+    kinds = ("full",) if shows_in.startswith("full") else KINDS
+    for kind in kinds:
+        expected = [value for step in notes(single / kind, "history")[0][:2] for value in step]
+        for history in notes(folder / kind, "history"):
+            assert [value for step in history for value in step] != pytest.approx(expected, rel=1e-4)

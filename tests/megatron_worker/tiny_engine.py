@@ -104,6 +104,9 @@ class TinyEngine:
         sums.loss.backward()
         return sums.detached()
 
+    def forward_backward_all(self, batches, loss: LossFunction) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        return ((batch, self.forward_backward(batch, loss)) for batch in batches)
+
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         return over_ranks(sums, self.facts.dp_rank, self.facts.dp_size, self._sum_over_ranks)
 

@@ -1,0 +1,114 @@
+"""A bin as one rank computes it: padded to a length that the layout divides, cut over context-parallel ranks.
+
+A bin is cut into twice as many chunks as there are context-parallel ranks; rank r has chunk r and the r-th from behind,
+so that a long sequence costs all of them alike.
+
+Shape suffixes: T tokens of a padded bin, t those of this rank, N targets of the bin, M those whose hidden states are
+this rank's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_worker.engine import Batch
+from megatron_worker.megatron.attention import BinPlan, Context, plan_bin
+from megatron_worker.megatron.collectives import sum_alike
+from megatron_worker.megatron.mesh import Mesh
+
+_CUDA_CHUNK = 128  # tokens: a chunk is whole blocks of flex_attention's mask
+
+
+@dataclass(frozen=True)
+class LocalBin:
+    """`rows`: hidden states between layers on this rank; `expert_rows`: the most of a rank that shares the experts."""
+
+    token_id_t: Tensor
+    plan: BinPlan
+    rows: int
+    expert_rows: int
+    hidden_index_M: Tensor
+    label_M: Tensor
+    target_M: Tensor | None  # which of the bin's targets; None: all
+    num_targets: int
+    context: Context | None
+
+    def of_all_targets(self, values_M: Tensor) -> Tensor:
+        """What each context-parallel rank knows of its own targets, for all of the bin, on all ranks: [N, ...].
+
+        All ranks must do the same with it: the gradient of a rank's own is not added up.
+        """
+        if self.target_M is None or self.context is None:
+            return values_M
+        zeros_N = values_M.new_zeros(self.num_targets, *values_M.shape[1:])
+        return sum_alike(zeros_N.index_copy(0, self.target_M, values_M), self.context.group)
+
+
+def localised(batch: Batch, mesh: Mesh, frequency_D2: Tensor, dtype: torch.dtype) -> LocalBin:
+    """Raises InvalidInput when a tree's tokens do not stand depth first. Collective where experts are shared."""
+    token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
+    context, token_id_t, position_t = None, token_id_T, position_T
+    hidden_index_M, label_M, target_M = batch.hidden_index_N, batch.label_N, None
+    if mesh.cp.size > 1:
+        context = _context(len(token_id_T), mesh)
+        rows_t = context.rows(len(token_id_T), token_id_T.device)
+        token_id_t, position_t = token_id_T[rows_t], position_T[rows_t]
+        local_T = torch.full_like(token_id_T, -1)
+        local_T[rows_t] = torch.arange(len(rows_t), device=rows_t.device)
+        target_M = (local_T[hidden_index_M] >= 0).nonzero()[:, 0]
+        hidden_index_M, label_M = local_T[hidden_index_M[target_M]], label_M[target_M]
+    rows = len(token_id_t) // (mesh.tp.size if mesh.layout.sp else 1)
+    return LocalBin(
+        token_id_t=token_id_t,
+        plan=plan_bin(position_t, parent_T, frequency_D2, dtype, context),
+        rows=rows,
+        expert_rows=_most(rows, mesh),
+        hidden_index_M=hidden_index_M,
+        label_M=label_M,
+        target_M=target_M,
+        num_targets=len(batch.label_N),
+        context=context,
+    )
+
+
+def _multiple(mesh: Mesh) -> int:
+    multiple = mesh.tp.size if mesh.layout.sp else 1
+    if mesh.cp.size > 1:
+        multiple *= 2 * mesh.cp.size * (_CUDA_CHUNK if mesh.device.type == "cuda" else 1)
+    return multiple
+
+
+def _padded(batch: Batch, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and parents with a sequence of zeros behind them; an empty bin has something to compute, too."""
+    num_tokens = len(batch.token_id_T)
+    num_missing = -max(num_tokens, 1) % multiple + (num_tokens == 0)
+    if not num_missing:
+        return batch.token_id_T, batch.position_T, batch.parent_T
+    position = torch.arange(num_missing, device=batch.position_T.device)
+    parent = torch.where(position == 0, -1, position - 1 + num_tokens)
+    return (
+        F.pad(batch.token_id_T, (0, num_missing)),
+        torch.cat([batch.position_T, position]),
+        torch.cat([batch.parent_T, parent]),
+    )
+
+
+def _context(num_tokens: int, mesh: Mesh) -> Context:
+    size = num_tokens // (2 * mesh.cp.size)
+
+    def chunk(number: int) -> slice:
+        return slice(number * size, (number + 1) * size)
+
+    chunks = [(chunk(rank), chunk(2 * mesh.cp.size - 1 - rank)) for rank in range(mesh.cp.size)]
+    gathered_T = torch.cat([torch.arange(part.start, part.stop) for own in chunks for part in own])
+    return Context(mesh.cp, chunks[mesh.cp.rank], gathered_T.argsort().to(mesh.device))
+
+
+def _most(rows: int, mesh: Mesh) -> int:
+    if mesh.experts.size == 1:
+        return rows
+    most = torch.tensor([rows], device=mesh.device)
+    mesh.experts.max(most)
+    return int(most)

@@ -1,0 +1,143 @@
+"""Bins through the model: forward, and forward with backward, alone or through the stages of a pipeline.
+
+Shape suffixes: N targets of a bin, M those whose hidden states are this rank's, t tokens of this rank, H hidden size;
+s tokens that a rank has between layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
+from megatron_worker.head import score_targets
+from megatron_worker.megatron.local_bins import LocalBin, localised
+from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.pipeline import Link, one_forward_one_backward
+
+Learned = tuple[Batch, dict[str, Tensor]]
+
+
+class Passes:
+    """Every method is collective: ranks bring as many bins, equal ones where they share data."""
+
+    def __init__(self, model: Model, mesh: Mesh) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._link = Link(mesh, model.architecture.hidden_size, model.dtype)
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        """With stages, no graph is kept: what a stage is sent has none."""
+        if batch.is_empty and self._mesh.experts.size == 1:
+            return _no_scores(batch, outputs)
+        part = self._localised(batch)
+        hidden_tH = self._through_stages(part)
+        scores = None if hidden_tH is None else self._scores(batch, part, hidden_tH, outputs)
+        return self._told([batch], [scores], outputs)[0]
+
+    def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Learned]:
+        """Gradients of sums accumulate. Yields each bin with its detached sums."""
+        if self._mesh.pp.size > 1:
+            yield from self._pipelined(list(batches), loss)
+            return
+        for batch in batches:
+            if batch.is_empty and self._mesh.experts.size == 1:
+                yield batch, loss.sums(_no_scores(batch, loss.outputs), batch).detached()
+                continue
+            part = self._localised(batch)
+            objective, sums, _scores = self._objective(batch, part, self._model.run(part, None), loss)
+            objective.backward()
+            yield batch, sums.detached()
+
+    def hidden_states(self, batch: Batch) -> Tensor | None:
+        """Of the bin's targets, after the final norm: [N, H], on all ranks of the last stage; None on others."""
+        part = self._localised(batch)
+        hidden_tH = self._through_stages(part)
+        return None if hidden_tH is None else part.of_all_targets(hidden_tH.index_select(0, part.hidden_index_M))
+
+    def _localised(self, batch: Batch) -> LocalBin:
+        return localised(batch, self._mesh, self._model.frequency_D2, self._model.dtype)
+
+    def _through_stages(self, part: LocalBin) -> Tensor | None:
+        """The last stage's hidden states, on that stage."""
+        assert self._mesh.pp.size == 1 or not torch.is_grad_enabled(), "pipelines learn by forward_backward alone"
+        received_s1H, _ = self._link.exchange(rows_forward=part.rows)
+        hidden = self._model.run(part, received_s1H)
+        self._link.exchange(forward=hidden)
+        return hidden if self._mesh.is_last_stage else None
+
+    def _scores(self, batch: Batch, part: LocalBin, hidden_tH: Tensor, outputs: Outputs) -> Scores:
+        if batch.is_empty:
+            return _no_scores(batch, outputs)
+        hidden_MH = hidden_tH.index_select(0, part.hidden_index_M)
+        own = score_targets(hidden_MH, self._model.output_weight_VH, part.label_M, outputs, self._model.shard)
+        return _mapped(part.of_all_targets, own)
+
+    def _objective(
+        self, batch: Batch, part: LocalBin, hidden_tH: Tensor, loss: LossFunction
+    ) -> tuple[Tensor, LossSums, Scores]:
+        """What to differentiate. An empty bin has nothing to learn from, but peers wait for its backward."""
+        scores = self._scores(batch, part, hidden_tH, loss.outputs)
+        sums = loss.sums(scores, batch)
+        return (hidden_tH.sum() * 0 if batch.is_empty else sums.loss), sums, scores
+
+    def _pipelined(self, batches: Sequence[Batch], loss: LossFunction) -> Iterator[Learned]:
+        parts = [self._localised(batch) for batch in batches]
+        scores: list[Scores | None] = [None] * len(batches)
+
+        def forward(number: int, received_s1H: Tensor | None) -> Tensor:
+            hidden = self._model.run(parts[number], received_s1H)
+            if not self._mesh.is_last_stage:
+                return hidden
+            objective, _sums, found = self._objective(batches[number], parts[number], hidden, loss)
+            scores[number] = _mapped(torch.Tensor.detach, found)
+            return objective
+
+        one_forward_one_backward(self._link, [part.rows for part in parts], forward)
+        for batch, told in zip(batches, self._told(batches, scores, loss.outputs), strict=True):
+            yield batch, loss.sums(told, batch).detached()
+
+    def _told(self, batches: Sequence[Batch], scores: Sequence[Scores | None], outputs: Outputs) -> list[Scores]:
+        """What the last stage found, on all stages."""
+        if self._mesh.pp.size == 1:
+            return [found for found in scores if found is not None]
+        sizes, k = [len(batch.weight_N) for batch in batches], outputs.top_k
+        exact = torch.promote_types(torch.float32, self._model.dtype)
+        columns: dict[str, Sequence[Tensor]] = {}
+        if outputs.logprob:
+            columns["logprob_N"] = self._from_last_stage("logprob_N", scores, sizes, (), exact)
+        if outputs.entropy:
+            columns["entropy_N"] = self._from_last_stage("entropy_N", scores, sizes, (), exact)
+        if k:
+            columns["top_logprob_NK"] = self._from_last_stage("top_logprob_NK", scores, sizes, (k,), exact)
+            columns["top_id_NK"] = self._from_last_stage("top_id_NK", scores, sizes, (k,), torch.int64)
+        return [Scores(**{name: x[number] for name, x in columns.items()}) for number in range(len(sizes))]
+
+    def _from_last_stage(
+        self,
+        name: str,
+        scores: Sequence[Scores | None],
+        sizes: Sequence[int],
+        rest: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:
+        """A column of all bins, known on the last stage, in one message."""
+        together = torch.empty(sum(sizes), *rest, dtype=dtype, device=self._mesh.device)
+        if self._mesh.is_last_stage:
+            found = [getattr(x, name).detach() for x in scores if x is not None]
+            together.copy_(torch.cat([x.reshape(-1, *rest) for x in found]))
+        self._mesh.pp.broadcast(together, self._mesh.pp.size - 1)
+        return together.split(list(sizes))
+
+
+def _no_scores(batch: Batch, outputs: Outputs) -> Scores:
+    """Of no target."""
+    nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
+    return Scores(nothing_0, nothing_0, *((nothing_0K, nothing_0K.long()) if outputs.top_k else ()))
+
+
+def _mapped(function: Callable[[Tensor], Tensor], scores: Scores) -> Scores:
+    columns = (getattr(scores, column.name) for column in dataclasses.fields(scores))
+    return Scores(*(None if x is None else function(x) for x in columns))

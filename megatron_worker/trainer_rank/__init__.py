@@ -1,0 +1,8 @@
+"""Custom training code on a rank: typed forwards, adapters by name, micro-batches that fit memory."""
+
+from megatron_worker.trainer_rank.inputs import ACTIVE, ForwardInput, ForwardOutput, TopK
+from megatron_worker.trainer_rank.micro_batches import MicroBatch, Planning
+from megatron_worker.trainer_rank.rank import TrainerRank
+from megatron_worker.trainer_rank.snapshot import Snapshot
+
+__all__ = ["ACTIVE", "ForwardInput", "ForwardOutput", "MicroBatch", "Planning", "Snapshot", "TopK", "TrainerRank"]

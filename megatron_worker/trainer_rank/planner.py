@@ -1,0 +1,147 @@
+"""The planner: which of the next items make a micro-batch, and which rank takes which. The same on every rank.
+
+It knows what all ranks know: the items, the trunk's costs and the heights that were measured, each brought together
+over the ranks before it is used. It plans one micro-batch at a time, so that what the last one taught counts for the
+next.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_worker.trainer_rank.costs import Head, Rows, SlotLoad, Trunk, TrunkCost, estimate, total_tokens
+from megatron_worker.trainer_rank.inputs import Request
+from megatron_worker.trainer_rank.packing import PackSize
+from shared.errors import InvalidInput
+from shared.jobs import Lora
+
+_UNSEEN = 1.08  # on an estimate that no height has been measured for
+_SEEN = 1.02  # on one that was, times how far the measured were from theirs
+_MEMORY = 16  # heights that are remembered of a kind
+_COMPARABLE = 4  # a height says nothing of a micro-batch more than so many times as large
+
+Slots = dict[str | None, tuple[Lora | None, bool]]
+
+
+@dataclass(frozen=True)
+class Height:
+    """What a micro-batch was estimated to hold, and what it did. `kind`: what was asked of it."""
+
+    kind: str
+    estimated_bytes: float
+    measured_bytes: float
+
+
+class Experience:
+    """How far measured heights were from their estimates, by kind."""
+
+    def __init__(self) -> None:
+        self._heights: defaultdict[str, deque[Height]] = defaultdict(lambda: deque(maxlen=_MEMORY))
+
+    def learn(self, height: Height) -> None:
+        self._heights[height.kind].append(height)
+
+    def corrected(self, kind: str, estimated_bytes: float) -> float:
+        """An estimate as it should have been, with a margin."""
+        ratios = [
+            height.measured_bytes / height.estimated_bytes
+            for height in self._heights[kind]
+            if height.estimated_bytes * _COMPARABLE >= estimated_bytes
+        ]
+        return estimated_bytes * (max(ratios) * _SEEN if ratios else _UNSEEN)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does in a micro-batch: places of items, its estimate as it stands and corrected."""
+
+    items: tuple[int, ...]
+    num_tokens: int
+    num_logical_tokens: int
+    kind: str
+    estimated_bytes: float
+    corrected_bytes: float
+
+
+class _Load:
+    """A rank's share as it grows."""
+
+    def __init__(self, planner: "Planner") -> None:
+        self._planner = planner
+        self.items: list[int] = []
+        self.slots: dict[str | None, SlotLoad] = {}
+        self.kinds: set[str] = set()
+        self.estimated_bytes = self.corrected_bytes = 0.0
+
+    def grown(self, item: int, requests: Sequence[Request]) -> "_Load":
+        load = _Load(self._planner)
+        load.items, load.kinds = [*self.items, item], self.kinds.copy()
+        load.slots = {name: SlotLoad(slot.size.copy(), Rows(**vars(slot.rows))) for name, slot in self.slots.items()}
+        for request in requests:
+            if not request.is_empty:
+                slot = load.slots.setdefault(request.adapter, SlotLoad(self._planner.new_size(), Rows()))
+                slot.size.add(request.token_L)
+                slot.rows.add(request)
+                load.kinds |= request.kinds
+        load.estimated_bytes = self._planner.estimate(load.slots)
+        load.corrected_bytes = self._planner.experience.corrected(load.kind, load.estimated_bytes)
+        return load
+
+    @property
+    def kind(self) -> str:
+        branches = any(slot.branches for slot in self.slots.values())
+        return " ".join(sorted(self.kinds | ({"branches"} if branches else set())))
+
+    def share(self) -> Share:
+        tokens, logical = total_tokens(list(self.slots.values()))
+        return Share(tuple(self.items), tokens, logical, self.kind, self.estimated_bytes, self.corrected_bytes)
+
+
+class Planner:
+    """Plans for `num_ranks` data-parallel ranks.
+
+    Args:
+        slots: of each adapter's name its shape, and whether a graph of it will be kept.
+        costs: of every trunk that may be met.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        slots: Slots,
+        costs: dict[Trunk, TrunkCost],
+        experience: Experience,
+        num_ranks: int,
+        min_shared_tokens: int,
+    ) -> None:
+        self._head, self._slots, self._costs = head, slots, costs
+        self._num_ranks, self._min_shared = num_ranks, min_shared_tokens
+        self.experience = experience
+
+    def new_size(self) -> PackSize:
+        return PackSize(self._min_shared)
+
+    def estimate(self, loads: dict[str | None, SlotLoad]) -> float:
+        slots = []
+        for name, load in loads.items():
+            lora, keeps_graph = self._slots[name]
+            slots.append((load, self._costs[Trunk(lora, keeps_graph, load.branches)], keeps_graph))
+        return estimate(slots, self._head)
+
+    def next_shares(self, items: Sequence[Sequence[Request]], first: int, budget_bytes: float) -> list[Share]:
+        """The items from `first` on that fit, in their order, each to the rank with the least to do.
+
+        Raises InvalidInput when not even the first fits a rank that has nothing else.
+        """
+        loads = [_Load(self) for _ in range(self._num_ranks)]
+        for item in range(first, len(items)):
+            least = min(range(self._num_ranks), key=lambda rank: (loads[rank].corrected_bytes, rank))
+            grown = loads[least].grown(item, items[item])
+            if grown.corrected_bytes > budget_bytes:
+                if item == first:
+                    needed, left = int(grown.corrected_bytes), int(budget_bytes)
+                    message = f"it alone needs about {needed:,} bytes, backward included; the budget leaves {left:,}"
+                    raise InvalidInput(message, f"items[{item}]")
+                break
+            loads[least] = grown
+        return [load.share() for load in loads]

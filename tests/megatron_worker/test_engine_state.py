@@ -1,0 +1,243 @@
+"""Each engine's state, alone: checkpoints, slots, base weights by value; offload leaves declared buffers only."""
+
+import gc
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_worker.engine import Outputs
+from shared.errors import InvalidInput
+from shared.jobs import Full, Lora
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import ENGINES, LORA, checkpoint_bytes, start
+from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
+
+ROWS = random_rows([40, 17, 90])
+STEPS = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25], seed=s % 3) for s in range(6))]
+RATES = {"lora": 3e-3, "full": 3e-4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return distinct_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    """A line of the table."""
+    return request.param
+
+
+def logprobs(engine):
+    with torch.no_grad():
+        return engine.forward(bin_of(ROWS), Outputs()).logprob_N
+
+
+# Weights and checkpoints.
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_named_weights_are_those_of_the_folder(tmp_path, engine, family, tied, dtype):
+    folder = distinct_model(tmp_path, family, tied)
+    published = load_file(folder / "model.safetensors")
+    found = dict(start(engine, folder, dtype=dtype).named_weights())
+    assert set(found) == set(published)
+    for name, weight in found.items():
+        assert torch.equal(weight, published[name].to(getattr(torch, dtype))), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, engine, kind, dtype):
+    whole = start(engine, model, kind, dtype)
+    train(whole, STEPS[:3], learning_rate=RATES[kind])
+    whole.save(tmp_path / "middle")
+    train(whole, STEPS[3:], learning_rate=RATES[kind])
+    whole.save(tmp_path / "end")
+
+    resumed = start(engine, model, kind, dtype)
+    resumed.load(tmp_path / "middle")
+    train(resumed, STEPS[3:], learning_rate=RATES[kind])
+    resumed.save(tmp_path / "again")
+    assert checkpoint_bytes(tmp_path / "end") == checkpoint_bytes(tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_damaged_or_foreign_checkpoint_is_refused(model, tmp_path, engine, kind):
+    driven = start(engine, model, kind)
+    train(driven, STEPS[:1], learning_rate=RATES[kind])
+    driven.save(tmp_path / "whole")
+    before = logprobs(driven)
+    for name in ("weights", "optimizer"):
+        broken = shutil.copytree(tmp_path / "whole", tmp_path / name)
+        file = next((broken / name).glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(InvalidInput, match="damaged"):
+            driven.load(broken)
+    shutil.rmtree(tmp_path / "weights" / "optimizer")
+    driven.load(tmp_path / "whole")
+    assert torch.equal(logprobs(driven), before)
+    other = start(engine, model)
+    other.add_adapter("run", Lora(rank=2), seed=0)
+    with pytest.raises(InvalidInput):
+        other.load(tmp_path / "whole")
+
+
+# Adapters.
+
+
+def test_the_active_adapter_decides(model, tmp_path, engine):
+    driven = start(engine, model)
+    base = logprobs(driven)
+    driven.add_adapter("run", LORA, seed=0)
+    assert torch.equal(logprobs(driven), base)  # B begins at zero
+    train(driven, STEPS[:1])
+    adapted = logprobs(driven)
+    assert (adapted - base).abs().max() > 1e-3
+    driven.save(tmp_path)
+    driven.load_adapter("frozen", tmp_path / "weights", None, trainable=False)
+    assert torch.equal(logprobs(driven), adapted)
+    driven.set_adapter(None)
+    assert torch.equal(logprobs(driven), base)
+    driven.set_adapter("run")
+    train(driven, STEPS[1:2])
+    further = logprobs(driven)
+    driven.set_adapter("frozen")
+    assert torch.equal(logprobs(driven), adapted)
+    assert not torch.equal(further, adapted)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(model, tmp_path, engine):
+    driven = start(engine, model, "lora")
+    driven.save(tmp_path)
+    driven.drop_training_state()
+    with pytest.raises(InvalidInput, match="rank"):
+        driven.load_adapter("other", tmp_path / "weights", Lora(rank=8, alpha=8), trainable=True)
+    with pytest.raises(InvalidInput):
+        driven.load_adapter("other", tmp_path / "nowhere", LORA, trainable=True)
+    (tmp_path / "weights" / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(InvalidInput, match="damaged"):
+        driven.load_adapter("other", tmp_path / "weights", LORA, trainable=True)
+    driven.add_adapter("next", LORA, seed=1)
+    train(driven, STEPS[:1])
+
+
+def test_a_loaded_adapter_is_trained_on_from_its_float32_weights(model, tmp_path, engine):
+    """A bfloat16 engine that loads what it saved saves the same bytes."""
+    driven = start(engine, model, "lora", "bfloat16")
+    train(driven, STEPS[:2])
+    driven.save(tmp_path / "one")
+    driven.drop_training_state()
+    driven.load_adapter("run", tmp_path / "one" / "weights", LORA, trainable=True)
+    driven.save(tmp_path / "two")
+    one, two = (tmp_path / name / "weights" / "adapter_model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_an_adapter_of_some_linears_leaves_the_others_alone(model, tmp_path, engine):
+    driven = start(engine, model)
+    driven.add_adapter("run", Lora(rank=2, targets=("q_proj", "down_proj")), seed=0)
+    train(driven, STEPS[:1])
+    driven.save(tmp_path)
+    names = load_file(tmp_path / "weights" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "down_proj"}
+
+
+# Memory.
+
+
+def storages_alive() -> dict[int, int]:
+    """Bytes by address, of every tensor that the process still holds. Small ones (tables, counts) are left out."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            if storage.nbytes() > 2048:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["base", "lora", "full"])
+def test_offload_leaves_only_declared_host_buffers(model, engine, dtype, kind):
+    before = storages_alive()
+    driven = start(engine, model, kind, dtype)
+    logprobs(driven)
+    if kind != "base":
+        train(driven, [[ROWS]] * 2)
+    base_bytes = sum(weight.nbytes for _, weight in driven.named_weights())
+    logprobs(driven)
+    driven.offload()
+    alive = {address: size for address, size in storages_alive().items() if address not in before}
+    assert sum(alive.values()) == driven.memory().host_bytes >= base_bytes
+    assert driven.memory().device_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_training_goes_on_after_a_reload_to_the_bit(model, tmp_path, engine, dtype, kind):
+    for rounds in (0, 2):
+        driven = start(engine, model, kind, dtype)
+        for step in range(3):
+            for _ in range(rounds):
+                driven.offload()
+                driven.reload()
+            train(driven, [[ROWS[step:]]], learning_rate=RATES[kind])
+        driven.save(tmp_path / str(rounds))
+    assert checkpoint_bytes(tmp_path / "0") == checkpoint_bytes(tmp_path / "2")
+
+
+def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model, engine):
+    driven = start(engine, model)
+    before = logprobs(driven)
+    driven.offload()
+    host = driven.memory().host_bytes
+    for _ in range(2):
+        driven.offload()
+        assert driven.memory().host_bytes == host
+        driven.reload()
+        assert driven.memory().host_bytes == host
+        assert driven.memory().device_bytes == pytest.approx(host, rel=0.01)
+        assert torch.equal(logprobs(driven), before)
+
+
+def test_dropping_a_job_leaves_the_base_alone(model, engine):
+    driven = start(engine, model)
+    alone, before = driven.memory().device_bytes, logprobs(driven)
+    driven.add_adapter("run", LORA, seed=0)
+    train(driven, [[ROWS]])
+    assert driven.memory().device_bytes > alone
+    driven.drop_training_state()
+    assert driven.memory().device_bytes == alone
+    assert torch.equal(logprobs(driven), before)
+
+
+@pytest.mark.parametrize("offloaded_before", [False, True])
+def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_one(model, engine, offloaded_before):
+    driven = start(engine, model)
+    published = {name: weight.clone() for name, weight in driven.named_weights()}
+    if offloaded_before:
+        driven.offload()
+        driven.reload()
+    driven.train_full(Full())
+    train(driven, [[ROWS]], learning_rate=RATES["full"])
+    driven.drop_training_state()
+    assert driven.memory().device_bytes == 0
+    driven.offload()
+    assert driven.memory().device_bytes == 0
+    driven.reload()
+    driven.add_adapter("next", Lora(rank=2), seed=0)
+    assert all(torch.equal(weight, published[name]) for name, weight in driven.named_weights())
+
+
+def test_memory_is_counted(model, engine):
+    """Weights, and for training gradients and two moments beside them, all float32."""
+    driven = start(engine, model)
+    weights = sum(weight.numel() for _, weight in driven.named_weights())
+    assert 4 * weights <= driven.memory().device_bytes <= 4 * weights * 1.05 + 4096
+    driven.train_full(Full())
+    assert 16 * weights <= driven.memory().device_bytes <= 16 * weights * 1.05 + 16384
