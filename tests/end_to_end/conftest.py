@@ -1,7 +1,10 @@
 """One stack a session, patient enough for a loaded machine and quick to notice a death."""
 
 import json
-from collections.abc import Iterator
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,22 @@ QUICK = {
     "LONGSHORE_CANCEL_GRACE_S": "30",
     "LONGSHORE_CPU_THREADS": "1",
 }
+
+# A grader of something that an untrained model's samples differ in: how many letters of the answer are an e.
+LETTERS = {
+    "type": "python",
+    "name": "letters",
+    "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
+}
+
+
+@pytest.fixture
+def chance(record_property: Callable[[str, object], None]) -> random.Random:
+    """Chance that can be repeated: its seed is printed and on record."""
+    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
+    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
+    record_property("seed", seed)
+    return random.Random(seed)
 
 
 @pytest.fixture(scope="session")

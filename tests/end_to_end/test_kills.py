@@ -1,7 +1,6 @@
 """Whatever is killed, the run completes by itself, and its adapter has the bits of an undisturbed run."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -136,12 +135,8 @@ def test_a_kill_at_every_point_changes_nothing(
 
 
 def test_kills_at_random_moments_change_nothing(
-    stack: Stack, undisturbed: Answer, sft_options: list[str], record_property: Callable[[str, object], None]
+    stack: Stack, undisturbed: Answer, sft_options: list[str], chance: random.Random
 ) -> None:
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
-    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
-    record_property("seed", seed)
-    chance = random.Random(seed)
     run_id = _submit(stack, sft_options)
     for _ in range(3):
         time.sleep(chance.uniform(1, 9))

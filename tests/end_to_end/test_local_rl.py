@@ -7,16 +7,10 @@ import pytest
 
 from examples import demo, local_rl
 from shared.runs import RLRun, RunRecord, StepStatus
+from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Stack
 
 pytestmark = pytest.mark.slow
-
-# How many letters of the answer are an e: something that an untrained model's samples differ in.
-GRADER = {
-    "type": "python",
-    "name": "letters",
-    "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
-}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +21,7 @@ def record(stack: Stack, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
         rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in numbers)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answer = stack.cli(
-        *("submit", "rl", "--json", "--model", str(tiny_model), "--grader", json.dumps(GRADER)),
+        *("submit", "rl", "--json", "--model", str(tiny_model), "--grader", json.dumps(LETTERS)),
         *("--prompts", f"{folder}/train.jsonl", "--eval-prompts", f"{folder}/eval.jsonl", "--eval-every", "2"),
         *("--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
         *("--off-policy-steps", "1", "--mini-batches", "2", "--algorithm", "grpo", "--temperature", "0.8"),

@@ -82,12 +82,8 @@ def test_every_accepted_step_is_trained_exactly_once(
     tiny_model: Path,
     groups: list[str],
     undisturbed: list[StepStatus],
-    record_property: Callable[[str, object], None],
+    chance: random.Random,
 ) -> None:
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
-    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
-    record_property("seed", seed)
-    chance = random.Random(seed)
     dying: list[threading.Timer] = []
     with started(tmp_path / "killed", **QUICK) as stack:
 

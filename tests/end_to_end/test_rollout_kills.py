@@ -1,7 +1,6 @@
 """Kills while a run samples, grades, trains and publishes: it ends by itself, with the bits of an undisturbed run."""
 
 import json
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import QUICK
+from tests.end_to_end.conftest import LETTERS, QUICK
 from tests.end_to_end.stack import Answer, Stack, started, wait_until
 from tests.end_to_end.victims import (
     Victim,
@@ -26,11 +25,6 @@ from tests.end_to_end.victims import (
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 10
-GRADER = {
-    "type": "python",
-    "name": "letters",
-    "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +34,17 @@ def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(50))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        *("submit", "rl", "--json", "--model", str(tiny_model), "--prompts", str(path), "--grader", json.dumps(GRADER)),
+        *(
+            "submit",
+            "rl",
+            "--json",
+            "--model",
+            str(tiny_model),
+            "--prompts",
+            str(path),
+            "--grader",
+            json.dumps(LETTERS),
+        ),
         *("--steps", str(NUM_STEPS), "--prompts-per-step", "12", "--group-size", "8", "--max-completion-tokens", "32"),
         *("--off-policy-steps", "1", "--loss", "ppo", "--lora-rank", "4", "--learning-rate", "0.01"),
         *("--max-tokens", "80", "--seed", "7"),
@@ -125,13 +129,9 @@ def test_kills_at_random_moments_change_nothing(
     fresh_stack: Stack,
     undisturbed: Answer,
     rollout_options: list[str],
-    record_property: Callable[[str, object], None],
+    chance: random.Random,
 ) -> None:
     """Under another name, the first step's samples are found, and all others are drawn anew."""
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
-    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
-    record_property("seed", seed)
-    chance = random.Random(seed)
     run_id = fresh_stack.cli(*rollout_options).json["run_id"]
     for _ in range(3):
         time.sleep(chance.uniform(1, 8))

@@ -5,17 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Stack
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
-# How many letters of the answer are an e: something that an untrained model's samples differ in.
-GRADER = {
-    "type": "python",
-    "name": "letters",
-    "source": "def grade(sample, item):\n    text = sample['output_text']\n    return text.count('e') / 8\n",
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def rollout_options(tiny_model: Path, prompts: dict[str, str]) -> list[str]:
     return [
         *("submit", "rl", "--json", "--model", str(tiny_model), "--prompts", prompts["train"]),
-        *("--eval-prompts", prompts["eval"], "--eval-every", "2", "--grader", json.dumps(GRADER)),
+        *("--eval-prompts", prompts["eval"], "--eval-every", "2", "--grader", json.dumps(LETTERS)),
         *("--steps", str(NUM_STEPS), "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
         *("--loss", "reinforce", "--lora-rank", "4", "--learning-rate", "0.01", "--max-tokens", "64", "--seed", "7"),
     ]
