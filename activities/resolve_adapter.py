@@ -17,8 +17,10 @@ from shared.peft_format import CONFIG, WEIGHTS, check_same, lora_of
 from shared.settings import Settings
 
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\.(?P<linear>\w+)\.lora_(?P<side>[AB])\.weight"
+    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp(\.experts\.\d+)?)\.(?P<linear>\w+)"
+    r"\.lora_(?P<side>[AB])\.weight"
 )
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class AdapterRequest(Frozen):
@@ -65,11 +67,17 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     tensors = read_tensors(location, WEIGHTS)
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
-    if shape is not None and len(tensors) != 2 * len(lora.targets) * shape.num_layers:
-        expected = 2 * len(lora.targets) * shape.num_layers
+    expected = 0 if shape is None else 2 * _linears_of_layer(lora, shape) * shape.num_layers
+    if shape is not None and len(tensors) != expected:
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
         )
+
+
+def _linears_of_layer(lora: Lora, shape: ModelShape) -> int:
+    """How many are adapted: each expert has linears of its own."""
+    of_experts = sum(target in _MLP for target in lora.targets)
+    return len(lora.targets) - of_experts + of_experts * max(1, shape.num_experts)
 
 
 def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:

@@ -125,12 +125,7 @@ def _run(title: str, *arguments: str) -> dict[str, Any]:
 
 def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     """The train steps of an RL run; the first one is the policy before any training."""
-    stack, found = connection(), list[dict[str, Any]]()
-    address = f"{stack['api_url']}/api/v1/runs/{run['run_id']}/steps"
-    with httpx.Client(headers={"Authorization": f"Bearer {stack['api_key']}"}, timeout=30) as client:
-        while (answer := client.get(f"{address}/{len(found)}")).is_success:
-            found.append(answer.json())
-    return found
+    return json.loads(longshore("steps", run["run_id"], "--json"))
 
 
 def longshore(*arguments: str) -> str:

@@ -355,6 +355,7 @@ def _kernels_do(hidden_NH: Tensor) -> bool:
 def _probe_kernels(one_NH: Tensor) -> None:
     from megatron_worker.kernels import head as kernels
 
+    one_NH = one_NH.expand(1, 256).contiguous()  # some steps, so that it wants the memory that a real one wants
     exact_NH, row_N = one_NH.float(), torch.zeros(1, dtype=torch.int64, device=one_NH.device)
     found = kernels.scan(one_NH, one_NH, row_N, temperature=1.0, rows_NH=exact_NH.clone())
     kernels.add_weight_gradient(exact_NH, one_NH, one_NH, row_N, found.max_N, found.max_N, None, temperature=1.0)

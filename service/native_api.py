@@ -12,7 +12,7 @@ from pydantic import Field
 
 from service.files import PublishedFiles, Uploaded, receive, uploads_folder
 from service.problems import ErrorBody, TemporalUnavailable
-from service.run_views import EventPage, Metrics, RunPage, RunReader, RunView, last_lines, log_line
+from service.run_views import EventPage, Metrics, RunPage, RunReader, RunView, StepPage, last_lines, log_line
 from service.runs import Runs
 from service.train_steps import TrainSteps
 from shared import paths
@@ -30,6 +30,7 @@ router = APIRouter(
     responses={code: {"model": ErrorBody} for code in (401, 404, 409, 422, 503)},
 )
 _POLL_S = 0.5
+_LAST_STEP = 99_999_999
 _HEALTH_PATIENCE_S = 5.0
 
 
@@ -133,10 +134,22 @@ async def train_step(run_id: RunId, step: StepSubmission, backend: Backed) -> St
     return await backend.steps.train(run_id, StepRequest(key=step.key, groups=step.groups), step.wait_s)
 
 
+@router.get("/runs/{run_id}/steps")
+async def list_steps(
+    run_id: RunId,
+    backend: Backed,
+    after: Annotated[int | None, Query(ge=0, le=_LAST_STEP, description="the `next` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> StepPage:
+    """The train steps of an RL run that have ended, in order. 409 for a run of another kind."""
+    await backend.steps.record(run_id)
+    return await backend.reader.steps(run_id, after, limit)
+
+
 @router.get("/runs/{run_id}/steps/{step}")
 async def get_step(
     run_id: RunId,
-    step: Annotated[int, Path(ge=0, le=99_999_999)],
+    step: Annotated[int, Path(ge=0, le=_LAST_STEP)],
     backend: Backed,
     wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
 ) -> StepStatus:
@@ -245,7 +258,7 @@ async def _event_stream(backend: Backend, run_id: str, after: str | None) -> Asy
 
 @router.get("/runs/{run_id}/metrics")
 async def run_metrics(run_id: RunId, backend: Backed) -> Metrics:
-    """One row a step: where a step was done twice, the newest worker's counts."""
+    """One row a step: where a step was done twice, the newest worker's counts. Of an RL run also its train steps'."""
     await backend.runs.record(run_id)
     return await backend.reader.metrics(run_id)
 

@@ -1,6 +1,7 @@
 """Runs as the API shows them, and what their events and checkpoints say. Imports no Temporal and no web framework."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterable
 
@@ -9,9 +10,10 @@ from shared.events import Evaluated, Event, Failed, Offloaded, Probed, Sample, S
 from shared.models import Frozen
 from shared.paths import MANIFEST, RunKeys
 from shared.run_events import EventCursor, RunEvent, read_run_events
-from shared.runs import CheckpointRef, Run, RunStatus
+from shared.runs import CheckpointRef, Run, RunStatus, StepStatus
 from shared.store import ObjectStore
 
+_CONCURRENT = 16
 _LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
 
 
@@ -37,6 +39,17 @@ class EventPage(Frozen):
     next: str | None
 
 
+class StepPage(Frozen):
+    """Train steps of an RL run that are on record, in order.
+
+    `next` is the number to ask after, also for steps that are still to come: the last step's, or what was given.
+    """
+
+    steps: tuple[StepStatus, ...]
+    has_more: bool
+    next: int | None = None
+
+
 class StepMetrics(Frozen):
     """What one optimizer step measured."""
 
@@ -52,11 +65,23 @@ class EvaluationMetrics(Frozen):
     samples: tuple[Sample, ...] = ()
 
 
+class TrainStepMetrics(Frozen):
+    """What one train step of an RL run measured: rewards, training, seconds. `optimizer_step`: the run's, after it."""
+
+    step: int
+    optimizer_step: int | None
+    metrics: dict[str, float]
+
+
 class Metrics(Frozen):
-    """One row a step, in order: the newest worker's, where a step was done twice."""
+    """One row an optimizer step, in order: the newest worker's, where a step was done twice.
+
+    `train_steps`: one row a train step of an RL run, but for steps whose key was trained before: they measured nothing.
+    """
 
     steps: tuple[StepMetrics, ...]
     evaluations: tuple[EvaluationMetrics, ...]
+    train_steps: tuple[TrainStepMetrics, ...] = ()
 
 
 class RunReader:
@@ -70,6 +95,20 @@ class RunReader:
         start = EventCursor.parse(after)
         found, cursor = await asyncio.to_thread(read_run_events, self._store, run_id, start, limit)
         return EventPage(events=tuple(found), next=str(cursor) if found else after)
+
+    async def steps(self, run_id: str, after: int | None, limit: int) -> StepPage:
+        """Train steps on record, at most `limit`: those after a number, or from the first."""
+        keys = RunKeys(run_id)
+        found = await asyncio.to_thread(lambda: [info.key for info in self._store.list(f"{keys.steps}/")])
+        wanted = found if after is None else [key for key in found if key > keys.step(after)]
+        steps: list[StepStatus] = []
+        for start in range(0, min(limit, len(wanted)), _CONCURRENT):
+            chunk = wanted[start : min(start + _CONCURRENT, limit)]
+            steps += await asyncio.gather(*(asyncio.to_thread(self._step, key) for key in chunk))
+        return StepPage(steps=tuple(steps), has_more=len(wanted) > limit, next=steps[-1].step if steps else after)
+
+    def _step(self, key: str) -> StepStatus:
+        return StepStatus.model_validate_json(self._store.get_bytes(key))
 
     async def metrics(self, run_id: str) -> Metrics:
         """Every step's metrics and every evaluation."""
@@ -87,6 +126,15 @@ class RunReader:
         return Metrics(
             steps=tuple(steps[step] for step in sorted(steps)),
             evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
+            train_steps=await self._train_steps(run_id),
+        )
+
+    async def _train_steps(self, run_id: str) -> tuple[TrainStepMetrics, ...]:
+        found = (await self.steps(run_id, None, sys.maxsize)).steps
+        return tuple(
+            TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
+            for step in found
+            if step.same_as is None
         )
 
     async def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:

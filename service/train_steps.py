@@ -51,7 +51,7 @@ class TrainSteps:
 
     async def show(self, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
         """A step as it stands, within `wait_s` as it ended. Raises NotFound for one that never came."""
-        record = await self._of_reinforcement(run_id)
+        record = await self.record(run_id)
         end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
         while True:
             step = await self._step(record, number)
@@ -78,7 +78,8 @@ class TrainSteps:
             raise NotFound(f"{record.run_id} has no step {number}")
         return StepStatus.model_validate(answer)
 
-    async def _of_reinforcement(self, run_id: str) -> RunRecord:
+    async def record(self, run_id: str) -> RunRecord:
+        """What was accepted as a run that has train steps. Raises NotFound, or Conflict for a run of another kind."""
         record = await self._runs.record(run_id)
         if record.run.kind != "rl":
             raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
@@ -86,7 +87,7 @@ class TrainSteps:
 
     async def _update(self, run_id: str, name: str, *messages: Frozen) -> Any:
         """An update of an RL run's workflow, asked again when the run has just moved on to a new execution."""
-        record = await self._of_reinforcement(run_id)
+        record = await self.record(run_id)
         await self._runs.make_sure(record)
         async with self._runs.temporal() as client:
             for _ in range(2):

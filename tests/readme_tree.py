@@ -31,7 +31,7 @@ OTHERS = {
     "requirements/temporal.txt": "Temporal's server, pinned to the byte",
     "tests/": "mirrors the tree; end_to_end/ kills real processes",
     ".ci/run": "what CI runs",
-    "Makefile": "setup, demo, test, lint",
+    "Makefile": "setup, demo, test, gpu-check, lint",
 }
 _BEGIN, _END = "<!-- tree -->\n```\n", "```\n<!-- /tree -->"
 _COLUMN = 36

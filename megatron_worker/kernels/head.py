@@ -95,7 +95,7 @@ def scan(
     num_targets, num_rows = len(hidden_NH), len(weight_VH)
     num_buffers = (rows_NH is not None) + (logit_rows_NH is not None)
     space = _make_space(hidden_NH, num_rows, num_buffers, top_k, blocks, workspace_bytes)
-    result_4N = torch.zeros(4, num_targets, device=hidden_NH.device)
+    result_4N = torch.zeros(4, num_targets, dtype=torch.float32, device=hidden_NH.device)
     top_NK = torch.empty(num_targets, top_k, dtype=torch.int64, device=hidden_NH.device) if top_k else None
     for chunk in _chunks(num_targets, space.size):
         length = chunk.stop - chunk.start

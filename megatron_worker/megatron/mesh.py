@@ -146,6 +146,9 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
         "expert": group(expert, 2),
         "expert partial": group(expert, 0, 2),
     }
+    pp = group(dense, 3)
+    # NCCL wants all of a group to be there when its first two talk.
+    pp.sum(torch.zeros(1, device=device or _default_device()))
     return Mesh(
         layout=layout,
         device=device or _default_device(),
@@ -153,7 +156,7 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
         tp=group(dense, 0),
         cp=group(dense, 1),
         dp=group(dense, 2),
-        pp=group(dense, 3),
+        pp=pp,
         ep=group(expert, 1),
         etp=group(expert, 0),
         experts=group(expert, 0, 1),

@@ -4,5 +4,16 @@ from megatron_worker.trainer_rank.inputs import ACTIVE, ForwardInput, ForwardOut
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, Planning
 from megatron_worker.trainer_rank.rank import TrainerRank
 from megatron_worker.trainer_rank.snapshot import Snapshot
+from megatron_worker.trainer_rank.start import start
 
-__all__ = ["ACTIVE", "ForwardInput", "ForwardOutput", "MicroBatch", "Planning", "Snapshot", "TopK", "TrainerRank"]
+__all__ = [
+    "ACTIVE",
+    "ForwardInput",
+    "ForwardOutput",
+    "MicroBatch",
+    "Planning",
+    "Snapshot",
+    "TopK",
+    "TrainerRank",
+    "start",
+]

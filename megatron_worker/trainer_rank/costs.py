@@ -21,8 +21,7 @@ from megatron_worker.trainer_rank.packing import PackSize
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.jobs import Lora
 
-_CHAIN_TOKENS = (64, 128)
-_TREE_TOKENS = (160, 320)  # long enough for attention to take a tree apart instead of masking it
+_PROBE_TOKENS = {"cpu": (16, 32), "cuda": (512, 1024)}  # an allocator rounds, and kernels want work
 _MASK_PAIRS = 8192  # a node costs no mask more than this (tree_attention.py weighs calls against masks)
 _MASK_BYTES = 8  # a pair of a mask, and what making it takes
 _USER_COPIES = 3  # what a loss keeps and makes of logits: a softmax, their gradient, that of their split
@@ -56,7 +55,9 @@ class TrunkCost:
 
 def measure_trunk(engine: SlotEngine, trunk: Trunk) -> TrunkCost:
     """Of the slot that is active. Collective as a forward is."""
-    sizes = _TREE_TOKENS if trunk.branches else _CHAIN_TOKENS
+    sizes = _PROBE_TOKENS[engine.facts.device.type]
+    if engine.facts.device.type == "cuda":  # libraries take their workspaces once
+        _measure(engine, _probe(sizes[0], trunk.branches, engine.facts.device), trunk.keeps_graph)
     points = [_measure(engine, _probe(size, trunk.branches, engine.facts.device), trunk.keeps_graph) for size in sizes]
     kept, height = zip(*points, strict=True)
     return TrunkCost(_line(sizes, kept), _line(sizes, height))

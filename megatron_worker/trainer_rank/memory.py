@@ -2,12 +2,17 @@
 
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 _SHARE_OF_FREE = 0.9
 
@@ -46,11 +51,8 @@ class CpuMeter(TorchDispatchMode):
         return result
 
     def _see(self, result: Any, given: Any) -> None:
-        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not fresh:
-            return
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
-        for tensor in fresh:
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+        for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in known and key not in self._live and size:
@@ -66,11 +68,14 @@ class CpuMeter(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Leaves the stack of modes when it is on top; from below another, it only stops counting."""
+        """Leaves the stack of modes, from below others too: whose loop is left by an error ends when it may."""
         self._is_on = False
-        modes = _get_current_dispatch_mode_stack()
-        if modes and modes[-1] is self:
-            self.__exit__(None, None, None)
+        above = []
+        while _get_current_dispatch_mode_stack()[-1] is not self:
+            above.append(_pop_mode())
+        self.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def live_bytes(self) -> int:
         return self._bytes
@@ -82,6 +87,17 @@ class CpuMeter(TorchDispatchMode):
 
     def height(self) -> int:
         return self._peak - sum(size for _, size, born in self._live.values() if born < self._num_marks)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Of what operations take and give: tensors, and tuples, lists and dictionaries of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
 
 
 class CudaMeter:

@@ -69,8 +69,8 @@ def micro_batches(
         while first < len(items):
             held = meter.mark() if measures else 0
             budget = (budget_bytes - held) if budget_bytes is not None else free_bytes(rank.facts.device)
-            budget = min(_everyone(rank, budget))
-            shares = planner.next_shares(requests, first, budget)
+            budget, held = min(_everyone(rank, (budget, held)))
+            shares = planner.next_shares(requests, first, budget, held)
             first += sum(len(share.items) for share in shares)
             own = shares[rank.facts.dp_rank]
             yield _forward(

@@ -15,8 +15,8 @@ from megatron_worker.trainer_rank.packing import PackSize
 from shared.errors import InvalidInput
 from shared.jobs import Lora
 
-_UNSEEN = 1.08  # on an estimate that no height has been measured for
-_SEEN = 1.02  # on one that was, times how far the measured were from theirs
+_MARGIN = 0.02  # on an estimate corrected by many heights
+_DOUBT = 0.08  # on top, on one that no height has been measured for; less the more there were
 _MEMORY = 16  # heights that are remembered of a kind
 _COMPARABLE = 4  # a height says nothing of a micro-batch more than so many times as large
 
@@ -48,7 +48,8 @@ class Experience:
             for height in self._heights[kind]
             if height.estimated_bytes * _COMPARABLE >= estimated_bytes
         ]
-        return estimated_bytes * (max(ratios) * _SEEN if ratios else _UNSEEN)
+        margin = _MARGIN + _DOUBT / (1 + len(ratios))
+        return estimated_bytes * max(ratios, default=1.0) * (1 + margin)
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,13 @@ class Planner:
             slots.append((load, self._costs[Trunk(lora, keeps_graph, load.branches)], keeps_graph))
         return estimate(slots, self._head)
 
-    def next_shares(self, items: Sequence[Sequence[Request]], first: int, budget_bytes: float) -> list[Share]:
+    def next_shares(
+        self, items: Sequence[Sequence[Request]], first: int, budget_bytes: float, held_bytes: float = 0.0
+    ) -> list[Share]:
         """The items from `first` on that fit, in their order, each to the rank with the least to do.
 
-        Raises InvalidInput when not even the first fits a rank that has nothing else.
+        `budget_bytes` is what is left of the budget beside `held_bytes`. Raises InvalidInput when not even the first
+        fits a rank that has nothing else.
         """
         loads = [_Load(self) for _ in range(self._num_ranks)]
         for item in range(first, len(items)):
@@ -141,6 +145,8 @@ class Planner:
                 if item == first:
                     needed, left = int(grown.corrected_bytes), int(budget_bytes)
                     message = f"it alone needs about {needed:,} bytes, backward included; the budget leaves {left:,}"
+                    if held_bytes:
+                        message += f" beside {int(held_bytes):,} that are held of micro-batches before"
                     raise InvalidInput(message, f"items[{item}]")
                 break
             loads[least] = grown

@@ -50,7 +50,7 @@ class TrainerRank:
         _refuse_layout(engine)
         self.engine = engine
         self.min_shared_tokens = min_shared_tokens
-        self._budget_bytes = memory_budget_bytes
+        self.memory_budget_bytes = memory_budget_bytes
         self._adapters: dict[str, _Adapter] = {}
         self._active: str | None = None
         self._graphs = Graphs()
@@ -159,7 +159,7 @@ class TrainerRank:
         Raises:
             InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
-        return micro_batches(self, items, self._budget_bytes, self._memory)
+        return micro_batches(self, items, self.memory_budget_bytes, self._memory)
 
     def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]:
         vocab_size = self.facts.vocab_size

@@ -11,7 +11,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter
 
 from service.cli.exits import FAILED, NOT_FOUND, Stop, Unreachable
-from service.run_views import EventPage, Metrics, RunPage, RunView
+from service.run_views import EventPage, Metrics, RunPage, RunView, StepPage
 from shared.run_events import RunEvent
 from shared.runs import CheckpointRef, Run, StepStatus
 
@@ -23,6 +23,7 @@ _checkpoints = TypeAdapter(tuple[CheckpointRef, ...])
 _CHUNK_BYTES = 1 << 20
 _RETRY_EVERY_S = 0.5
 _LONG_POLL_S = 10.0
+_STEP_POLL_S = 1.0
 _PREVIEW_TIMEOUT_S = 310.0
 
 
@@ -67,6 +68,28 @@ class Client:
         return StepStatus.model_validate(
             self._retried("GET", f"/runs/{run_id}/steps/{number}", params={"wait_s": wait_s})
         )
+
+    def steps(self, run_id: str, after: int | None = None) -> Iterator[StepStatus]:
+        """Every train step on record after a number, or from the first."""
+        while True:
+            params = {} if after is None else {"after": after}
+            page = StepPage.model_validate(self._retried("GET", f"/runs/{run_id}/steps", params=params))
+            yield from page.steps
+            after = page.next
+            if not page.has_more:
+                return
+
+    def steps_to_the_end(self, run_id: str) -> Iterator[StepStatus]:
+        """Train steps as they come on record, until the run ends."""
+        after: int | None = None
+        while True:
+            ended = self.run(run_id).state != "running"  # asked first: what is read next is then complete
+            for step in self.steps(run_id, after):
+                yield step
+                after = step.step
+            if ended:
+                return
+            time.sleep(_STEP_POLL_S)
 
     def finish(self, run_id: str) -> RunView:
         return RunView.model_validate(self._call("POST", f"/runs/{run_id}/finish"))

@@ -1,14 +1,17 @@
 """Following a run to its end. Leaving early never ends the run."""
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from service.cli.exits import INTERRUPTED, NOT_FINISHED, Stop, Unreachable
 from service.cli.render import Display, display
+from service.cli.step_table import step_line
 
 if TYPE_CHECKING:
     from service.cli.client import Client
     from service.run_views import RunView
+    from shared.runs import StepStatus
 
 _LONG_POLL_S = 1.0
 _AWAY_FOR_S = 120.0
@@ -50,12 +53,14 @@ def attach_again(run_id: str) -> str:
 
 
 class _Followed:
-    """Where following stands: the newest view, the cursor of the events, and since when the service is away."""
+    """Where following stands: the newest view, what was read of events and steps, and since when nobody answers."""
 
     def __init__(self, client: "Client", view: "RunView") -> None:
         self.view = view
         self._client = client
         self._cursor: str | None = None
+        self._last_step: int | None = None
+        self._steps: deque[StepStatus] = deque()  # train steps that were read and not yet shown
         self._away_since: float | None = None
 
     def look(self, shown: Display) -> bool:
@@ -69,15 +74,36 @@ class _Followed:
     def _look(self, shown: Display) -> bool:
         # The status first: what is read after an end is complete.
         self.view = self._client.run(self.view.run_id)
+        has_ended = self.view.state != "running"
         shown.status(self.view)
-        page = self._client.events(self.view.run_id, self._cursor, 0 if self.view.state != "running" else _LONG_POLL_S)
+        page = self._client.events(self.view.run_id, self._cursor, 0 if has_ended else _LONG_POLL_S)
+        num_known = len(self._steps)
+        self._read_steps()
         for event in page.events:
+            while self._steps and self._steps[0].step < int(event.job_id):
+                self._show_step(shown)
             shown.event(event)
         self._cursor = page.next or self._cursor
+        if not page.events:
+            for _ in range(len(self._steps) if has_ended else num_known):
+                self._show_step(shown)
         if self._away_since is not None:
             shown.note("the service is back")
             self._away_since = None
-        return self.view.state != "running" and not page.events
+        return has_ended and not page.events
+
+    def _read_steps(self) -> None:
+        """Read an RL run's train steps that came on record, to be shown behind the events of their own jobs.
+
+        Jobs are numbered as their steps are, and a step comes on record after its job's events and before the next job
+        begins: a step that was known before no more events were found has none that are still to be shown.
+        """
+        if self.view.kind == "rl" and (found := list(self._client.steps(self.view.run_id, self._last_step))):
+            self._steps += found
+            self._last_step = found[-1].step
+
+    def _show_step(self, shown: Display) -> None:
+        shown.note(step_line(self._steps.popleft()))
 
     def _bear(self, error: Unreachable, shown: Display) -> None:
         now = time.monotonic()

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from service.run_views import RunView
     from shared.run_events import RunEvent
 
-_COLOURS = {"running": "cyan", "succeeded": "green", "failed": "red", "cancelled": "yellow"}
+_COLOURS = {
+    "running": "cyan",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "done": "green",
+    "skipped": "yellow",
+}
+
+_WIDTH_OF_FILES = 1000
 
 
 def outcome(view: "RunView") -> dict[str, Any]:
@@ -56,7 +65,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, no_wrap=index == 0, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    out = console()
+    if not out.is_terminal:  # a file or a program has no width: nothing is folded for it
+        out.width = _WIDTH_OF_FILES
+    out.print(table)
 
 
 def coloured(state: str) -> str:

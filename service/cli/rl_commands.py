@@ -13,7 +13,17 @@ from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import FAILED, NOT_FINISHED, USAGE, Stop
 from service.cli.render import outcome, print_json, say
 from service.cli.run_commands import RunId, Timeout
-from service.cli.submit_commands import DtypeName, Model, dataset_uri, finish, lora_of, model_uri, usage
+from service.cli.submit_commands import (
+    DtypeName,
+    Engine,
+    EngineChoice,
+    Model,
+    dataset_uri,
+    finish,
+    lora_of,
+    model_uri,
+    usage,
+)
 
 if TYPE_CHECKING:
     from shared.runs import RLRun, StepStatus
@@ -97,6 +107,7 @@ def rl(
     max_tokens: Annotated[int, typer.Option(help="The longest trajectory.")] = 2048,
     bin_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch; --max-tokens if absent.")] = None,
     seed: int = 0,
+    engine: Engine = EngineChoice.megatron,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
     dtype: DtypeName = DtypeName.float32,
@@ -173,6 +184,7 @@ def rl(
                 "max_tokens": max_tokens,
                 "bin_tokens": bin_tokens,
                 "seed": seed,
+                "engine": engine.value,
                 "layout": {"tp": tp, "dp": dp},
                 "dtype": dtype.value,
                 "between_steps": between_steps.value,

@@ -2,13 +2,17 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import INTERRUPTED, USAGE, Stop
 from service.cli.render import ago, coloured, outcome, print_json, print_table, say, summary
+from service.cli.step_table import print_step_metrics, print_steps, step_line
+
+if TYPE_CHECKING:
+    from service.cli.client import Client
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
@@ -24,7 +28,7 @@ class StateName(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands to an app."""
-    for command in (ls, get, watch, logs, events, metrics, checkpoints, cancel, resume, download):
+    for command in (ls, get, watch, logs, events, steps, metrics, checkpoints, cancel, resume, download):
         app.command()(command)
 
 
@@ -106,6 +110,33 @@ def events(
             _left(f"longshore events -f {run_id}" + (f" --after {after}" if after else ""))
 
 
+def steps(context: typer.Context, run_id: RunId, follow: Follow = False, as_json: Json = False) -> None:
+    """The train steps of an RL run: their rewards, what was published, what went wrong.
+
+    With --follow a line a step as it comes; with --json all that is known, with both an object a line.
+    """
+    as_json = wants_json(context, as_json)
+    with connect(context, patience_s=20 if follow else 2) as client:
+        if follow:
+            _follow_steps(client, run_id, as_json)
+            return
+        found = list(client.steps(run_id))
+    if as_json:
+        print_json([step.model_dump(mode="json") for step in found])
+    elif found:
+        print_steps(found)
+    else:
+        say(f"no step of {run_id} has ended yet")
+
+
+def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
+    try:
+        for step in client.steps_to_the_end(run_id):
+            print(step.model_dump_json() if as_json else step_line(step), flush=True)
+    except KeyboardInterrupt:
+        _left(f"longshore steps -f {run_id}")
+
+
 def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """The metrics that people look for, of every step and evaluation; with --json, all."""
     from service.run_views import brief, looked_for
@@ -122,6 +153,8 @@ def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> Non
     )
     for row in found.evaluations:
         print(f"evaluated after step {row.step}: {brief(row.metrics)}")
+    if found.train_steps:
+        print_step_metrics(found.train_steps)
 
 
 def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:

@@ -44,6 +44,11 @@ class DtypeName(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class EngineChoice(StrEnum):
+    megatron = "megatron"
+    fsdp = "fsdp"
+
+
 class FormatName(StrEnum):
     auto = "auto"
     chat = "chat"
@@ -96,6 +101,7 @@ MaxLostFraction = Annotated[
 ]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
 DataParallel = Annotated[int, typer.Option("--dp", help="Data-parallel ranks.")]
+Engine = Annotated[EngineChoice, typer.Option(help="What trains; fsdp shards the model over --dp alone.")]
 EvalEvery = Annotated[int, typer.Option("--eval-every", help="Steps; 0: before and after only.")]
 NumSamples = Annotated[int, typer.Option("--samples", help="Greedy completions at each evaluation.")]
 SampleTokens = Annotated[int, typer.Option("--sample-tokens", help="Longest greedy completion.")]
@@ -139,6 +145,7 @@ def sft(
     bin_tokens: BinTokens = None,
     max_lost_fraction: MaxLostFraction = 0.1,
     seed: int = 0,
+    engine: Engine = EngineChoice.megatron,
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
     dtype: DtypeName = DtypeName.float32,
@@ -191,6 +198,7 @@ def dpo(
     bin_tokens: BinTokens = None,
     max_lost_fraction: MaxLostFraction = 0.1,
     seed: int = 0,
+    engine: Engine = EngineChoice.megatron,
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
     dtype: DtypeName = DtypeName.float32,

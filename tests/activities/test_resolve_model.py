@@ -202,7 +202,9 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 
 def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
     edit(model / "config.json", model_type="mamba")
-    assert "config.json: model_type 'mamba' is not a known family: qwen3, qwen2, llama" in refusal(config, model)
+    assert "config.json: model_type 'mamba' is not a known family: qwen3, qwen3_moe, qwen2, llama" in refusal(
+        config, model
+    )
 
 
 @pytest.mark.parametrize(
@@ -394,6 +396,23 @@ def test_an_adapter(config, adapter) -> None:
     resolved = resolve_adapter(config, adapter)
     assert resolved.lora == Lora(rank=4, alpha=8, targets=("q_proj", "o_proj"))
     assert stage(config, resolved) == adapter.resolve()
+
+
+def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
+    experts = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 3, "expert_ffn_size": 32})
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.up_proj.lora_{side}.weight": np.zeros(shape, "f4")
+        for layer in range(2)
+        for expert in range(3)
+        for side, shape in (("A", (4, 64)), ("B", (32, 4)))
+    }
+    (tmp_path / "experts").mkdir()
+    save_file(tensors, tmp_path / "experts" / "adapter_model.safetensors")
+    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "bias": "none"}
+    (tmp_path / "experts" / "adapter_config.json").write_text(json.dumps(lora))
+    resolved = resolve_adapter(config, tmp_path / "experts", shape=experts)
+    assert resolved.lora == Lora(rank=4, alpha=8, targets=("up_proj",))
+    assert "12 tensors; this model and these targets need 4" in adapter_refusal(config, tmp_path / "experts")
 
 
 def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:

@@ -68,6 +68,18 @@ def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict)
     assert [step["step"] for step in steps if "eval_reward_mean" in step["metrics"]] == [0, 2, NUM_STEPS]
 
 
+def test_its_steps_are_told(stack: Stack, undisturbed: dict) -> None:
+    """As JSON, and a line each behind the worker's own lines of the step's job."""
+    run_id = undisturbed["run_id"]
+    assert stack.cli("steps", run_id, "--json").json == steps_of(stack, run_id)
+    lines = stack.cli("watch", run_id).stderr.splitlines()
+    told = [line for line in lines if line.startswith("train step ") or " training succeeded at step " in line]
+    assert told[0].startswith("train step 0: held-out ")
+    assert [line.rpartition(" ")[2] for line in told[1:]] == [
+        w for n in range(1, NUM_STEPS + 1) for w in (f"{n}", f"v{n}")
+    ]
+
+
 def test_a_step_ahead_is_sampled_from_the_policy_that_the_rule_names(
     stack: Stack, rollout_options: list[str], undisturbed: dict
 ) -> None:

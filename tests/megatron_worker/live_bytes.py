@@ -1,10 +1,9 @@
-"""Live bytes of everything that operations make, whoever makes it: an independent count, by sweeping what is held."""
+"""Live bytes of everything that operations make, whoever makes it: a count that is independent of TrainerRank's."""
 
 import weakref
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
@@ -12,19 +11,31 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._foreign: weakref.WeakSet = weakref.WeakSet()
+        self._seen: weakref.WeakSet = weakref.WeakSet()
+        self._live = 0
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_iter((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._sizes:
-                self._foreign.add(leaf.untyped_storage())
+        for tensor in tensors_in([*args, *(kwargs or {}).values()]):
+            self._seen.add(tensor.untyped_storage())
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage not in self._foreign:
-                    self._sizes[storage] = storage.nbytes()
-        self.peak = max(self.peak, sum(self._sizes.values()))
+        for tensor in tensors_in([result]):
+            storage = tensor.untyped_storage()
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self._live += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        self.peak = max(self.peak, self._live)
         return result
+
+    def _gone(self, num_bytes):
+        self._live -= num_bytes
+
+
+def tensors_in(values):
+    """However deep in lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)

@@ -16,7 +16,7 @@ from shared.errors import InvalidInput
 from shared.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
-FAMILIES = [(family, tied) for family in ("qwen3", "qwen2", "llama") for tied in (True, False)]
+FAMILIES = [(family, tied) for family in ("qwen3", "qwen3_moe", "qwen2", "llama") for tied in (True, False)]
 LENGTHS = (90, 2, 700, 33)
 
 
@@ -47,10 +47,10 @@ def test_named_weights_are_the_files_own(tmp_path, family, tied):
     assert all(torch.equal(weights[name], files[name]) for name in weights)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pieces_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
-    pieces = pieces_of(read_architecture(distinct_model(tmp_path, family)), tp)
+    pieces = pieces_of(read_architecture(distinct_model(tmp_path, family)), tp, etp=tp)
     shapes = {p.parameter: max(q.stop for q in pieces if q.parameter == p.parameter) for p in pieces}
     for rank in range(tp):
         filled = {}
@@ -77,6 +77,24 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     assert read_architecture(folder) == new
     assert new.rope.scaling is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mlp_only_layers": [0]}, "layers without experts"),
+        ({"decoder_sparse_step": 2}, "layers without experts"),
+        ({"num_experts_per_tok": 5}, "5 experts of 4"),
+        ({"num_local_experts": 3}, "are not of this family"),
+        ({"num_local_experts": 5, "num_experts_per_tok": 6}, "6 experts of 5"),
+    ],
+)
+def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, words):
+    folder = distinct_model(tmp_path, "qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(InvalidInput, match=words):
+        MegatronEngine(folder, Layout(), "float32")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.tiny_model import make_tiny_model
 from shared.errors import InvalidInput
 from shared.layout import Layout
 from tests.megatron_worker import fsdp_ranks
@@ -124,3 +125,9 @@ def test_a_fault_shows(results, world, fault):
 def test_a_layout_that_splits_more_than_data_is_refused(results):
     with pytest.raises(InvalidInput, match=r"dp alone.*tp2"):
         start("fsdp", results / "model", layout=Layout(tp=2))
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path):
+    folder = make_tiny_model(tmp_path, ["hello there"], family="qwen3_moe")
+    with pytest.raises(InvalidInput, match="fsdp trains qwen3, qwen2, llama, not qwen3_moe"):
+        start("fsdp", folder)

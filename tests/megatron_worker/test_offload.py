@@ -1,6 +1,4 @@
-"""Offloading leaves nothing on the device but what is declared, and reloading brings every bit back."""
-
-import gc
+"""Inside the Megatron engine's offload. What every engine's must do is in test_engine_state.py."""
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from shared.jobs import Full, Lora
 from shared.layout import Layout
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.rows import distinct_model, random_rows
+from tests.megatron_worker.test_engine_state import storages_alive
 
 ROWS = random_rows([40, 17, 90])
 
@@ -17,18 +16,6 @@ ROWS = random_rows([40, 17, 90])
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp("qwen3"))
-
-
-def storages_alive() -> dict[int, int]:
-    """Bytes by address, of every tensor that the process still holds. Small ones (tables, counts) are left out."""
-    gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and type(thing) in (torch.Tensor, torch.nn.Parameter):
-            storage = thing.untyped_storage()
-            if storage.nbytes() > 2048:
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
 
 
 def start(model, dtype, kind):
@@ -59,22 +46,6 @@ def test_only_declared_host_buffers_live(model, dtype, kind):
         assert all(p.untyped_storage().nbytes() == 0 for p in adapter.parameters.values())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_training_goes_on_after_a_reload_to_the_bit(model, tmp_path, dtype, kind):
-    saved = []
-    for rounds in (0, 2):
-        engine = start(model, dtype, kind)
-        for step in range(3):
-            for _ in range(rounds):
-                engine.offload()
-                engine.reload()
-            train(engine, [[ROWS[step:]]])
-        engine.save(tmp_path / str(rounds))
-        saved.append({p.name: p.read_bytes() for p in (tmp_path / str(rounds)).rglob("*.safetensors")})
-    assert saved[0] == saved[1]
-
-
 def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
     engine = start(model, "float32", "base")
     before = engine._model.flat.buffer.clone()
@@ -88,33 +59,3 @@ def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
     engine.reload()
     assert engine._host._kept["base"] is buffer
     assert torch.equal(engine._model.flat.buffer, before)
-
-
-def test_dropping_a_job_leaves_the_base_alone(model):
-    engine = start(model, "float32", "lora")
-    base = engine.memory().device_bytes
-    train(engine, [[ROWS]])
-    engine.drop_training_state()
-    assert engine.memory().device_bytes == engine._model.flat.num_bytes < base
-    engine.offload()
-    assert engine.memory().device_bytes == 0
-    assert engine.memory().host_bytes == engine._model.flat.num_bytes
-
-
-@pytest.mark.parametrize("offloaded_before", [False, True])
-def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_one(model, offloaded_before):
-    engine = MegatronEngine(model, Layout(), "float32")
-    published = engine._model.flat.buffer.clone()
-    if offloaded_before:
-        engine.offload()
-        engine.reload()
-    engine.train_full(Full())
-    train(engine, [[ROWS]])
-    assert not torch.equal(engine._model.flat.buffer, published)
-    engine.drop_training_state()
-    assert engine.memory().device_bytes == 0
-    engine.offload()
-    assert engine.memory().device_bytes == 0
-    engine.reload()
-    engine.add_adapter("next", Lora(rank=2), seed=0)
-    assert torch.equal(engine._model.flat.buffer, published)

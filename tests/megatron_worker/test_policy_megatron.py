@@ -340,7 +340,10 @@ def natural(workshop: Workshop, job: Job) -> tuple[float, ...]:
     return tuple(logprob_TV.gather(1, ids[0, 1:, None])[:, 0].tolist())
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=lambda layout: layout.label)
+TWO_RANKS = [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)]
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS, ids=lambda layout: layout.label)
 def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, layout: Layout):
     """At a temperature of their own; and what they leave is probed to the same numbers."""
     changes = {"temperature": 0.7, "probe": PROBE}

@@ -28,6 +28,15 @@ from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
 from tests.megatron_worker.trees import as_tree, random_sequences
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small tensors gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return distinct_model(tmp_path_factory.mktemp("model"))
@@ -132,7 +141,7 @@ class TestAnswers:
             lambda o: (weights[:-1, :1] * picked(o, target_PK)).sum(), logits=True, positions=range(299)
         )
         assert (target - target_by_logits).norm() <= 1e-5 * target_by_logits.norm()
-        weight_VH, shard = rank.engine.output_head
+        weight_VH, _shard = rank.engine.output_head
         by_hidden = gradient_of(lambda o: (weights * (o.hidden_PH @ weight_VH[:3].t())).sum(), hidden=True)
         by_three = gradient_of(lambda o: (weights * o.logit_PV[:, :3]).sum(), logits=True)
         assert (by_hidden - by_three).norm() <= 1e-5 * by_three.norm()
@@ -207,9 +216,7 @@ def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank):
                     furthest["output"] = max(furthest["output"], float(difference))
         for name in ("one", "two"):
             difference = (gradients[0][name] - gradients[1][name]).norm()
-            furthest["gradient"] = max(
-                furthest["gradient"], float(difference / gradients[1][name].norm().clamp(min=1))
-            )
+            furthest["gradient"] = max(furthest["gradient"], float(difference / gradients[1][name].norm().clamp(min=1)))
     print(furthest)
     assert furthest["output"] <= 1e-5
     assert furthest["gradient"] <= 1e-5

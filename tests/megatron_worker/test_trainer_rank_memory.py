@@ -10,6 +10,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.trainer_rank.packing import PackSize, pack
 from shared.errors import InvalidInput
+from shared.jobs import Adam
 from shared.layout import Layout
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import (
@@ -26,7 +27,11 @@ from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    return MegatronEngine(distinct_model(tmp_path_factory.mktemp("model")), Layout(), "float32")
+    """One layer: a token of a forward and backward holds about 7 kB."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield MegatronEngine(distinct_model(tmp_path_factory.mktemp("model"), num_layers=1), Layout(), "float32")
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +47,32 @@ def new_rank(engine, folders, budget_bytes):
 
 
 def group(generator, longest, **asked):
-    prompt = random_ids(generator, int(generator.integers(20, longest)))
+    prompt = random_ids(generator, int(generator.integers(16, 17 + longest)))
     return [
-        ForwardInput(prompt + random_ids(generator, int(generator.integers(5, longest))), adapter="one", **asked)
+        ForwardInput(prompt + random_ids(generator, int(generator.integers(1, longest // 4))), adapter="one", **asked)
         for _ in range(6)
     ]
 
 
-def labelled(generator, length):
+def row(generator, longest, adapter, **asked):
+    return [ForwardInput(random_ids(generator, int(generator.integers(5, longest))), adapter=adapter, **asked)]
+
+
+def labelled(generator, longest):
+    length = int(generator.integers(5, longest))
     labels = generator.integers(0, VOCAB_SIZE, (length, 4))
     return [ForwardInput(random_ids(generator, length), labels=labels, top_k=8, adapter="two")]
 
 
 WORKLOADS = {
-    "rows": lambda g: [ForwardInput(random_ids(g, int(g.integers(5, 120))), target_logprobs=True, adapter="one")],
-    "groups": lambda g: group(g, 60, target_logprobs=True, entropy=True),
-    "labels": lambda g: labelled(g, int(g.integers(10, 100))),
-    "logits": lambda g: [ForwardInput(random_ids(g, int(g.integers(5, 100))), logits=True, adapter="one")],
-    "hidden": lambda g: [ForwardInput(random_ids(g, int(g.integers(5, 100))), hidden=True, adapter="two")],
-    "frozen": lambda g: [ForwardInput(random_ids(g, int(g.integers(5, 200))), target_logprobs=True, adapter="frozen")],
-    "mixed": lambda g: [random_input(g, longest=60) for _ in range(g.integers(1, 4))],
-    "bushy": lambda g: group(g, 21, target_logprobs=True) + group(g, 21, top_k=2),
+    "rows": lambda g, longest: row(g, longest, "one", target_logprobs=True),
+    "groups": lambda g, longest: group(g, longest, target_logprobs=True, entropy=True),
+    "labels": labelled,
+    "logits": lambda g, longest: row(g, longest, "one", logits=True),
+    "hidden": lambda g, longest: row(g, longest, "two", hidden=True),
+    "frozen": lambda g, longest: row(g, longest, "frozen", target_logprobs=True),
+    "mixed": lambda g, longest: [random_input(g, longest=longest // 2) for _ in range(g.integers(1, 4))],
+    "bushy": lambda g, longest: group(g, longest // 2, target_logprobs=True) + group(g, longest // 2, top_k=2),
 }
 
 
@@ -77,33 +87,36 @@ def run(rank, items):
 
 
 def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
-    """200 random workloads. What is planned for one rank teaches the next loop, so each begins anew with its own."""
+    """200 random workloads, ten in a row on a rank that learns. Large: several budgets of items, each a small part."""
     generator = np.random.default_rng(11)
-    shares = []
+    shares = {}
     for number in range(200):
-        kind = list(WORKLOADS)[number % len(WORKLOADS)]
-        budget_bytes = int(generator.choice([6, 12, 24])) * 1_000_000
-        is_large = number % 5 == 0
-        if number % 10 == 0 or not shares:
-            rank = new_rank(engine, folders, budget_bytes)
-        rank._budget_bytes = budget_bytes
-        items = [WORKLOADS[kind](generator) for _ in range(generator.integers(1, 6))]
+        is_large = number % 10 == 0
+        kind = list(WORKLOADS)[(number // 10 if is_large else number) % len(WORKLOADS)]
+        budget_bytes = int(generator.choice([2, 3] if is_large else [2, 4])) * 1_000_000
         if is_large:
-            size = sum(len(asked.tokens) for item in items for asked in item) / len(items)
-            items += [WORKLOADS[kind](generator) for _ in range(int(2.5 * budget_bytes / 13_000 / size))]
+            rank = new_rank(engine, folders, budget_bytes)
+        rank.memory_budget_bytes = budget_bytes
+        items = [WORKLOADS[kind](generator, 24 if is_large else 40) for _ in range(generator.integers(1, 5))]
+        if is_large:
+            size = rank_tokens(items) / len(items)
+            items += [WORKLOADS[kind](generator, 24) for _ in range(int(4 * budget_bytes / 7_000 / size))]
         peak, plans = run(rank, items)
-        print(number, kind, len(plans), round(peak / budget_bytes, 3), [(p.estimated_bytes, p.previous_height_bytes) for p in plans][:6])
-        if peak > budget_bytes: print("OVER")
-        if len(plans) > 1:
-            shares.append((kind, peak / budget_bytes))
+        assert peak <= budget_bytes, (number, kind, peak / budget_bytes)
+        if is_large:
+            shares[number, kind, len(plans)] = round(peak / budget_bytes, 3)
         rank.zero_grad()
-    print({kind: (min(s), max(s)) for kind in WORKLOADS if (s := [share for k, share in shares if k == kind])})
-    assert len(shares) >= 30
-    assert min(share for _, share in shares) >= 0.8
+    print(shares)
+    assert min(shares.values()) >= 0.8
+
+
+def rank_tokens(items):
+    """Of items on their own: what they share among each other is not counted."""
+    return sum(len(pack([np.array(asked.tokens) for asked in item], 16).token_id_T) for item in items)
 
 
 def test_micro_batches_give_what_one_forward_does(engine, folders):
-    rank = new_rank(engine, folders, 4_000_000)
+    rank = new_rank(engine, folders, 2_000_000)
     generator = np.random.default_rng(5)
     items = [[random_input(generator) for _ in range(generator.integers(1, 4))] for _ in range(25)]
     inputs = [asked for item in items for asked in item]
@@ -131,7 +144,7 @@ def test_micro_batches_give_what_one_forward_does(engine, folders):
 
 
 def test_an_item_that_cannot_fit_is_refused_before_anything_is_packed(engine, folders):
-    rank = new_rank(engine, folders, 4_000_000)
+    rank = new_rank(engine, folders, 2_000_000)
     small = [ForwardInput(list(range(3, 43)), target_logprobs=True, adapter="one")]
     large = [ForwardInput([5] * 1000, target_logprobs=True, adapter="one")]
     loop = rank.forward_micro_batches([small, large, small])
@@ -139,12 +152,12 @@ def test_an_item_that_cannot_fit_is_refused_before_anything_is_packed(engine, fo
     with LiveBytes() as live, pytest.raises(InvalidInput, match="it alone needs about") as refused:
         next(loop)
     assert refused.value.place == "items[1]"
-    assert live.peak < 4_000_000 / 10
+    assert live.peak < 2_000_000 / 10
     assert rank.forward([*small])[0].target_logprob_P is not None  # the rank is as good as before
 
 
 def test_without_gradients_more_fits(engine, folders):
-    rank = new_rank(engine, folders, 4_000_000)
+    rank = new_rank(engine, folders, 2_000_000)
     items = [[ForwardInput([5 + i] * 60, target_logprobs=True, adapter="one")] for i in range(60)]
     with torch.no_grad():
         scored = [len(m.indices) for m in rank.forward_micro_batches(items)]
@@ -158,12 +171,15 @@ def test_without_gradients_more_fits(engine, folders):
 def test_a_loop_that_is_left_leaves_nothing_behind(engine, folders):
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    rank = new_rank(engine, folders, 4_000_000)
+    rank = new_rank(engine, folders, 2_000_000)
     items = [[ForwardInput([5 + i] * 60, target_logprobs=True, adapter="one")] for i in range(60)]
-    for _ in rank.forward_micro_batches(items):
+    for micro_batch in rank.forward_micro_batches(items):
+        assert micro_batch.indices
         break
+    del micro_batch  # its graph goes with it
     assert not _get_current_dispatch_mode_stack()
-    rank.optim_step(__import__("shared.jobs").jobs.Adam(), 1e-3, adapters=["one"])
+    rank.backward(rank.forward(items[0])[0].target_logprob_P.sum())
+    rank.optim_step(Adam(), 1e-3, adapters=["one"])
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 4))

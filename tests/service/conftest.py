@@ -28,7 +28,7 @@ from service.app import create_app
 from service.auth import keys_path, remember_key
 from shared.settings import DownloadSettings, Settings
 from shared.store import ObjectStore, open_store
-from tests.service.stand_in import StandIn
+from tests.service.stand_in import RLStandIn, StandIn
 from workflows.preview import PreviewWorkflow
 
 KEY = "ls-test-key"
@@ -127,7 +127,7 @@ def polling(settings: Settings) -> Iterator[None]:
             async with Worker(
                 client,
                 task_queue=settings.control_queue,
-                workflows=[StandIn, PreviewWorkflow],
+                workflows=[StandIn, RLStandIn, PreviewWorkflow],
                 activities=[record.record_result, record.reopen, PreviewDataset(settings).preview],
                 activity_executor=threads,
             ):

@@ -1,4 +1,4 @@
-"""A workflow under the real one's name and with its messages, that needs no worker, model or data."""
+"""Workflows under the real ones' names and with their messages, that need no worker, model or data."""
 
 import asyncio
 from datetime import timedelta
@@ -9,7 +9,7 @@ from temporalio.exceptions import ApplicationError
 with workflow.unsafe.imports_passed_through():
     from activities.record_result import Recorded, ReopenRequest
     from shared.models import Frozen
-    from shared.runs import Problem, RunStart, RunStatus
+    from shared.runs import Problem, RLStart, RunStart, RunStatus
 
 SUCCEEDS, FAILS, WAITS = 0, 1, 2
 """Seeds of runs: what the stand-in does with them. A resumed run succeeds."""
@@ -48,6 +48,34 @@ class StandIn:
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
+
+    @workflow.query
+    def status(self) -> RunStatus:
+        return self._status
+
+
+@workflow.defn(name="RLWorkflow")
+class RLStandIn:
+    """Trains nothing: tests put its steps on record. It ends when it is finished."""
+
+    @workflow.init
+    def __init__(self, start: RLStart) -> None:
+        self._status = RunStatus(run_id=start.run_id, kind="rl", name=start.run.name, phase="waiting_for_groups")
+        self._is_finished = False
+
+    @workflow.run
+    async def run(self, start: RLStart) -> RunStatus:
+        await workflow.wait_condition(lambda: self._is_finished)
+        self._status = self._status.model_copy(update={"state": "succeeded", "phase": "done"})
+        await workflow.execute_activity(
+            "record_result", self._status, result_type=Recorded, start_to_close_timeout=timedelta(seconds=20)
+        )
+        return self._status
+
+    @workflow.update
+    async def finish(self) -> RunStatus:
+        self._is_finished = True
+        return self._status
 
     @workflow.query
     def status(self) -> RunStatus:

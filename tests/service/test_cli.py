@@ -5,12 +5,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from service.cli.submit_commands import EngineChoice
 from shared import artifacts
 from shared.events import Step
 from shared.jobs import Fence
+from shared.layout import EngineName
 from shared.paths import RunKeys
 from shared.runs import RunStatus
 from tests.service.conftest import LONGSHORE, Service, wait_until
@@ -173,9 +176,18 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     assert run["trainable"] == {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
     assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
     assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)
-    assert (run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == (2, 3, "bfloat16")
+    assert (run["engine"], run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == ("megatron", 2, 3, "bfloat16")
     assert (run["dataset"]["prompt_field"], run["dataset"]["completion_field"]) == ("q", "a")
     assert (run["eval_dataset"]["uri"], run["eval_every"], run["num_samples"]) == ("s3://bucket/eval.jsonl", 2, 3)
+
+
+def test_an_engine_is_chosen(service: Service, options) -> None:
+    assert {choice.value for choice in EngineChoice} == set(get_args(EngineName))
+    for command in (options, ["submit", "rl", "--model", "org/tiny"]):
+        run = service.cli("get", service.cli(*command, "--engine", "fsdp", "--dp", "2").stdout.strip(), "--json").json
+        assert (run["run"]["engine"], run["run"]["layout"]["dp"]) == ("fsdp", 2)
+        refused = service.cli(*command, "--engine", "fsdp", "--tp", "2")
+        assert refused.code == 2 and "shards weights by dp alone" in refused.stderr, refused
 
 
 def test_an_algorithm_has_its_papers_loss_and_advantages_but_for_what_is_given(service: Service) -> None:

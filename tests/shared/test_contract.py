@@ -121,6 +121,36 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(tp: int) -> None:
     check_layout(Layout(tp=2, dp=3), SHAPE)
 
 
+EXPERTS = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 6, "expert_ffn_size": 24})
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "rule"),
+    [
+        (SHAPE, Layout(sp=True), "needs tp of at least 2"),
+        (SHAPE, Layout(pp=SHAPE.num_layers + 1), "stages need a layer each"),
+        (SHAPE, Layout(ep=2, dp=2), "ep=2: the model has no experts"),
+        (SHAPE, Layout(etp=2, dp=2), "etp=2: the model has no experts"),
+        (EXPERTS, Layout(tp=2), "needs sp with tp"),
+        (EXPERTS, Layout(ep=4, dp=4), "ep=4 does not divide the model's 6 experts"),
+        (EXPERTS, Layout(etp=5, dp=5), "etp=5 does not divide the experts' feed-forward size 24"),
+        (EXPERTS, Layout(ep=3, dp=2), r"ep \* etp = 3 does not divide tp \* cp \* dp = 2"),
+    ],
+)
+def test_each_rule_of_layouts_is_named(shape: ModelShape, layout: Layout, rule: str) -> None:
+    with pytest.raises(InvalidInput, match=rule):
+        check_layout(layout, shape)
+
+
+def test_layouts_that_hold_a_model() -> None:
+    for layout in (Layout(tp=2, sp=True, pp=2, cp=3, dp=5), Layout(pp=SHAPE.num_layers)):
+        check_layout(layout, SHAPE)
+    for layout in (Layout(tp=2, sp=True, ep=6, etp=2, cp=2, dp=3), Layout(pp=2, ep=2, dp=2)):
+        check_layout(layout, EXPERTS)
+    assert Layout(tp=2, sp=True, pp=2, dp=3).label == "tp2-sp-pp2-dp3"
+    assert Layout(tp=2, sp=True, pp=2, cp=3, ep=2, dp=5).world_size == 60
+
+
 def test_content_keys_differ_with_any_input_and_stay_with_none() -> None:
     source = DatasetSource(uri="file:///d")
     assert content_key(source, "x") == content_key(source.model_copy(), "x")

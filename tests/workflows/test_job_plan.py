@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from shared.jobs import DPO, Artifact, CrossEntropy, Full, JobPlan, PackedData, reference_of, reference_uri
-from shared.layout import ModelShape
+from shared.layout import Layout, ModelShape
 from shared.runs import DatasetSource, DPORun, RLRun, RLStart, RLState, RunStart, RunStatus, SFTRun, StepStatus
 from workflows.job_plan import dataset_job, rl_job
 
@@ -34,6 +34,8 @@ def test_what_the_user_asked_for_arrives() -> None:
         clip_norm=2.0,
         seed=11,
         dtype="bfloat16",
+        engine="fsdp",
+        layout=Layout(dp=2),
         trainable=Full(),
         checkpoint_every=7,
         keep_checkpoints=4,
@@ -45,6 +47,7 @@ def test_what_the_user_asked_for_arrives() -> None:
     assert (plan.schedule.kind, plan.schedule.learning_rate, plan.schedule.warmup_steps) == ("cosine", 0.5, 3)
     assert (plan.optimizer.weight_decay, plan.optimizer.clip_norm) == (0.1, 2.0)
     assert (plan.seed, plan.dtype, plan.trainable, plan.threads_per_rank) == (11, "bfloat16", Full(), 2)
+    assert (plan.engine, plan.layout) == ("fsdp", Layout(dp=2))
     assert (plan.checkpointing.every_steps, plan.checkpointing.keep) == (7, 4)
     assert plan.evaluation.model_dump() == {
         "data": DATA.model_dump(),
