@@ -1,6 +1,6 @@
 """GRPO, written out: sample groups, grade them, learn from what was better than its group (arXiv:2402.03300).
 
-The task needs no data: answer with even token ids. The sampler is the trainer itself, a token a forward.
+The task needs no data: answer with odd token ids. The sampler is the trainer itself, a token a forward.
 
     python -m examples.trainer_rank_grpo MODEL [--steps 20]
     torchrun --nproc_per_node 2 -m examples.trainer_rank_grpo ...
@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank, start
 from shared.jobs import Adam, Lora
 
-PROMPTS = [[5, 6, 7, 8], [30, 31, 32], [100, 90, 80, 70, 60], [11, 22]]
-COMPLETION_TOKENS = 4
+PROMPTS = [[5, 6, 7, 8], [30, 31, 32]]
+COMPLETION_TOKENS = 3
 CLIP = 0.2
 
 
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=2e-2)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=5e-2)
     options = parser.parse_args(arguments)
 
     rank = start(options.model)
@@ -60,7 +60,7 @@ def sample(rank: TrainerRank, sequences: list[list[int]], generator: torch.Gener
 
 
 def reward(completion: Sequence[int]) -> float:
-    return sum(token % 2 == 0 for token in completion) / len(completion)
+    return sum(token % 2 for token in completion) / len(completion)
 
 
 def train_step(

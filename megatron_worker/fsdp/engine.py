@@ -65,6 +65,7 @@ class FsdpEngine:
         self._stashed: list[HostCopy] = []
         self._adapters: dict[str, Adapter] = {}
         self._active: str | None = None
+        self._is_cut_short = False
         self._training: _Training | None = None
         self.facts = _facts(self._ranks, layout, dtype, self._model.architecture.vocab_size)
         self._read_base()
@@ -147,11 +148,13 @@ class FsdpEngine:
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._training is not None, "nothing is being trained"
         assert self._training.slot == self._active, "the active adapter is not the one being trained"
+        self._is_cut_short = True  # unless it comes to its end
         scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward too: the peers' gathers and reductions wait for this rank.
         assert scores.logprob_N is not None, "a loss is made of log-probabilities"
         (sums.loss if len(batch.label_N) else scores.logprob_N.sum()).backward()
+        self._is_cut_short = False
         return sums.detached()
 
     def forward_backward_all(
@@ -168,6 +171,7 @@ class FsdpEngine:
         return self._training.optimizer.step(adam, learning_rate, denominator)
 
     def zero_grad(self) -> None:
+        self._forget()
         if self._training is not None:
             self._training.optimizer.zero_grad()
 
@@ -217,7 +221,14 @@ class FsdpEngine:
         for piece in self._model.pieces:
             yield piece.name, self._ranks.whole(piece, self._model.shards[piece.name])
 
+    def _forget(self) -> None:
+        """After a pass that an error cut short on some rank."""
+        if self._ranks.any(self._is_cut_short):
+            self._model.forget()
+        self._is_cut_short = False
+
     def drop_training_state(self) -> None:
+        self._forget()
         if self._training is not None:
             self._training.optimizer.detach()
             if self._training.slot is None:

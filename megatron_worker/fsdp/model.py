@@ -93,6 +93,17 @@ class Model:
             self._root(zero_1, zero_1, forest, zero_1[:0], lambda hidden_NH, _: {"hidden_NH": hidden_NH})
         self._require_grad(False)
 
+    def forget(self) -> None:
+        """Let go of what a pass that was cut short has left: gathered weights, gradients not reduced. Collective."""
+        if hasattr(self._root, "reset_iter_state"):  # torch 2.11 has none
+            self._root.reset_iter_state()
+        modules: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
+        for module in modules:
+            module.unshard()  # what is not reduced is the gathered weight's, not the shard's
+            for parameter in module.parameters():
+                parameter.grad = None
+            module.reshard()
+
     def _require_grad(self, required: bool) -> None:
         for parameter in self.parameters.values():
             parameter.requires_grad_(required)

@@ -26,6 +26,12 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor)
 
+    def any(self, here: bool) -> bool:
+        """Whether something is so on one rank at least."""
+        flag = torch.tensor(float(here), device=self.device)
+        self.sum(flag)
+        return bool(flag)
+
     def whole(self, piece: Piece, local: Tensor) -> Tensor:
         """A whole tensor on every rank, from the shard of each. Collective where the piece is split."""
         if piece.split is None or self.size == 1:

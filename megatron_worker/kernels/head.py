@@ -112,8 +112,8 @@ def scan(
         if space.exps_CV is not None and rows_NH is not None:
             _rescale_chunk(space, result_4N, chunk, blocks)
             rows_NH[chunk] = space.exps_CV[:length] @ weight_VH
-        if space.scaled_CV is not None and logit_rows_NH is not None:
-            logit_rows_NH[chunk] = space.scaled_CV[:length] @ weight_VH
+        if space.below_CV is not None and logit_rows_NH is not None:
+            logit_rows_NH[chunk] = space.below_CV[:length] @ weight_VH
     max_N, sum_exp_N, target_N, weighted_logit_N = result_4N
     return Scan(max_N, sum_exp_N, target_N, weighted_logit_N, top_NK)
 
@@ -121,7 +121,7 @@ def scan(
 @dataclass(frozen=True)
 class _Space:
     """What a chunk of `size` targets leaves: of each tile four numbers and its k greatest logits; of each logit its
-    exponential, where wanted, and that times the logit.
+    exponential and how far it lies below, where wanted.
     """
 
     size: int
@@ -130,7 +130,7 @@ class _Space:
     top_LCK: Tensor
     id_LCK: Tensor
     exps_CV: Tensor | None
-    scaled_CV: Tensor | None
+    below_CV: Tensor | None
 
 
 def _make_space(
@@ -139,7 +139,7 @@ def _make_space(
     num_tiles, kept = triton.cdiv(num_rows, blocks.rows), min(top_k, blocks.rows)
     target_bytes = num_buffers * _padded(num_rows) * hidden_NH.element_size() + num_tiles * kept * _CANDIDATE_BYTES
     size = _chunk_targets(len(hidden_NH), target_bytes, blocks, workspace_bytes)
-    exps_CV, scaled_CV = (_workspace(hidden_NH, size, num_rows) if i < num_buffers else None for i in range(2))
+    exps_CV, below_CV = (_workspace(hidden_NH, size, num_rows) if i < num_buffers else None for i in range(2))
     return _Space(
         size=size,
         num_tiles=num_tiles,
@@ -147,7 +147,7 @@ def _make_space(
         top_LCK=hidden_NH.new_empty(num_tiles, size, kept, dtype=torch.float32),
         id_LCK=hidden_NH.new_empty(num_tiles, size, kept, dtype=torch.int32),
         exps_CV=exps_CV,
-        scaled_CV=scaled_CV,
+        below_CV=below_CV,
     )
 
 
@@ -164,7 +164,7 @@ def _scan_chunk(
     grid = (triton.cdiv(len(hidden_CH), blocks.targets) * space.num_tiles,)
     with torch.cuda.device_of(hidden_CH):
         scan_tile[grid](
-            *(hidden_CH, weight_VH, row_C, space.tiles_4LC, exps_CV, space.top_LCK, space.id_LCK),
+            *(hidden_CH, weight_VH, row_C, space.tiles_4LC, exps_CV, space.below_CV, space.top_LCK, space.id_LCK),
             *(len(hidden_CH), len(weight_VH), hidden_CH.shape[1], space.size, space.num_tiles),
             *(hidden_CH.stride(0), weight_VH.stride(0), exps_CV.stride(0) if exps_CV is not None else 0),
             1 / temperature,
@@ -179,7 +179,7 @@ def _rescale_chunk(space: _Space, result_4N: Tensor, chunk: slice, blocks: Block
     assert exps_CV is not None
     with torch.cuda.device_of(exps_CV):
         rescale[(triton.cdiv(length, 16), space.num_tiles)](
-            *(exps_CV, space.scaled_CV, space.tiles_4LC, result_4N, chunk.start),
+            *(exps_CV, space.below_CV, space.tiles_4LC, result_4N, chunk.start),
             *(length, exps_CV.shape[1], space.size, exps_CV.stride(0)),
             BLOCK_N=16,
             BLOCK_V=blocks.rows,

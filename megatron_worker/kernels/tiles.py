@@ -56,6 +56,7 @@ def scan_tile(
     label,
     tiles,  # [4, L, size]: maximum, sum of exponentials, target, weighted logit
     exps,  # [C, V] or None
+    below,  # [C, V] or None: logits relative to their tile's maximum
     top,  # [L, size, K]
     top_id,
     num_targets,
@@ -114,8 +115,12 @@ def scan_tile(
         weighted = tl.zeros_like(greatest_n)
     tl.store(to + 3 * plane, weighted, mask=real_n)
     if exps is not None:
-        at = exps + n.to(tl.int64)[:, None] * exps_stride + v[None, :]
-        tl.store(at, exp.to(exps.dtype.element_ty), mask=real_n[:, None] & real_v)
+        offset = n.to(tl.int64)[:, None] * exps_stride + v[None, :]
+        tl.store(exps + offset, exp.to(exps.dtype.element_ty), mask=real_n[:, None] & real_v)
+        if below is not None:
+            tl.store(
+                below + offset, (logit - greatest_n[:, None]).to(below.dtype.element_ty), mask=real_n[:, None] & real_v
+            )
     if TOP_K > 0:
         at_top = (tile.to(tl.int64) * size + n) * TOP_K
         for rank in range(TOP_K):
@@ -168,7 +173,7 @@ def merge_tiles(
 @triton.jit(do_not_specialize=["first", "num_targets", "size"])
 def rescale(
     exps,
-    scaled,  # [C, V] or None: exponential times logit relative to the row's maximum
+    below,  # [C, V] or None
     tiles,
     result,
     first,
@@ -179,21 +184,22 @@ def rescale(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Exponentials relative to their tile's maximum made relative to the row's, in place."""
+    """Exponentials relative to their tile's maximum made relative to the row's, in place.
+
+    What is `below` becomes exponential times logit, both relative to the row's maximum.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     real_n = n < num_targets
     real = real_n[:, None] & (v[None, :] < num_rows)
     tile_max = tl.load(tiles + tl.program_id(1) * size + n, mask=real_n, other=0.0)
-    below = tile_max - tl.load(result + first + n, mask=real_n, other=0.0)
+    shift = tile_max - tl.load(result + first + n, mask=real_n, other=0.0)
     offset = n.to(tl.int64)[:, None] * exps_stride + v[None, :]
-    kept = tl.load(exps + offset, mask=real, other=0.0).to(tl.float32)
-    exp = kept * tl.exp(below)[:, None]
+    exp = tl.load(exps + offset, mask=real, other=0.0).to(tl.float32) * tl.exp(shift)[:, None]
     tl.store(exps + offset, exp.to(exps.dtype.element_ty), mask=real)
-    if scaled is not None:
-        # What has vanished weighs nothing, however far below it was.
-        logit = tl.where(kept > 0, tl.log(tl.where(kept > 0, kept, 1.0)) + below[:, None], 0.0)
-        tl.store(scaled + offset, (exp * logit).to(scaled.dtype.element_ty), mask=real)
+    if below is not None:
+        logit = tl.load(below + offset, mask=real, other=0.0).to(tl.float32) + shift[:, None]
+        tl.store(below + offset, (exp * logit).to(below.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_targets"])

@@ -149,7 +149,7 @@ class Head:
         return (
             rows.total * (row + 64)
             + rows.scored * (4 * self.hidden_size * keeps_graph + 64)
-            + rows.ids * 48
+            + rows.ids * 72
             + rows.logits * self.vocab_size * 4 * (1 + copies)
             + rows.hidden * row * copies
         )
@@ -157,13 +157,13 @@ class Head:
     def passing(self, rows: Rows, keeps_graph: bool) -> float:
         """At the height of a head's own work, forward or backward."""
         row = self.hidden_size * (4 + self.element_bytes)
-        chunk_row = self.shard_size * (4 + (self.element_bytes if self.element_bytes < 4 else 0)) + row
-        forward_scored = rows.scored * 4 * self.hidden_size * keeps_graph + min(rows.scored, CHUNK_ROWS) * chunk_row * (
-            2 if rows.has_entropy else 1
-        )
-        ranked = min(rows.ranked, CHUNK_ROWS) * chunk_row * 2 + rows.ranked * row * keeps_graph
-        backward = rows.total * row * 2 * keeps_graph
-        return max(forward_scored, ranked, backward)
+        product = self.element_bytes if self.element_bytes < 4 else 0  # before it is made float32
+        logit_row = self.shard_size * (4 + product) + row
+        scored = min(rows.scored, CHUNK_ROWS) * logit_row * (2 if rows.has_entropy else 1)
+        scored += rows.scored * 4 * self.hidden_size * keeps_graph
+        # A chunk is made while the one before it is still held.
+        ranked = min(rows.ranked, 2 * CHUNK_ROWS) * logit_row + rows.ranked * row * keeps_graph
+        return max(scored, ranked, rows.total * row * 2 * keeps_graph)
 
 
 @dataclass

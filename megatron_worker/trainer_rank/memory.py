@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -56,11 +57,12 @@ class CpuMeter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in known and key not in self._live and size:
-                self._live[key] = (weakref.ref(storage, lambda _, key=key: self._forget(key)), size, self._num_marks)
+                gone = weakref.ref(storage, partial(self._forget, key))
+                self._live[key] = gone, size, self._num_marks
                 self._bytes += size
         self._peak = max(self._peak, self._bytes)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: object) -> None:
         self._bytes -= self._live.pop(key)[1]
 
     def start(self) -> None:

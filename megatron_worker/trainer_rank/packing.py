@@ -47,8 +47,8 @@ def pack(sequences: Sequence[Ints], min_shared_tokens: int) -> Pack:
         positions.append(position)
         parents.append(parent)
         start += size
-    columns = [np.concatenate(column) for column in (tokens, positions, parents)]
-    return Pack(*columns, index_of, [member for members in units for member in members])
+    token_id_T, position_T, parent_T = (np.concatenate(column) for column in (tokens, positions, parents))
+    return Pack(token_id_T, position_T, parent_T, index_of, [member for members in units for member in members])
 
 
 def _units(sequences: Sequence[Ints], min_shared_tokens: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -144,7 +145,7 @@ class TrainerRank:
                     self.engine,
                     [requests[i] for i in places],
                     self.min_shared_tokens,
-                    lambda hidden, of=str(name): self._graphs.watch(hidden, of),
+                    partial(self._graphs.watch, slot=str(name)),
                 )
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
@@ -312,3 +313,6 @@ def _refuse_layout(engine: SlotEngine) -> None:
     if layout.pp > 1:
         message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp and dp"
         raise InvalidInput(message, "layout.pp")
+    if layout.ep > 1:
+        message = "ranks that share experts must do equally many forwards; here each does its own: use tp, cp and dp"
+        raise InvalidInput(message, "layout.ep")

@@ -9,14 +9,9 @@ if TYPE_CHECKING:
     from service.run_views import TrainStepMetrics
     from shared.runs import StepStatus
 
-# A column, the metric that it shows, and how; seconds are shown by the column of what took them.
-_NUMBERS = (
-    ("tokens", "response_tokens_mean", ".0f"),
-    ("KL old", "kl_old_new", ".2g"),
-    ("KL ref.", "kl_reference", ".2g"),
-    ("ratio", "ratio_mean", ".4g"),
-    *((f"{doing} s", f"{doing}_seconds", ".1f") for doing in ("sampling", "grading", "training", "publishing")),
-)
+_TIMED = ("sampling", "grading", "training", "publishing")
+# Broken so that a whole row fits into a terminal of 80 columns.
+_HEADERS = {"held-out": "held-\nout", "seconds": "seconds:\nsample/grade/\ntrain/publish"}
 
 
 def print_steps(steps: Iterable["StepStatus"]) -> None:
@@ -44,11 +39,11 @@ def print_step_metrics(rows: Iterable["TrainStepMetrics"]) -> None:
 
 def step_line(step: "StepStatus") -> str:
     """A step that has ended, as a line. It says train step: a worker's own lines count optimizer steps."""
-    cells = {} if step.same_as is not None else _cells(step.metrics)
     parts: list[str] = [step.state] if step.state != "done" else []
-    parts += [f"{name} {cells[name]}" for name in ("reward", "held-out") if cells.get(name)]
-    if step.version is not None and step.same_as is None:
-        parts.append(f"published v{step.version}")
+    if step.same_as is None:  # else all of this was said of the other step
+        cells = _cells(step.metrics)
+        parts += [f"{name} {cells[name].replace('±', ' ± ')}" for name in ("reward", "held-out") if cells[name]]
+        parts += [f"published v{step.version}"] if step.version is not None else []
     if remark := _remark(step):
         parts.append(remark)
     return f"train step {step.step}: {', '.join(parts) or step.state}"
@@ -56,12 +51,25 @@ def step_line(step: "StepStatus") -> str:
 
 def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
     """The metrics that people look for, by their columns; nothing in those that the step did not measure."""
-    reward, spread, held_out = (metrics.get(name) for name in ("reward_mean", "reward_std", "eval_reward_mean"))
-    cells = {
-        "reward": "" if reward is None else f"{reward:.3g}" + ("" if spread is None else f" ± {spread:.3g}"),
-        "held-out": "" if held_out is None else f"{held_out:.3g}",
+
+    def cell(name: str, form: str, before: str = "") -> str:
+        return before + format(metrics[name], form) if name in metrics else ""
+
+    return {
+        "reward": cell("reward_mean", ".3g") + cell("reward_std", ".3g", before="±"),
+        "held-out": cell("eval_reward_mean", ".3g"),
+        "tokens": cell("response_tokens_mean", ".0f"),
+        "KL": cell("kl_reference", ".2g") or cell("kl_old_new", ".2g"),
+        "ratio": cell("ratio_mean", ".4g"),
+        "seconds": _seconds([metrics.get(f"{doing}_seconds") for doing in _TIMED]),
     }
-    return cells | {name: format(metrics[key], form) if key in metrics else "" for name, key, form in _NUMBERS}
+
+
+def _seconds(found: Sequence[float | None]) -> str:
+    """What each part of a step took; a stroke for a part that is not the run's, or was not done."""
+    if not any(found):
+        return ""
+    return "/".join("-" if s is None else f"{s:.0f}" if s >= 10 else f"{s:.1f}" for s in found)
 
 
 def _remark(step: "StepStatus") -> str:
@@ -73,4 +81,4 @@ def _remark(step: "StepStatus") -> str:
 def _print(rows: Sequence[Mapping[str, str]]) -> None:
     """A table of the columns in which there is something."""
     names = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
-    print_table(names, ([row[name] for name in names] for row in rows))
+    print_table([_HEADERS.get(name, name) for name in names], ([row[name] for name in names] for row in rows))

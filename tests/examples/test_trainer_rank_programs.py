@@ -26,14 +26,14 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def model(tiny_model, tmp_path_factory) -> Path:
-    """The tiny model with ten times its embedding: as it is, no hidden state makes any token likely."""
+    """The tiny model with seven times its embedding: as it is, no hidden state makes any token likely."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("lively")
     shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
     lively = AutoModelForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
-        lively.get_input_embeddings().weight.mul_(10)
+        lively.get_input_embeddings().weight.mul_(7)
     lively.save_pretrained(folder)
     return folder
 
@@ -48,7 +48,17 @@ def test_each_is_shorter_than_100_lines():
 
 
 def test_sft_learns_answers_and_two_ranks_learn_the_same(model, tmp_path, capsys):
-    arguments = [str(model), str(CHATS), str(tmp_path / "alone"), "--steps", "6", "--batch-size", "8"]
+    arguments = [
+        str(model),
+        str(CHATS),
+        str(tmp_path / "alone"),
+        "--steps",
+        "6",
+        "--batch-size",
+        "8",
+        "--learning-rate",
+        "0.02",
+    ]
     trainer_rank_sft.main(arguments)
     losses = lines(capsys.readouterr().out, "loss")
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
@@ -59,10 +69,10 @@ def test_sft_learns_answers_and_two_ranks_learn_the_same(model, tmp_path, capsys
 
 
 def test_grpo_learns_what_is_rewarded(model, capsys):
-    trainer_rank_grpo.main([str(model), "--steps", "12"])
+    trainer_rank_grpo.main([str(model), "--steps", "14"])
     rewards = lines(capsys.readouterr().out, "reward")
-    assert sum(rewards[:2]) / 2 < 0.65
-    assert sum(rewards[-2:]) / 2 > 0.8
+    assert sum(rewards[:2]) / 2 < 0.4
+    assert sum(rewards[-2:]) / 2 > 0.7
 
 
 def test_distillation_brings_the_student_to_the_teacher(model, tmp_path, capsys):

@@ -20,7 +20,7 @@ from megatron_worker.kernels.head import blocks_for
 
 CAPABILITY = 90
 POINTERS = {"label": "i64", "top_id": "i32"}
-OF_WEIGHTS = {"hidden", "weight", "exps", "grad", "scaled"}
+OF_WEIGHTS = {"hidden", "weight", "exps", "grad", "below"}
 # Triton takes a 1 for a constant.
 OF_THE_PROBE = dict.fromkeys(("num_rows", "num_tiles"), 1)
 SHAPE = {"BLOCK_L": 64, "WIDEN": False, "EVEN_H": True}
@@ -74,15 +74,15 @@ def spilled_bytes(ptx: str) -> int:
 def main() -> None:
     half, full = blocks_for(torch.bfloat16), blocks_for(torch.float32)
     made = [
-        compiled(tiles.scan_tile, half, "bf16", absent=("exps",), ENTROPY=False, TOP_K=0),
+        compiled(tiles.scan_tile, half, "bf16", absent=("exps", "below"), ENTROPY=False, TOP_K=0),
         compiled(tiles.scan_tile, half, "bf16", ENTROPY=True, TOP_K=20),
         compiled(tiles.logit_gradient_tile, half, "bf16", ENTROPY=True),
         compiled(tiles.scan_tile, full, "fp32", ENTROPY=True, TOP_K=20),
         compiled(tiles.logit_gradient_tile, full, "fp32", ENTROPY=True),
         compiled(tiles.scan_tile, half, "bf16", ENTROPY=False, TOP_K=0, **OF_THE_PROBE),
         compiled(tiles.logit_gradient_tile, half, "bf16", ENTROPY=False, **OF_THE_PROBE),
-        compiled(tiles.scan_tile, half, "bf16", ENTROPY=True, TOP_K=0, EVEN_H=False),
-        compiled(tiles.rescale, half, "bf16", absent=("scaled",), BLOCK_N=16),
+        compiled(tiles.scan_tile, half, "bf16", absent=("below",), ENTROPY=True, TOP_K=0, EVEN_H=False),
+        compiled(tiles.rescale, half, "bf16", absent=("below",), BLOCK_N=16),
         compiled(tiles.merge_tiles, full, "fp32", BLOCK_N=32),
         compiled(tiles.rescale, half, "bf16", BLOCK_N=16),
     ]

@@ -1,6 +1,7 @@
 """Each engine alone, on one rank, no runner around it: against transformers, peft and torch; packed as unpacked."""
 
 import dataclasses
+import itertools
 import math
 from typing import get_args
 
@@ -276,6 +277,30 @@ def test_zero_grad_forgets_what_was_accumulated(model, tmp_path, engine):
     driven.forward_backward(bin_of(STEPS[0]), LOSS)
     assert furthest(gradient(driven, tmp_path / "fresh"), after) == 0
     assert any(g.any() for g in after.values())
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("cut", ["forward", "backward"])
+def test_a_bin_that_fails_half_way_leaves_the_engine_as_good_as_new(model, tmp_path, engine, kind, cut):
+    def memory_is_full(after):
+        calls = itertools.count()
+
+        def save(tensor):
+            if next(calls) >= after:
+                raise MemoryError("out of memory")
+            return tensor
+
+        return save
+
+    driven, fresh = (start(engine, model, kind) for _ in range(2))
+    hooks = {"forward": (memory_is_full(25), lambda t: t), "backward": (lambda t: t, memory_is_full(25))}[cut]
+    with pytest.raises(MemoryError), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        driven.forward_backward(bin_of(STEPS[0]), LOSS)
+    driven.zero_grad()
+    for one, folder in ((driven, tmp_path / "driven"), (fresh, tmp_path / "fresh")):
+        train(one, [as_bins(rows) for rows in STEPS[:2]], learning_rate=3e-4)
+        one.save(folder)
+    assert checkpoint_bytes(tmp_path / "driven") == checkpoint_bytes(tmp_path / "fresh")
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model, tmp_path, engine):

@@ -412,12 +412,15 @@ def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders
     assert expected.any() and torch.equal(gradient(rank, "one"), expected)
 
 
-def test_a_pipeline_is_refused_with_a_reason(model):
+@pytest.mark.parametrize(
+    ("degree", "rule"), [("pp", "never hold all outputs"), ("ep", "must do equally many forwards")]
+)
+def test_layouts_that_cannot_be_are_refused_with_a_reason(model, degree, rule):
     engine = MegatronEngine(model, Layout(), "float32")
-    object.__setattr__(engine.facts, "layout", Layout.model_construct(pp=2))
-    with pytest.raises(InvalidInput, match="never hold all outputs") as refused:
+    object.__setattr__(engine.facts, "layout", Layout.model_construct(**{degree: 2}))
+    with pytest.raises(InvalidInput, match=rule) as refused:
         TrainerRank(engine)
-    assert refused.value.place == "layout.pp"
+    assert refused.value.place == f"layout.{degree}"
 
 
 def test_a_fresh_adapter_changes_nothing_until_it_is_stepped(own_rank):
@@ -431,3 +434,19 @@ def test_a_fresh_adapter_changes_nothing_until_it_is_stepped(own_rank):
     after = own_rank.snapshot("one").tensors
     assert all(torch.equal(before["one"][key], after[key]) for key in after)
     assert any(not torch.equal(before["fresh"][key], t) for key, t in own_rank.snapshot("fresh").tensors.items())
+
+
+def test_bfloat16_answers_in_float32_and_learns(rank, model, folders):
+    """Near what float32 says; the gradient points the same way."""
+    rounded = TrainerRank(MegatronEngine(model, Layout(), "bfloat16"))
+    load_adapters(rounded, folders)
+    ids = random_ids(np.random.default_rng(2), 40)
+    asked = [ForwardInput(ids, None, True, True, np.full((39, 2), 7), 3, True, adapter="one")]
+    exact, near = rank.forward(asked)[0], rounded.forward(asked)[0]
+    for name, tensor in tensors_of(near).items():
+        assert tensor.dtype == torch.float32
+        assert (tensor - tensors_of(exact)[name]).abs().mean() <= 0.1, name
+    rank.backward(some_loss([exact]))
+    rounded.backward(some_loss([near]))
+    ours, theirs = gradient(rounded, "one"), gradient(rank, "one")
+    assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) >= 0.95

@@ -86,6 +86,7 @@ def run(rank, items):
     return live.peak, plans
 
 
+@pytest.mark.slow
 def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
     """200 random workloads, ten in a row on a rank that learns. Large: several budgets of items, each a small part."""
     generator = np.random.default_rng(11)

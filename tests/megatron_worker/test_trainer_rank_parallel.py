@@ -12,7 +12,8 @@ from tests.megatron_worker.launch import torchrun
 from tests.megatron_worker.ranks import write_adapters
 from tests.megatron_worker.rows import distinct_model
 
-LAYOUTS = {2: [Layout(dp=2), Layout(tp=2)], 4: [Layout(tp=2, dp=2)]}
+LAYOUTS = {2: [Layout(dp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2), Layout(tp=2, cp=2)]}
+pytestmark = pytest.mark.timeout(600)  # two launches of several ranks
 LABELS = [layout.label for layouts in LAYOUTS.values() for layout in layouts]
 
 
@@ -64,7 +65,7 @@ class TestAgainstOneRank:
         everyone = notes(results, label, "micro_batches")
         layout = next(x for layouts in LAYOUTS.values() for x in layouts if x.label == label)
         places = [place for ranks in everyone for place in ranks["outputs"]]
-        assert sorted(places) == sorted(list(single) * layout.tp)
+        assert sorted(places) == sorted(list(single) * layout.tp * layout.cp)
         assert len({len(rank["indices"]) for rank in everyone}) == 1 < len(everyone[0]["indices"])
         assert len({tuple(rank["budgets"]) for rank in everyone}) == 1
         for rank in everyone:

@@ -199,6 +199,47 @@ def test_flex_attention_sees_what_the_calls_see():
     assert (flexed - reference(*inputs, parent_T)).abs().max() <= 2e-6
 
 
+# A part of the queries, as a context-parallel rank has them.
+
+
+@pytest.mark.parametrize("call_pairs", [0, 40, 10**6])
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_share_the_queries_out_are_one_together(seed, call_pairs):
+    """Outputs side by side, gradients of keys and values added up; edges of chunks fall in nodes and between them."""
+    parent_T = random_forest(seed)
+    parent_T = parent_T[: len(parent_T) // 6 * 6]
+    query_THD, key_TGD, value_TGD = heads(len(parent_T), torch.float64, seed)
+    expected = with_gradients(lambda *x: reference(*x, parent_T), (query_THD, key_TGD, value_TGD))
+    size = len(parent_T) // 6
+    found = [torch.zeros_like(x) for x in expected]
+    for rank in range(3):
+        chunks = tuple(slice(n * size, (n + 1) * size) for n in (rank, 5 - rank))
+        rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+        nodes = find_nodes(parent_T.numpy(), [edge for chunk in chunks for edge in (chunk.start, chunk.stop)])
+        forest = Forest(calls=tuple(plan_calls(nodes, torch.float64, call_pairs, chunks)))
+        leaves = [x.detach().clone().requires_grad_() for x in (query_THD[rows], key_TGD, value_TGD)]
+        output = tree_attention.attend_forest(*leaves, forest)
+        weighting = torch.linspace(-1, 1, expected[0].numel(), dtype=output.dtype).view(expected[0].shape)
+        output.backward(weighting[rows])
+        found[0][rows], found[1][rows] = output.detach(), leaves[0].grad
+        found[2] += leaves[1].grad
+        found[3] += leaves[2].grad
+    assert all((ours - theirs).abs().max() <= 1e-12 for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_flex_attention_of_some_queries_is_that_of_all():
+    """The block mask's rows of two chunks; on CUDA a chunk is whole blocks."""
+    parent_T = random_forest(3, num_nodes=30, longest=60)[:384]
+    inputs = heads(len(parent_T), torch.float32)
+    end_T = tree_attention._subtree_end(find_nodes(parent_T.numpy()))
+    chunks = (slice(64, 128), slice(256, 320))
+    rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+    mask = block_mask(end_T, torch.device("cpu"), block_size=32, chunks=chunks)
+    flexed = tree_attention.attend_forest(inputs[0][rows], *inputs[1:], Forest(block_mask=mask))
+    assert len(parent_T) == 384
+    assert (flexed - reference(*inputs, parent_T)[rows]).abs().max() <= 2e-6
+
+
 # Whole engines.
 
 

@@ -91,7 +91,7 @@ def trained(service: Service, run_id: str) -> str:
     put(service, run_id, 0, metrics={"eval_reward_mean": 0.25})
     for number in (1, 2):
         put_log(service, run_id, number)
-    metrics = rewards | training | {"training_seconds": 2.04}
+    metrics = rewards | training | {"training_seconds": 31.4, "publishing_seconds": 2.04}
     put(service, run_id, 1, version=1, metrics=metrics | {"entropy": 1.0})
     put(service, run_id, 2, version=2, metrics=metrics | {"eval_reward_mean": 0.5531})
     put(service, run_id, 3, policy_version=2, state="skipped", metrics={"reward_mean": 1.0, "reward_std": 0.0})
@@ -111,6 +111,9 @@ LINES = [
 ]
 
 
+HEADER = "train step reward out tokens KL ratio train/publish".split()
+
+
 def test_metrics_have_both_kinds_of_steps(api, service: Service, trained: str) -> None:
     found = api.get(f"/runs/{trained}/metrics").json()
     assert [(row["step"], row["metrics"]) for row in found["steps"]] == [(1, {"loss": -0.5}), (2, {"loss": -1.0})]
@@ -120,20 +123,21 @@ def test_metrics_have_both_kinds_of_steps(api, service: Service, trained: str) -
     assert service.cli("metrics", trained, "--json").json == found
     shown = service.cli("metrics", trained).stdout.splitlines()
     assert [line.split() for line in shown[:3]] == [["step", "loss"], ["1", "-0.5"], ["2", "-1"]]
-    assert shown[3].split() == "train step reward held-out tokens KL old ratio training s".split()
-    assert shown[6].split() == "2 0.412 ± 0.3 0.553 88 0.0012 1.002 2.0".split()
+    header = [line.split() for line in shown[3:6]]
+    assert header == [["seconds:"], ["held-", "sample/grade/"], HEADER]
+    assert shown[8].split() == "2 0.412±0.3 0.553 88 0.0012 1.002 -/-/31/2.0".split()
 
 
 def test_a_table_tells_what_rewards_do(service: Service, trained: str) -> None:
     lines = service.cli("steps", trained).stdout.splitlines()
-    assert lines[0].split() == "step state policy reward held-out tokens KL old ratio training s".split()
-    assert [line.split() for line in lines[1:]] == [
+    assert lines[2].split() == ["step", "state", "policy", *HEADER[2:]]
+    assert [line.split() for line in lines[3:]] == [
         ["0", "done", "0", "0.25"],
-        "1 done 1 0.412 ± 0.3 88 0.0012 1.002 2.0".split(),
-        "2 done 2 0.412 ± 0.3 0.553 88 0.0012 1.002 2.0".split(),
-        "3 skipped 2 1 ± 0".split(),
+        "1 done 1 0.412±0.3 88 0.0012 1.002 -/-/31/2.0".split(),
+        "2 done 2 0.412±0.3 0.553 88 0.0012 1.002 -/-/31/2.0".split(),
+        "3 skipped 2 1±0".split(),
         "4 failed 2 groups.jsonl:1: [rewards] must be finite".split(),
-        "5 done 1 0.412 ± 0.3 88 0.0012 1.002 2.0 the key of step 1 again: not trained twice".split(),
+        "5 done 1 0.412±0.3 88 0.0012 1.002 -/-/31/2.0 the key of step 1 again: not trained twice".split(),
     ]
 
 

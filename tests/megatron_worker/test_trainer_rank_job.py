@@ -1,0 +1,63 @@
+"""A job's steps written out on TrainerRank give the bytes that the runner gives."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from megatron_worker.batches import PackedBatches
+from megatron_worker.engine import Scores
+from megatron_worker.losses import cross_entropy
+from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.runner import make_deterministic
+from megatron_worker.schedule import learning_rate
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from shared.artifacts import sha256_file
+from shared.jobs import Checkpointing, Lora, Schedule
+from tests.megatron_worker.test_megatron_job import NUM_STEPS, do, plan, worker, workshop  # noqa: F401 (fixtures)
+
+
+def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path):  # noqa: F811 (the fixtures)
+    what = plan(
+        workshop,
+        trainable=Lora(rank=4, alpha=8),
+        schedule=Schedule(kind="cosine", learning_rate=5e-3, warmup_steps=1),
+        checkpointing=Checkpointing(every_steps=0),
+    )
+    job = do(worker, workshop, "runner", what)
+    expected = Path(job.checkpoint_dir) / f"step-{NUM_STEPS:08d}"
+
+    make_deterministic(what)
+    rank = TrainerRank(MegatronEngine(folder_of(what.model), what.layout, what.dtype))
+    rank.create_adapter("default", what.trainable, what.seed)
+    with PackedBatches(folder_of(what.data.units), folder_of(what.data.plan)) as data:
+        for step in range(what.num_steps):
+            weight = torch.zeros((), dtype=torch.float64)
+            for units in data.bins(step):
+                batch = data.batch(units, rank.facts.device)
+                outputs = rank.forward(inputs_of(batch))
+                scores = Scores(torch.cat([output.target_logprob_P for output in outputs]))
+                sums = cross_entropy.sums(scores, batch)
+                rank.backward(sums.loss)
+                weight += sums.weight
+            rate = learning_rate(what.schedule, step, what.num_steps)
+            rank.optim_step(what.optimizer, rate, rank.reduce({"weight": weight})["weight"])
+    rank.save("default", tmp_path / "by-hand")
+    files = ["weights/adapter_model.safetensors", "weights/adapter_config.json", "optimizer/optimizer.safetensors"]
+    for file in files:
+        assert sha256_file(tmp_path / "by-hand" / file) == sha256_file(expected / file), file
+
+
+def folder_of(artifact):
+    return Path(artifact.uri.removeprefix("file://"))
+
+
+def inputs_of(batch):
+    """The chains of a bin, each with the positions that the bin scores."""
+    starts = [*(batch.parent_T == -1).nonzero()[:, 0].tolist(), len(batch.parent_T)]
+    inputs = []
+    for start, stop in pairwise(starts):
+        inside_N = (batch.hidden_index_N >= start) & (batch.hidden_index_N < stop)
+        positions = (batch.hidden_index_N[inside_N] - start).tolist()
+        inputs.append(ForwardInput(batch.token_id_T[start:stop], positions=positions, target_logprobs=True))
+    return inputs
