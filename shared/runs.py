@@ -158,6 +158,7 @@ class DPORun(_DatasetRun):
 
 DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
 
+
 class HeldOut(Frozen):
     """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
 

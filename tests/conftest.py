@@ -14,6 +14,8 @@ import pytest
 from examples.tiny_model import make_tiny_model
 from shared.settings import S3Settings
 
+# Tensors here are small: a second thread costs more than it brings, most of all where two tests share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may reach a real account: of W&B, of the hub, of AWS, or of the developer's own Longshore.
 os.environ.update(
     HF_HUB_OFFLINE="1", WANDB_MODE="offline", AWS_EC2_METADATA_DISABLED="true", TOKENIZERS_PARALLELISM="true"
