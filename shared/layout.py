@@ -1,5 +1,6 @@
 """The parallel layout of one worker: how many ranks, and what each dimension splits."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -42,6 +43,18 @@ class Layout(Frozen):
             if degree > 1 or degree is True
         ]
         return "-".join(parts) or "single"
+
+    @classmethod
+    def from_label(cls, label: str) -> "Layout":
+        """The layout of a label. Raises InvalidInput for any other text."""
+        degrees: dict[str, int] = {}
+        for part in () if label == "single" else label.split("-"):
+            found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp)([1-9][0-9]{0,3})", part)
+            name = (found[1] or found[2]) if found else None
+            if found is None or name is None or name in degrees:
+                raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
+            degrees[name] = int(found[3] or 1)
+        return cls.model_validate(degrees)
 
 
 class ModelShape(Frozen):

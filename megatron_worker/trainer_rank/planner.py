@@ -17,6 +17,7 @@ from shared.jobs import Lora
 
 _MARGIN = 0.02  # on an estimate corrected by many heights
 _DOUBT = 0.08  # on top, on one that no height has been measured for; less the more there were
+_SPREAD = 0.5  # on top, of how far measured heights differ in this from each other
 _MEMORY = 16  # heights that are remembered of a kind
 _COMPARABLE = 4  # a height says nothing of a micro-batch more than so many times as large
 
@@ -48,8 +49,10 @@ class Experience:
             for height in self._heights[kind]
             if height.estimated_bytes * _COMPARABLE >= estimated_bytes
         ]
-        margin = _MARGIN + _DOUBT / (1 + len(ratios))
-        return estimated_bytes * max(ratios, default=1.0) * (1 + margin)
+        if not ratios:
+            return estimated_bytes * (1 + _MARGIN + _DOUBT)
+        doubt = 2 * _DOUBT / (2 + len(ratios)) + _SPREAD * (max(ratios) - min(ratios))
+        return estimated_bytes * max(ratios) * (1 + _MARGIN + doubt)
 
 
 @dataclass(frozen=True)

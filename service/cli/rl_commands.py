@@ -14,12 +14,16 @@ from service.cli.exits import FAILED, NOT_FINISHED, USAGE, Stop
 from service.cli.render import outcome, print_json, say
 from service.cli.run_commands import RunId, Timeout
 from service.cli.submit_commands import (
+    DataParallel,
     DtypeName,
     Engine,
     EngineChoice,
+    LayoutLabel,
     Model,
+    TensorParallel,
     dataset_uri,
     finish,
+    layout_of,
     lora_of,
     model_uri,
     usage,
@@ -108,8 +112,9 @@ def rl(
     bin_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch; --max-tokens if absent.")] = None,
     seed: int = 0,
     engine: Engine = EngineChoice.megatron,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    tp: TensorParallel = 1,
+    dp: DataParallel = 1,
+    layout: LayoutLabel = None,
     dtype: DtypeName = DtypeName.float32,
     between_steps: Annotated[Between, typer.Option(help="What a waiting worker does with the device.")] = (
         Between.offload
@@ -162,35 +167,36 @@ def rl(
         "eval_temperature": eval_temperature,
         "target": target,
     }
+    fields = {
+        "temperature": temperature,
+        "name": name,
+        "model": model_uri(model),
+        "trainable": lora_of(lora_rank, lora_alpha, lora_targets),
+        "initial_adapter": initial_adapter,
+        **_objective(algorithm, loss, advantages),
+        "equal_rewards": equal_rewards.value,
+        "broken": broken.value,
+        "max_staleness": max_staleness,
+        "mini_batches": mini_batches,
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "warmup_steps": warmup,
+        "weight_decay": weight_decay,
+        "clip_norm": clip_norm,
+        "max_tokens": max_tokens,
+        "bin_tokens": bin_tokens,
+        "seed": seed,
+        "engine": engine.value,
+        "layout": layout_of(layout, tp, dp),
+        "dtype": dtype.value,
+        "between_steps": between_steps.value,
+        "idle_s": idle,
+    }
+    # Every option is checked before a file is sent anywhere.
+    _checked(fields | {"rollouts": own.rollouts_of(rollouts, lambda uri, option: uri)})
     with connect(context, patience_s=20) as client:
-        run = _checked(
-            {
-                "rollouts": own.rollouts_of(client, rollouts),
-                "temperature": temperature,
-                "name": name,
-                "model": model_uri(model),
-                "trainable": lora_of(lora_rank, lora_alpha, lora_targets),
-                "initial_adapter": initial_adapter,
-                **_objective(algorithm, loss, advantages),
-                "equal_rewards": equal_rewards.value,
-                "broken": broken.value,
-                "max_staleness": max_staleness,
-                "mini_batches": mini_batches,
-                "epochs": epochs,
-                "learning_rate": learning_rate,
-                "warmup_steps": warmup,
-                "weight_decay": weight_decay,
-                "clip_norm": clip_norm,
-                "max_tokens": max_tokens,
-                "bin_tokens": bin_tokens,
-                "seed": seed,
-                "engine": engine.value,
-                "layout": {"tp": tp, "dp": dp},
-                "dtype": dtype.value,
-                "between_steps": between_steps.value,
-                "idle_s": idle,
-            }
-        )
+        sent = own.rollouts_of(rollouts, lambda uri, option: dataset_uri(client, uri, option))
+        run = _checked(fields | {"rollouts": sent})
         view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
         finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 

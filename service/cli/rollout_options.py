@@ -1,16 +1,13 @@
 """Options of `longshore submit rl` for runs that make their own rollouts, and what they say together."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from service.cli.exits import USAGE, Stop
-from service.cli.submit_commands import dataset_uri
-
-if TYPE_CHECKING:
-    from service.cli.client import Client
 
 Prompts = Annotated[
     str | None,
@@ -36,8 +33,12 @@ EvalTemperature = Annotated[float | None, typer.Option(help="Default 0: greedy."
 Target = Annotated[float | None, typer.Option(help="The mean held-out grade at which the run ends.")]
 
 
-def rollouts_of(client: "Client", given: dict[str, Any]) -> dict[str, Any] | None:
-    """The run's `rollouts`, of the options that were given; None where there is none of them. Files are uploaded."""
+def rollouts_of(given: dict[str, Any], uri_of: Callable[[str, str], str]) -> dict[str, Any] | None:
+    """The run's `rollouts`, of the options that were given; None where there is none of them.
+
+    Args:
+        uri_of: the URI of a file or URI that was given with an option of this name.
+    """
     told = {name: value for name, value in given.items() if value is not None and value is not False}
     if not told:
         return None
@@ -47,9 +48,9 @@ def rollouts_of(client: "Client", given: dict[str, Any]) -> dict[str, Any] | Non
     held_out = {name.removeprefix("eval_"): told.pop(name) for name in list(told) if name in _HELD_OUT}
     if held_out and "prompts" not in held_out:
         raise Stop("--eval-prompts is missing: without it nothing is evaluated", USAGE)
-    told["prompts"] = {"uri": dataset_uri(client, told["prompts"], "prompts"), **field}
+    told["prompts"] = {"uri": uri_of(told["prompts"], "--prompts"), **field}
     if held_out:
-        uri = dataset_uri(client, held_out.pop("prompts"), "eval-prompts")
+        uri = uri_of(held_out.pop("prompts"), "--eval-prompts")
         held_out = {_FIELDS.get(name, name): value for name, value in held_out.items()}
         told["held_out"] = {"prompts": {"uri": uri, **field}, **held_out}
     return {**told, "grader": _grader(told["grader"])}

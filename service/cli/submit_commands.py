@@ -29,7 +29,14 @@ _OPTIONS = {
     "targets": "lora-targets",
     "source": "dataset",
     "model_uri": "model",
+    "held_out.prompts": "eval-prompts",
+    "held_out.every_steps": "eval-every",
+    "held_out.samples_per_prompt": "eval-samples",
+    "held_out.temperature": "eval-temperature",
+    "held_out.target": "target",
 }
+# Parts of a run that are no options, but have them.
+_GROUPS = ("trainable", "lora", "full", "layout", "rollouts")
 app = typer.Typer(help="Start a run.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -101,6 +108,9 @@ MaxLostFraction = Annotated[
 ]
 TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
 DataParallel = Annotated[int, typer.Option("--dp", help="Data-parallel ranks.")]
+LayoutLabel = Annotated[
+    str | None, typer.Option("--layout", help="All degrees at once, such as tp2-sp-pp2-dp2, instead of --tp and --dp.")
+]
 Engine = Annotated[EngineChoice, typer.Option(help="What trains; fsdp shards the model over --dp alone.")]
 EvalEvery = Annotated[int, typer.Option("--eval-every", help="Steps; 0: before and after only.")]
 NumSamples = Annotated[int, typer.Option("--samples", help="Greedy completions at each evaluation.")]
@@ -148,6 +158,7 @@ def sft(
     engine: Engine = EngineChoice.megatron,
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
+    layout: LayoutLabel = None,
     dtype: DtypeName = DtypeName.float32,
     eval_every: EvalEvery = 0,
     num_samples: NumSamples = 0,
@@ -201,6 +212,7 @@ def dpo(
     engine: Engine = EngineChoice.megatron,
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
+    layout: LayoutLabel = None,
     dtype: DtypeName = DtypeName.float32,
     eval_every: EvalEvery = 0,
     num_samples: NumSamples = 0,
@@ -233,7 +245,7 @@ def _submit(kind: Literal["sft", "dpo"], options: dict[str, Any]) -> None:
         "model": model_uri(take("model")),
         "trainable": _trainable(take("full"), take("lora_rank"), take("lora_alpha"), take("lora_targets")),
         "warmup_steps": take("warmup"),
-        "layout": {"tp": take("tp"), "dp": take("dp")},
+        "layout": layout_of(take("layout"), take("tp"), take("dp")),
         **options,
     }
     if fields["epochs"] is None and fields["steps"] is None:
@@ -247,6 +259,21 @@ def _submit(kind: Literal["sft", "dpo"], options: dict[str, Any]) -> None:
         run = _checked(kind, fields | {name: {"uri": uri, **reading} for name, uri in uris.items()})
         view = client.submit(run, key or f"cli-{secrets.token_hex(16)}")
         finish(client, view, wait=wait, timeout_s=timeout, as_json=as_json)
+
+
+def layout_of(label: str | None, tp: int, dp: int) -> dict[str, Any]:
+    """A run's layout, of what was given of it."""
+    from shared.errors import InvalidInput
+    from shared.layout import Layout
+
+    if label is None:
+        return {"tp": tp, "dp": dp}
+    if tp != 1 or dp != 1:
+        raise Stop("--layout has all degrees: give it without --tp and --dp", USAGE)
+    try:
+        return Layout.from_label(label).model_dump()
+    except InvalidInput as error:
+        raise Stop(f"--{error}", USAGE) from None
 
 
 def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None, as_json: bool) -> None:
@@ -331,7 +358,8 @@ def _checked(kind: Literal["sft", "dpo"], fields: dict[str, Any]) -> "SFTRun | D
 def usage(error: "ValidationError") -> Stop:
     """Pydantic's first error in the words of the command line."""
     first = error.errors()[0]
-    parts = [str(part) for part in first["loc"] if part not in ("trainable", "lora", "full", "layout")]
+    parts = [str(part) for part in first["loc"] if part not in _GROUPS]
     rule = first["msg"].removeprefix("Value error, ")
-    option = f"--{_OPTIONS.get(parts[0], parts[0]).replace('_', '-')}: " if parts else ""
+    name = ".".join(parts[:2]) if parts[:1] == ["held_out"] else next(iter(parts), "")
+    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}: " if name else ""
     return Stop(f"{option}{rule}", USAGE, "--help lists the options")

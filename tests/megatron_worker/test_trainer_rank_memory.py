@@ -94,7 +94,7 @@ def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
     for number in range(200):
         is_large = number % 10 == 0
         kind = list(WORKLOADS)[(number // 10 if is_large else number) % len(WORKLOADS)]
-        budget_bytes = int(generator.choice([2, 3] if is_large else [2, 4])) * 1_000_000
+        budget_bytes = int(generator.choice([3, 4] if is_large else [3, 6])) * 1_000_000
         if is_large:
             rank = new_rank(engine, folders, budget_bytes)
         rank.memory_budget_bytes = budget_bytes

@@ -207,6 +207,51 @@ def test_an_algorithm_has_its_papers_loss_and_advantages_but_for_what_is_given(s
     assert refused.code == 2 and "algorithm cispo has the loss cispo" in refused.stderr
 
 
+def test_a_run_of_its_own_rollouts_has_what_its_options_say(service: Service, tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "hm?"}]}\n')
+    grader = {"type": "string_check", "name": "exact", "operation": "eq", "input": "a", "reference": "b"}
+    file = tmp_path / "grader.json"
+    file.write_text(json.dumps(grader))
+    rl = [
+        *("submit", "rl", "--model", "org/tiny", "--prompts", str(rows), "--grader", str(file), "--steps", "3"),
+        *("--group-size", "4", "--stop", "END", "--stop", "STOP", "--temperature", "0.7", "--off-policy-steps", "2"),
+        *("--eval-prompts", "s3://bucket/held-out.jsonl", "--eval-every", "2", "--target", "0.9"),
+        *("--layout", "tp2-sp-pp2-dp2"),
+    ]
+    run = service.cli("get", service.cli(*rl).stdout.strip(), "--json").json["run"]
+    rollouts = run["rollouts"]
+    assert rollouts["prompts"]["uri"].endswith("prompts.jsonl") and rollouts["grader"]["operation"] == "eq"
+    assert (rollouts["steps"], rollouts["group_size"], rollouts["stop"]) == (3, 4, ["END", "STOP"])
+    assert (run["temperature"], rollouts["off_policy_steps"]) == (0.7, 2)
+    held_out = rollouts["held_out"]
+    assert (held_out["prompts"]["uri"], held_out["every_steps"], held_out["target"]) == (
+        *("s3://bucket/held-out.jsonl", 2),
+        0.9,
+    )
+    assert (run["layout"]["tp"], run["layout"]["sp"], run["layout"]["pp"], run["layout"]["dp"]) == (2, True, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--prompts", "p.jsonl"), "--grader is missing"),
+        (("--group-size", "4"), "--prompts is missing"),
+        (("--prompts", "p.jsonl", "--grader", "{}", "--target", "1"), "--eval-prompts is missing"),
+        (("--prompts", "p.jsonl", "--grader", "no.json"), "--grader: no.json: "),
+        (("--prompts", "p.jsonl", "--grader", '{"type": "x"}', "--steps", "1"), "--grader: "),
+        (("--wait",), "--wait goes with --prompts"),
+        (("--layout", "tp2-zz2"), "'zz2' is no degree"),
+        (("--layout", "tp2", "--tp", "2"), "--layout has all degrees"),
+    ],
+)
+def test_rollouts_that_cannot_be_are_refused_before_anything_is_sent(
+    service: Service, given: tuple[str, ...], said: str
+) -> None:
+    refused = service.cli("submit", "rl", "--model", "org/tiny", *given)
+    assert refused.code == 2 and said in refused.stderr, refused
+
+
 def test_ls_shows_runs_newest_first(service: Service, options) -> None:
     ids = [service.cli(*options).stdout.strip() for _ in range(2)]
     assert [row["run_id"] for row in service.cli("ls", "--json", "--limit", "2").json] == ids[::-1]

@@ -177,3 +177,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path) -> None:
         write_atomically(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_layout_is_read_from_its_label() -> None:
+    for layout in (Layout(), Layout(tp=2, sp=True, pp=2, dp=4), Layout(ep=2, etp=2, cp=4)):
+        assert Layout.from_label(layout.label) == layout
+    for label in ("", "tp", "tp0", "tp2-tp2", "sp2", "zp2", "tp2 dp2"):
+        with pytest.raises(InvalidInput, match="layout: "):
+            Layout.from_label(label)
