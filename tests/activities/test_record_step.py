@@ -33,6 +33,10 @@ def save_checkpoint(store: ObjectStore, tmp_path: Path, step: int, epoch: int = 
     return CheckpointRef(step=step, fence=fence, artifact=made)
 
 
+def adapter_of(version: int) -> dict[str, str]:
+    return {"adapter": f"file:///published/v{version}", "adapter_sha256": f"{version:064x}"}
+
+
 def record(settings: Settings, number: int, **fields: object) -> StepStatus:
     step = StepStatus.model_validate({"step": number, "key": f"key-{number}", "groups": "file:///g.jsonl", **fields})
     RecordStep(settings).record_step(StepRecordRequest(run_id=RUN, step=step))
@@ -42,11 +46,31 @@ def record(settings: Settings, number: int, **fields: object) -> StepStatus:
 def test_a_run_goes_on_from_its_last_done_step(settings: Settings, store: ObjectStore, tmp_path: Path) -> None:
     kept = save_checkpoint(store, tmp_path, 4)
     record(settings, 1, state="done", policy_version=1, optimizer_step=2)
-    done = record(settings, 2, state="done", policy_version=2, optimizer_step=4, checkpoint=kept)
+    done = record(settings, 2, state="done", policy_version=2, optimizer_step=4, checkpoint=kept, **adapter_of(2))
     record(settings, 3, state="failed", policy_version=2, optimizer_step=4)
     record(settings, 4, state="done", policy_version=1, optimizer_step=2, same_as=1)
     recovered = RecordStep(settings).recover_steps(RecoverRequest(run_id=RUN))
     assert (recovered.last_step, recovered.trained) == (4, done)
+
+
+def test_a_run_knows_the_policies_of_its_last_steps(settings: Settings, store: ObjectStore, tmp_path: Path) -> None:
+    """A skipped step leaves the policy as it was; before the first trained one it has no adapter."""
+    kept = save_checkpoint(store, tmp_path, 4)
+    record(settings, 0, state="done", policy_version=0, optimizer_step=0)
+    record(settings, 1, state="skipped", policy_version=0, optimizer_step=0)
+    record(settings, 2, state="done", policy_version=1, optimizer_step=2, checkpoint=kept, **adapter_of(1))
+    record(settings, 3, state="skipped", policy_version=1, optimizer_step=2)
+    record(settings, 4, state="done", policy_version=2, optimizer_step=4, checkpoint=kept, **adapter_of(2))
+
+    def policies(num: int) -> list[tuple[int, int, str | None]]:
+        recovered = RecordStep(settings).recover_steps(RecoverRequest(run_id=RUN, num_policies=num))
+        assert recovered.last_step == 4
+        return [(p.after_step, p.version, p.adapter.uri if p.adapter else None) for p in recovered.policies]
+
+    first, second = adapter_of(1)["adapter"], adapter_of(2)["adapter"]
+    assert policies(1) == [(4, 2, second)]
+    assert policies(2) == [(3, 1, first), (4, 2, second)]
+    assert policies(9) == [(0, 0, None), (1, 0, None), (2, 1, first), (3, 1, first), (4, 2, second)]
 
 
 def test_checkpoints_of_steps_that_were_never_done_are_discarded(
@@ -56,7 +80,7 @@ def test_checkpoints_of_steps_that_were_never_done_are_discarded(
     kept = save_checkpoint(store, tmp_path, 4)
     save_checkpoint(store, tmp_path, 5)
     save_checkpoint(store, tmp_path, 7, epoch=2)
-    record(settings, 1, state="done", policy_version=1, optimizer_step=4, checkpoint=kept)
+    record(settings, 1, state="done", policy_version=1, optimizer_step=4, checkpoint=kept, **adapter_of(1))
     RecordStep(settings).recover_steps(RecoverRequest(run_id=RUN))
     assert newest(store, RUN) == kept
     assert not [info.key for info in store.list(f"{RunKeys(RUN).checkpoints}/") if "step-00000004" not in info.key]
