@@ -70,6 +70,8 @@ def test_ctrl_c_detaches_and_the_run_goes_on(service: Service, options) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # As a terminal starts it: what a shell starts in the background is deaf to Ctrl-C, and so are its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert watching.stderr is not None
     run_id = watching.stderr.readline().split()[-1]
