@@ -23,8 +23,10 @@ os.environ.update(
 # Triton asks when it is first imported, by whichever test: where there is no CUDA, its kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"
-# LONGSHORE_SAMPLER_*: a server that the conformance suite is asked to try.
-for _name in [n for n in os.environ if n.startswith("LONGSHORE_") and not n.startswith("LONGSHORE_SAMPLER_")]:
+# LONGSHORE_SAMPLER_*: a server that the conformance suite is asked to try. LONGSHORE_TEST_*: seeds and sizes of tests.
+for _name in [
+    n for n in os.environ if n.startswith("LONGSHORE_") and not n.startswith(("LONGSHORE_SAMPLER_", "LONGSHORE_TEST_"))
+]:
     del os.environ[_name]
 
 CORPUS = [
