@@ -14,7 +14,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make lock       write requirements/constraints.txt from .venv"
 
-$(installed): pyproject.toml requirements/constraints.txt requirements/temporal.txt requirements/install.sh
+$(installed): pyproject.toml requirements/constraints.txt requirements/temporal.txt requirements/clients.txt requirements/install.sh
 	@requirements/install.sh
 
 setup: $(installed)
@@ -26,7 +26,7 @@ demo-stop: setup
 	@.venv/bin/longshore dev --stop --root .demo
 
 test: setup
-	@PYTHONNODEBUGRANGES=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+	@PYTHONNODEBUGRANGES=1 .venv/bin/python -m pytest -n 2 --dist loadfile --durations 30
 
 gpu-check: setup
 	@.venv/bin/python -m benchmarks.gpu_check

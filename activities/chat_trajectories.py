@@ -6,7 +6,6 @@ model was asked for it with. Otherwise other tokens would be trained than were s
 trajectory is broken.
 """
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from activities.prompt_rows import Question
 from activities.rows import Row
 from activities.template_process import TemplateProcess
 from activities.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tool_calls import with_parsed_calls
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
 from shared.settings import S3Settings
@@ -129,7 +129,7 @@ def _turns_of(chat: ChatTrajectory) -> _Turns:
                 message = {key: value for key, value in given.items() if key not in beside}
                 sampling = {key: value for key, value in given.items() if key in beside}
         try:
-            turns.messages.append(_with_parsed_calls(message_of(Row(_PLACE, {}), f"messages[{i}]", message)))
+            turns.messages.append(with_parsed_calls(message_of(Row(_PLACE, {}), f"messages[{i}]", message)))
         except InvalidInput as error:
             _broken(_PLACE, "messages", error.message)
         if sampling.get("logprobs") is not None:
@@ -154,25 +154,6 @@ def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
     if ids is not None and len(ids) != tokens:
         _broken(f"{place}.token_ids", "length", f"it has {len(ids)} entries for {tokens} logprobs")
     return turn
-
-
-def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls as objects: chat completions write them as text, servers give templates objects."""
-    if not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    match call:
-        case {"function": {"arguments": str() as text} as function}:
-            try:
-                arguments = json.loads(text)
-            except ValueError:
-                return call
-            return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-        case _:
-            return call
 
 
 def _answers(

@@ -1,21 +1,21 @@
 """Where the files behind a dataset's URI are."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from activities.file_roots import allowed, allowed_roots
 from activities.http_source import HttpSource, checked
 from activities.transfer import Broken, Piece
 from shared.errors import InvalidInput
 from shared.paths import MANIFEST
 from shared.settings import Settings
-from shared.store import LocalStore, ObjectStore, open_store, open_uri, uri_of
+from shared.store import LocalStore, ObjectStore, open_uri, uri_of
 
 _MAX_FILES = 10_000
-_MAX_NAME = 64
+_MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
 _SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 
 
@@ -103,9 +103,7 @@ def find_sources(uri: str, settings: Settings) -> dict[str, Source]:
     match urlsplit(uri).scheme:
         case "http" | "https":
             parts = checked(uri)
-            return _named(
-                {unquote(parts.path).rpartition("/")[2] or "dataset": HttpSource(uri, settings.download)}, uri
-            )
+            return _named({_file_name(parts.path): HttpSource(uri, settings.download)}, uri)
         case "file":
             return _named(_local_sources(uri, settings), uri)
         case "s3":
@@ -115,7 +113,7 @@ def find_sources(uri: str, settings: Settings) -> dict[str, Source]:
 
 
 def _file_name(path: str) -> str:
-    """The last segment of a URI's path, as the name of a file."""
+    """The last segment of a URL's path, as a name that every file system takes."""
     name = "".join(letter if letter.isprintable() else "_" for letter in unquote(path))
     return name.rpartition("/")[2][-_MAX_NAME:] or "dataset"
 
@@ -123,7 +121,7 @@ def _file_name(path: str) -> str:
 def _local_sources(uri: str, settings: Settings) -> dict[str, Source]:
     _, key = open_uri(uri, settings.s3)
     roots = allowed_roots(settings)
-    path = _allowed(Path("/") / key, roots, uri)
+    path = allowed(Path("/") / key, roots, uri)
     if path.is_file():
         return {Path(key).name: LocalSource(path)}
     if not path.is_dir():
@@ -132,23 +130,7 @@ def _local_sources(uri: str, settings: Settings) -> dict[str, Source]:
         keys = [info.key for info in LocalStore(path).list("")]
     except PermissionError as error:
         raise InvalidInput("this folder may not be read", uri) from error
-    return {key: LocalSource(_allowed(path / key, roots, uri)) for key in keys if not _is_hidden(key)}
-
-
-def allowed_roots(settings: Settings) -> list[Path]:
-    """Folders that file:// URIs may name: the settings' own, and our uploads where the store is on this machine."""
-    roots = [root.expanduser().resolve() for root in settings.download.file_roots]
-    store = open_store(settings.store, settings.s3)
-    if isinstance(store, LocalStore):
-        roots.append((store.root / "uploads").resolve())
-    return roots
-
-
-def _allowed(path: Path, roots: list[Path], uri: str) -> Path:
-    resolved = Path(os.path.realpath(path))
-    if not any(resolved.is_relative_to(root) for root in roots):
-        raise InvalidInput("file:// is open only below the folders of the setting download.file_roots", uri)
-    return resolved
+    return {key: LocalSource(allowed(path / key, roots, uri)) for key in keys if not _is_hidden(key)}
 
 
 def _store_sources(uri: str, settings: Settings) -> dict[str, Source]:

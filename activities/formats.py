@@ -4,11 +4,12 @@ A row is one line of JSONL, one record of Parquet, or one non-blank line of a `.
 `file:line` (Parquet: `file: row n`), the field and the rule.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from shared.runs import PAIR_FORMATS, DatasetSource
 Kind = Literal[
     "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
 ]
+KindT = TypeVar("KindT", bound=str)
 
 MASKED_LABEL = -100
 _DETECTION_ROWS = 32
@@ -96,7 +98,9 @@ def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None)
             f"prompt_field and completion_field go with format prompt_completion, not {source.format}", "prompt_field"
         )
     prompt, completion = source.prompt_field or "prompt", source.completion_field or "completion"
-    kind = _detect(files, folder, source, pairs) if source.format == "auto" else source.format
+    if source.format != "auto":
+        return Dataset(folder, files, source.format, prompt, completion)
+    kind = detect(all_rows(folder, files), partial(_kind_of, source=source, pairs=pairs), source)
     return Dataset(folder, files, kind, prompt, completion)
 
 
@@ -112,11 +116,16 @@ def _is_data(path: Path, folder: Path) -> bool:
     return not path.name.startswith(".") and path != folder / MANIFEST
 
 
-def _detect(files: tuple[Path, ...], folder: Path, source: DatasetSource, pairs: bool | None) -> Kind:
-    found: tuple[Kind, str] | None = None
-    rows = (row for path in files for row in rows_of(path, path.relative_to(folder).as_posix()))
+def all_rows(folder: Path, files: Iterable[Path]) -> Iterator[Row]:
+    """In order of file and row, with all their columns."""
+    return (row for path in files for row in rows_of(path, path.relative_to(folder).as_posix()))
+
+
+def detect(rows: Iterable[Row], kind_of: Callable[[Row], KindT], source: DatasetSource) -> KindT:
+    """What the first rows are, by `kind_of`. Raises InvalidInput where there is none, or they are not all the same."""
+    found: tuple[KindT, str] | None = None
     for row in islice(rows, _DETECTION_ROWS):
-        kind = _kind_of(row, source, pairs)
+        kind = kind_of(row)
         if found and kind != found[0]:
             raise InvalidInput(f"this row looks like {kind}, but {found[1]} looks like {found[0]}", row.place)
         found = found or (kind, row.place)

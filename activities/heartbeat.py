@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from temporalio import activity
 
 BEAT_EVERY_S = 1.0
+HOST_LEAVES = "the host is shutting down"
+"""Why a host that ends in good order gives up a lease: nothing was lost that ought to have stayed."""
 _log = logging.getLogger(__name__)
 
 

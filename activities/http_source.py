@@ -16,6 +16,7 @@ from shared.settings import DownloadSettings
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _WORTH_RETRYING = (408, 425, 429)
+_OPENED_BY = "download.allow_private_addresses"
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -159,30 +160,38 @@ class _Body:
             raise Broken(f"{shown(self.uri)}: {_words(error)}") from error
 
 
-def open_connection(uri: str, settings: DownloadSettings) -> HTTPConnection:
-    """Checks the address when it connects. Raises InvalidInput for what is no plain http(s) URI."""
+def open_connection(uri: str, settings: DownloadSettings, opened_by: str = _OPENED_BY) -> HTTPConnection:
+    """Checks the address when it connects. Raises InvalidInput for what is no plain http(s) URI.
+
+    Args:
+        opened_by: the setting that an error about a private address names.
+    """
     parts = checked(uri)
     assert parts.hostname is not None
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
-    return _CheckedConnection(parts.hostname, port, settings, ssl.create_default_context() if secure else None)
+    tls = ssl.create_default_context() if secure else None
+    return _CheckedConnection(parts.hostname, port, settings, tls, opened_by)
 
 
 class _CheckedConnection(HTTPConnection):
     """Connects to the very address that was checked: a name that resolves otherwise a moment later changes nothing."""
 
-    def __init__(self, host: str, port: int, settings: DownloadSettings, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, host: str, port: int, settings: DownloadSettings, tls: ssl.SSLContext | None, opened_by: str
+    ) -> None:
         super().__init__(host, port, timeout=settings.timeout_s)
         self._settings = settings
         self._tls = tls
+        self._opened_by = opened_by
 
     def connect(self) -> None:
-        addresses = resolve(self.host, self.port, self._settings.allow_private_addresses)
+        addresses = resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by)
         connected = _connect(addresses, self._settings.timeout_s)
         self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
 
 
-def resolve(host: str, port: int, allow_private: bool) -> list[tuple]:
+def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_BY) -> list[tuple]:
     """The socket addresses of a host.
 
     Raises:
@@ -195,9 +204,7 @@ def resolve(host: str, port: int, allow_private: bool) -> list[tuple]:
     addresses = [address for _, _, _, _, address in found]
     for address in addresses:
         if not allow_private and not is_public(str(address[0])):
-            raise InvalidInput(
-                "this host is on a private network; a trusted one is opened with download.allow_private_addresses", host
-            )
+            raise InvalidInput(f"this host is on a private network; a trusted one is opened with {opened_by}", host)
     return addresses
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from temporalio import activity
 
-from activities.heartbeat import beating, host_is_leaving
+from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
 from activities.signals import Signals
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerProcess, last_words, tail
@@ -150,7 +150,7 @@ def _is_up(worker: WorkerProcess, timeout_s: float) -> bool:
 def _is_held(worker: WorkerProcess) -> bool:
     """Whether the lease goes on. Raises WorkerLost when it cannot, and InvalidInput when no other could either."""
     if host_is_leaving():
-        raise WorkerLost("the host is shutting down")
+        raise WorkerLost(HOST_LEAVES)
     if activity.is_cancelled():
         return False
     if not worker.is_alive():

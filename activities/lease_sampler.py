@@ -7,7 +7,7 @@ from pathlib import Path
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
-from activities.heartbeat import beating, host_is_leaving
+from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
 from activities.lease import Tenancy
 from activities.samplers import connected
 from activities.signals import Signals
@@ -78,7 +78,7 @@ class LeaseSampler:
                     self._hold(request)
         except CancelledError as error:
             if host_is_leaving():
-                raise WorkerLost("the host is shutting down") from error
+                raise WorkerLost(HOST_LEAVES) from error
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
         fence = Fence(epoch=request.epoch, attempt=activity.info().attempt)

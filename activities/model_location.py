@@ -9,15 +9,17 @@ from urllib.parse import unquote
 
 from pydantic import TypeAdapter, ValidationError
 
+from activities.file_roots import allowed, allowed_roots
 from shared.artifacts import files_of, find
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
+from shared.paths import tenant_folder
 from shared.settings import Settings
 from shared.store import LocalStore, ObjectInfo, ObjectStore, open_store
 
 _HUB_ID = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _MAX_JSON_BYTES = 256 << 20
-_OUR_FOLDERS = ("runs/", "models/published/", "adapters/published/")
+_OUR_FOLDERS = ("runs/", f"{tenant_folder()}")
 _object: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
@@ -55,7 +57,7 @@ def locate(uri: str, settings: Settings, patterns: tuple[str, ...]) -> Location:
         patterns: which files to fetch from the hub.
 
     Raises:
-        InvalidInput: nothing is there, or the hub cannot be reached.
+        InvalidInput: nothing is there, it may not be named (download.file_roots), or the hub cannot be reached.
     """
     store = _store_of(uri, settings, patterns)
     own = _own(store.uri, settings)
@@ -69,24 +71,25 @@ def locate(uri: str, settings: Settings, patterns: tuple[str, ...]) -> Location:
 
 def _store_of(uri: str, settings: Settings, patterns: tuple[str, ...]) -> ObjectStore:
     if uri.startswith("/"):
-        return LocalStore(_folder(Path(uri)))
+        return _folder(Path(uri), settings)
     if uri.startswith(("file://", "s3://")):
         store = open_store(uri, settings.s3)
-        return LocalStore(_folder(store.root)) if isinstance(store, LocalStore) else store
+        return _folder(store.root, settings) if isinstance(store, LocalStore) else store
     if match := _HUB_ID.fullmatch(uri):
         return LocalStore(_from_hub(match["repository"], match["revision"], patterns))
     raise InvalidInput("give an absolute path, a file:// or s3:// URI, or a hub id such as org/name", uri)
 
 
-def _folder(path: Path) -> Path:
-    """Without links in it, so that one folder has one name."""
-    if not path.is_dir():
+def _folder(path: Path, settings: Settings) -> LocalStore:
+    """Without links in it, so that one folder has one name. Who may name what of our own store, the service checks."""
+    resolved = allowed(path, allowed_roots(settings, store_folder=""), str(path))
+    if not resolved.is_dir():
         raise InvalidInput("there is no such folder", str(path))
-    return path.resolve()
+    return LocalStore(resolved)
 
 
 def _own(uri: str, settings: Settings) -> Location | None:
-    """An artifact of our own store. Users may keep folders of theirs in its bucket, but not where we publish."""
+    """An artifact of our own store. Which of them a tenant may name, the service has checked."""
     ours = open_store(settings.store, settings.s3)
     if not uri.startswith(f"{ours.uri}/"):
         return None

@@ -5,17 +5,18 @@ meets the prompts that it was taught. The whole row goes along as the item that 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from activities.formats import (
+    all_rows,
     alpaca_prompt,
     data_files,
+    detect,
     list_of_objects,
     listed,
     message_of,
@@ -23,14 +24,13 @@ from activities.formats import (
     text_of,
     tools_of,
 )
-from activities.rows import JSON, Row, rows_of
+from activities.rows import JSON, Row
 from shared.errors import InvalidInput
 from shared.runs import DatasetSource
 
 PromptKind = Literal["chat", "prompt_completion", "alpaca", "sharegpt"]
 Messages = list[dict[str, Any]]
 
-_DETECTION_ROWS = 32
 _ASKING = ("user", "tool")
 
 
@@ -59,7 +59,7 @@ class PromptDataset:
     prompt_field: str
 
     def __iter__(self) -> Iterator[Question]:
-        return (self._question(row) for row in _rows(self.folder, self.files))
+        return (self._question(row) for row in all_rows(self.folder, self.files))
 
     def _question(self, row: Row) -> Question:
         match self.kind:
@@ -86,7 +86,7 @@ def open_prompts(folder: Path, source: DatasetSource) -> PromptDataset:
     prompt_field = source.prompt_field or "prompt"
     match source.format:
         case "auto" if source.prompt_field is None:
-            kind = _detect(_rows(folder, files), source)
+            kind = detect(all_rows(folder, files), _kind_of, source)
         case "auto" | "prompt_completion":
             kind = "prompt_completion"
         case "chat" | "alpaca" | "sharegpt" if source.prompt_field is None:
@@ -95,22 +95,6 @@ def open_prompts(folder: Path, source: DatasetSource) -> PromptDataset:
             rule = "ask nothing" if other in ("text", "tokenized") else "have no prompt_field"
             raise InvalidInput(f"rows of the format {other} {rule}", "format")
     return PromptDataset(folder, files, kind, prompt_field)
-
-
-def _rows(folder: Path, files: Iterable[Path]) -> Iterator[Row]:
-    return (row for path in files for row in rows_of(path, path.relative_to(folder).as_posix()))
-
-
-def _detect(rows: Iterable[Row], source: DatasetSource) -> PromptKind:
-    found: tuple[PromptKind, str] | None = None
-    for row in islice(rows, _DETECTION_ROWS):
-        kind = _kind_of(row)
-        if found and kind != found[0]:
-            raise InvalidInput(f"this row looks like {kind}, but {found[1]} looks like {found[0]}", row.place)
-        found = found or (kind, row.place)
-    if found is None:
-        raise InvalidInput("the dataset is empty: no file holds a row", source.uri)
-    return found[0]
 
 
 def _kind_of(row: Row) -> PromptKind:

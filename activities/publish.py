@@ -15,7 +15,7 @@ from shared.artifacts import find, seal, stage, upload
 from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.paths import MANIFEST, HostPaths, published, published_version, version_claim, write_atomically
-from shared.runs import CheckpointRef, Run, RunId
+from shared.runs import FIRST_TENANT, CheckpointRef, Run, RunId, Tenant
 from shared.settings import Settings
 from shared.store import ObjectStore, disk_errors, open_store, open_uri
 
@@ -28,6 +28,7 @@ class PublishRequest(Frozen):
     """What to publish. `metrics` and `report_uri` go into the card. `step`: which of a run's several versions it is."""
 
     run_id: RunId
+    tenant: Tenant = FIRST_TENANT
     run: Run
     step: int | None = None
     model: Artifact
@@ -74,8 +75,8 @@ class Publish:
         kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
         name = request.run.name or request.run_id
         with beating():
-            version = claim_version(store, kind, name, _claim_of(request))
-            key = published_version(kind, name, version)
+            version = claim_version(store, request.tenant, kind, name, _claim_of(request))
+            key = published_version(request.tenant, kind, name, version)
             artifact = find(store, key) or self._upload(store, key, request)
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
@@ -102,18 +103,18 @@ class Publish:
         return report
 
 
-def claim_version(store: ObjectStore, kind: Kind, name: str, mine: Claim) -> int:
+def claim_version(store: ObjectStore, tenant: str, kind: Kind, name: str, mine: Claim) -> int:
     """The version of `name` that a claim owns: the one that was claimed before, or the lowest that nobody did."""
-    num_claims = sum(1 for _ in store.list(f"{published(kind, name)}/claims/"))
+    num_claims = sum(1 for _ in store.list(f"{published(tenant, kind, name)}/claims/"))
     for number in range(num_claims, 0, -1):
-        claim = _claim(store, version_claim(kind, name, number))
+        claim = _claim(store, version_claim(tenant, kind, name, number))
         if claim == mine:
             return number
         if claim.run_id == mine.run_id and (claim.step or 0) < (mine.step or 0):
             break  # a run claims in the order of its steps
     version, data = num_claims + 1, mine.model_dump_json(exclude_none=True).encode()
-    while not store.put_if_absent(version_claim(kind, name, version), data):
-        if _claim(store, version_claim(kind, name, version)) == mine:
+    while not store.put_if_absent(version_claim(tenant, kind, name, version), data):
+        if _claim(store, version_claim(tenant, kind, name, version)) == mine:
             break
         version += 1
     return version

@@ -1,7 +1,10 @@
 """The end of a run, on record in the store: what is known of it when Temporal has forgotten it."""
 
+from contextlib import suppress
+
 from temporalio import activity
 
+from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
 from shared.runs import RunId, RunStatus
@@ -21,6 +24,12 @@ class ReopenRequest(Frozen):
     run_id: RunId
 
 
+class Reopened(Frozen):
+    """How the run had ended; None for one that had not."""
+
+    status: RunStatus | None = None
+
+
 class RecordResult:
     """Writes `result.json`, and takes it away when a run goes on."""
 
@@ -35,6 +44,13 @@ class RecordResult:
         return Recorded(uri=f"{store.uri}/{key}")
 
     @activity.defn(name="reopen")
-    def reopen(self, request: ReopenRequest) -> None:
-        """A resumed run has no result until it ends again."""
-        open_store(self._settings.store, self._settings.s3).delete(RunKeys(request.run_id).result)
+    def reopen(self, request: ReopenRequest) -> Reopened:
+        """A resumed run has no result until it ends again; the one that it had is kept beside."""
+        store, keys = open_store(self._settings.store, self._settings.s3), RunKeys(request.run_id)
+        with suppress(NotFound):  # it was moved before, or never was
+            store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
+            store.delete(keys.result)
+        try:
+            return Reopened(status=RunStatus.model_validate_json(store.get_bytes(keys.previous_result)))
+        except NotFound:
+            return Reopened()

@@ -15,16 +15,17 @@ from activities.model_files import (
 )
 from activities.model_location import locate
 from shared.jobs import Artifact
-from shared.layout import Layout, ModelShape, check_layout
+from shared.layout import EngineName, Layout, ModelShape, check_layout
 from shared.models import Frozen
 from shared.settings import Settings
 
 
 class ModelRequest(Frozen):
-    """A model as a user names it, and the layout that is to hold it."""
+    """A model as a user names it, and the layout and engine that are to hold it."""
 
     uri: str
     layout: Layout = Layout()
+    engine: EngineName = "megatron"
 
 
 class ResolvedModel(Frozen):
@@ -51,7 +52,7 @@ class ResolveModel:
         with beating():
             location = locate(request.uri, self._settings, HUB_PATTERNS)
             shape = read_shape(location)
-            check_layout(request.layout, shape)
+            check_layout(request.layout, shape, request.engine)
             check_tokenizer(location, shape.vocab_size)
             check_chat_template(location)
             check_weights(location)

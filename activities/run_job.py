@@ -10,7 +10,7 @@ from temporalio import activity
 from activities.carry import Carrier
 from activities.checkpoints import newest, own
 from activities.follow import LogLine, LogReader
-from activities.heartbeat import beating, host_is_leaving
+from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
 from activities.progress import Progress
 from activities.signals import Signals
 from activities.step_metrics import Metrics
@@ -151,7 +151,7 @@ class _Attempt:
     def _obey(self) -> None:
         """Pass a cancellation on to the worker, and end a worker that does not follow it in time."""
         if host_is_leaving():
-            raise WorkerLost("the host is shutting down")
+            raise WorkerLost(HOST_LEAVES)
         if not activity.is_cancelled():
             return
         if self.kill_at is None:

@@ -6,14 +6,24 @@ completion is the same however often it is asked for.
 
 import math
 import random
+import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared.completions import Choice, CompletionResponse, ErrorResponse, ModelCard, ModelList, Sampling
+from shared.completions import (
+    Choice,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    Sampling,
+)
 from shared.errors import InvalidInput, SamplerUnavailable
 
 if TYPE_CHECKING:
@@ -22,6 +32,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+# vLLM would take these from the model's generation_config.json, and draw from another distribution.
+_PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,8 @@ class Sampler:
         )
         self._url = url.rstrip("/")
         self._attempts = attempts
+        self._sockets: list[socket.socket] = []
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +87,18 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
+        """Hangs up on requests of other threads, so that nobody draws on for nobody."""
+        self._is_closed = True
+        for connection in self._sockets:
+            _hang_up(connection)
         self._client.close()
+
+    def _note(self, event: str, info: dict[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            connection = info["return_value"].get_extra_info("socket")
+            self._sockets.append(connection)
+            if self._is_closed:  # by another thread while this one connected
+                _hang_up(connection)
 
     def sample(
         self, model: str, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, seed: int
@@ -89,8 +114,7 @@ class Sampler:
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "logprobs": 0,  # of the sampled tokens alone
             "return_token_ids": True,
-            # vLLM would take these from the model's generation_config.json, and draw from another distribution.
-            **{"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+            **_PLAIN,
         }
         answer = _parsed(CompletionResponse, self._ask("POST", "/v1/completions", body), self._url)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
@@ -109,6 +133,11 @@ class Sampler:
         return Completion(
             tuple(choice.token_ids), logprobs, choice.text, choice.finish_reason == "length", choice.stop_reason
         )
+
+    def complete(self, request: CompletionRequest) -> CompletionResponse:
+        """A request as it is, and its answer as it is."""
+        body = request.model_dump(mode="json", exclude_none=True) | _PLAIN
+        return _parsed(CompletionResponse, self._ask("POST", "/v1/completions", body), self._url)
 
     def score(self, model: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of token_ids[1:], each given those before it, in nats, at temperature 1."""
@@ -162,16 +191,22 @@ class Sampler:
             if attempt:
                 time.sleep(_pause_s(attempt))
             try:
-                response = self._client.request(method, path, json=body)
+                response = self._client.request(method, path, json=body, extensions={"trace": self._note})
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code < 400:
+            if response.is_success:
                 return response
             problem = f"{response.status_code}: {_message(response)}"
             if response.status_code < 500 and response.status_code not in _WORTH_RETRYING:
                 raise InvalidInput(f"the sampler refuses ({problem})", f"{self._url}{path}")
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Merely closed, a socket stays open for as long as a thread reads from it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _pause_s(attempt: int) -> float:

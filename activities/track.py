@@ -23,10 +23,11 @@ from temporalio.exceptions import CancelledError
 
 from activities.heartbeat import beating, host_is_leaving
 from activities.wandb_writer import Line, TrainStep, WriterStart
+from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
 from shared.run_events import EventCursor, RunEvent, read_run_events
-from shared.runs import Run, StepStatus
+from shared.runs import Run, RunRecord, StepStatus, WandbRun
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store
 
@@ -103,16 +104,28 @@ class Track:
         return Tracked(folder=str(folder), num_events=num_events)
 
     def _start(self, request: TrackRequest, mode: Mode, folder: Path) -> WriterStart:
+        place = self._place(request.run_id)
         return WriterStart(
             run_id=request.run_id,
-            name=request.run.name or request.run_id,
-            project=self._settings.wandb_project,
+            name=place.name or request.run.name or request.run_id,
+            project=place.project,
+            entity=place.entity,
+            tags=place.tags,
             kind=request.run.kind,
             mode=mode,
             folder=folder,
             init_timeout_s=self._init_timeout_s,
             config=request.run.model_dump(mode="json"),
         )
+
+    def _place(self, run_id: str) -> WandbRun:
+        """Where the run's sender wants it in W&B, or else the installation."""
+        store = open_store(self._settings.store, self._settings.s3)
+        try:
+            record = RunRecord.model_validate_json(store.get_bytes(RunKeys(run_id).record))
+        except NotFound:  # a run that was started by hand
+            return WandbRun(project=self._settings.wandb_project)
+        return record.source.wandb or WandbRun(project=self._settings.wandb_project)
 
     def _copy(self, request: TrackRequest, send: Callable[[Sequence[Line]], None]) -> int:
         store = open_store(self._settings.store, self._settings.s3)

@@ -30,6 +30,8 @@ class WriterStart(Frozen):
     run_id: str
     name: str
     project: str
+    entity: str | None = None
+    tags: tuple[str, ...] = ()
     kind: str
     mode: Literal["offline", "online"]
     folder: Path
@@ -114,6 +116,8 @@ def _open(start: WriterStart) -> Any:
         id=start.run_id,
         name=start.name,
         project=start.project,
+        entity=start.entity,
+        tags=start.tags or None,
         job_type=start.kind,
         mode=start.mode,
         resume="allow" if start.mode == "online" else None,

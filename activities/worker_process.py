@@ -91,8 +91,9 @@ class WorkerProcess:
             polite: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
         """
         if polite and isinstance(self.key, WorkerKey) and self.is_alive():
-            write_atomically(self.paths.stop, b"")
-            self._wait_for_ranks(_STOP_GRACE_S)
+            with contextlib.suppress(OSError):  # no space for the file: then it is ended unasked
+                write_atomically(self.paths.stop, b"")
+                self._wait_for_ranks(_STOP_GRACE_S)
         end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
         self._process.wait()
 
@@ -145,9 +146,15 @@ def launch(paths: HostPaths, key: ProcessKey, command: WorkerCommand, environmen
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    started = WorkerProcess(worker, key, process)
     record = record.model_copy(update={"pid": process.pid, "started_at": _start_time(process.pid)})
-    write_atomically(worker.record, record.model_dump_json().encode())
-    return WorkerProcess(worker, key, process)
+    try:
+        write_atomically(worker.record, record.model_dump_json().encode())
+    except OSError:  # nobody else knows of it
+        started.end()
+        started.remove()
+        raise
+    return started
 
 
 def end_leftovers(paths: HostPaths) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
-from service.dev_connection import Connection
+from service.dev.connection import Connection
 from shared.jobs import Lora
 from shared.paths import HostPaths
 from shared.runs import DatasetSource, SFTRun
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _measure(root: Path, folder: Path, num_runs: int) -> list[float]:
-    run = _tiny_run(folder)
+    run = tiny_run(folder)
     connection = Connection.read(root)
     assert connection is not None
     with Client(connection.api_url, connection.api_key) as client:
@@ -66,7 +66,7 @@ def _measure(root: Path, folder: Path, num_runs: int) -> list[float]:
     return seconds
 
 
-def _tiny_run(folder: Path) -> SFTRun:
+def tiny_run(folder: Path) -> SFTRun:
     model = make_tiny_model(folder / "model", ["how many crates are on the quay? seven crates."] * 8)
     data = folder / "data.jsonl"
     rows = (

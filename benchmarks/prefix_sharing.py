@@ -37,6 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from activities.prefix_tree import SequenceRow, TreeUnit, build_tree
 from benchmarks.machine import provenance
+from benchmarks.random_model import Sizes, flops
 from examples.tiny_model import make_tiny_model
 from megatron_worker.batches import to_batch
 from megatron_worker.engine import Batch
@@ -47,6 +48,7 @@ from shared.layout import Layout
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, RANK = 256, 4, 4, 2, 64, 768, 16
+CPU = torch.device("cpu")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Step = Callable[[], None]
 
@@ -86,36 +88,24 @@ def make_rows(shape: Shape, vocab_size: int) -> list[SequenceRow]:
     return rows
 
 
-def as_batch(units: Sequence[TreeUnit]) -> Batch:
+def as_batch(units: Sequence[TreeUnit], device: torch.device = CPU) -> Batch:
     with tempfile.TemporaryDirectory() as folder:
         writer = UnitsWriter(Path(folder), (*TOKEN_COLUMNS, *TARGET_COLUMNS))
         for unit in units:
             writer.append(**unit.columns())
         writer.close()
         with Units(Path(folder)) as stored:
-            return to_batch(stored.read_bin(np.arange(len(units))), torch.device("cpu"))
-
-
-def flops(num_tokens: int, num_pairs: int, num_targets: int, vocab_size: int) -> dict[str, float]:
-    """The docstring's formulas."""
-    query, key_value = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    linears = [(HIDDEN, query), (HIDDEN, key_value), (HIDDEN, key_value), (query, HIDDEN)]
-    linears += [(HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN)]
-    frozen, lora = sum(a * b for a, b in linears), sum(RANK * (a + b) for a, b in linears)
-    return {
-        "linears": LAYERS * num_tokens * (4.0 * frozen + 6 * lora),
-        "attention": LAYERS * num_pairs * 14.0 * HEADS * HEAD_DIM,
-        "head": num_targets * 4.0 * vocab_size * HIDDEN,
-    }
+            return to_batch(stored.read_bin(np.arange(len(units))), device)
 
 
 def both_flops(shape: Shape, vocab_size: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Without sharing, and with."""
+    """Without sharing, and with: the docstring's formulas."""
     p, g, c = shape.prompt, shape.group, shape.completion
+    sizes = Sizes(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, vocab_size)
     whole, own = (p + c) * (p + c + 1) // 2, c * (c + 1) // 2
     return (
-        flops(g * (p + c), g * whole, g * c, vocab_size),
-        flops(p + g * c, p * (p + 1) // 2 + g * (p * c + own), g * c, vocab_size),
+        flops(sizes, RANK, g * (p + c), g * whole, g * c, attention_products=7),
+        flops(sizes, RANK, p + g * c, p * (p + 1) // 2 + g * (p * c + own), g * c, attention_products=7),
     )
 
 

@@ -23,7 +23,7 @@ from benchmarks.control_plane import LONGSHORE
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
-from service.dev_connection import Connection
+from service.dev.connection import Connection
 from shared.events import Step
 from shared.jobs import PPO, Lora
 from shared.runs import RLRun, StepStatus

@@ -178,7 +178,8 @@ def show_places(base: dict[str, Any], radio: dict[str, Any], exact: dict[str, An
         ("model", base["adapter"]),
         ("adapter", radio["adapter"]),
         ("RL adapter", exact["adapter"]),
-        ("API", f"{stack['api_url']}/api/v1 (described by /api/v1/openapi.json; its key is in {ROOT}/dev.json)"),
+        ("page", f"{stack['api_url']} (sign in with the key in {ROOT}/dev.json)"),
+        ("API", f"{stack['api_url']}/api/v1 (described by /api/v1/openapi.json; the same key)"),
         ("Temporal UI", stack["temporal_ui"]),
     ):
         console.print(f"{what:12}{where}", highlight=False, soft_wrap=True)

@@ -83,7 +83,7 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
 def prepare(start: RLStart, settings: Settings) -> RLState:
     """Model, adapter and prompts: checked, brought and rendered."""
     run, rollouts = start.run, rollout_requests.rollouts_of(start.run)
-    resolved = ResolveModel(settings).resolve_model(ModelRequest(uri=run.model, layout=run.layout))
+    resolved = ResolveModel(settings).resolve_model(ModelRequest(uri=run.model, layout=run.layout, engine=run.engine))
     adapter: Artifact | None = None
     if run.initial_adapter is not None:
         wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)

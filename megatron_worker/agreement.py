@@ -1,7 +1,8 @@
-"""Agreement of an engine's ranks on errors: what one rank raises, all raise, so that none waits for another."""
+"""Agreement of an engine's ranks, on errors above all: what one raises, all raise, so that none waits for another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,17 @@ import torch.distributed as dist
 from shared.errors import InvalidInput
 
 _MESSAGE_BYTES = 2048
+
+T = TypeVar("T")
+
+
+def everyone(world_size: int, value: T) -> list[T]:
+    """The value of every rank, in their order: anything small that can be pickled. Collective."""
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager

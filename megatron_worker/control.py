@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp, Store
 
 from megatron_worker.faults import Fault, JobFailed, fault_of
+from megatron_worker.process_group import backend
 
 T = TypeVar("T")
 
@@ -127,9 +128,7 @@ def connect() -> Control:
     else:
         store, rank, world_size = next(dist.rendezvous("env://"))
         local_rank = int(os.environ["LOCAL_RANK"])
-    backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_PATIENCE)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_PATIENCE)
     return Control(dist.PrefixStore("longshore", store), rank, local_rank, world_size)

@@ -5,11 +5,15 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_worker.offload import HostCopy
+
 _ALIGNMENT = 64  # elements: keeps every tensor on a cache line, and vectorised kernels on their fast path
 
 
 class Flat:
     """`views[name]` are the tensors, in the order given; the gaps between them hold zeros.
+
+    `host` stands for them while they are offloaded: then views stay valid, but empty.
 
     Args:
         multiples: by the name that a section begins with, what the section's length is to be a multiple of.
@@ -35,6 +39,7 @@ class Flat:
         self.num_elements = start + _rounded_up(end - start, multiple)
         self.buffer = torch.zeros(self.num_elements, dtype=dtype, device=device)
         self.views = {name: self._view(name) for name in shapes}
+        self.host = HostCopy([self.buffer])
 
     def _view(self, name: str) -> Tensor:
         shape, start = self.shapes[name], self.offsets[name]
@@ -48,18 +53,6 @@ class Flat:
     def num_bytes(self) -> int:
         """Bytes it takes when resident."""
         return self.num_elements * self.buffer.element_size()
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.buffer.untyped_storage().nbytes()
-
-    def release(self) -> None:
-        """Give the storage back. Views stay valid, but empty, until `restore`."""
-        self.buffer.untyped_storage().resize_(0)
-
-    def restore(self) -> None:
-        """Take storage again, its contents undefined."""
-        self.buffer.untyped_storage().resize_(self.num_bytes)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

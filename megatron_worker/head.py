@@ -35,7 +35,8 @@ from megatron_worker import top_k
 from megatron_worker.engine import Outputs, Scores
 from megatron_worker.kernels.choice import use_kernel
 
-_CHUNK_TOKENS = 256  # of torch's way: their logits fit where it counts, and products are large enough
+NO_LABEL = -1
+CHUNK_TARGETS = 256  # of torch's way: their logits fit where it counts, and products are large enough
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def score_targets(
     label_N: Tensor,
     outputs: Outputs,
     shard: VocabShard,
-    chunk_tokens: int = _CHUNK_TOKENS,
+    chunk_tokens: int = CHUNK_TARGETS,
 ) -> Scores:
     """Log-probability of each label, the entropy of its distribution and its `top_k` most likely ids, in nats, float32.
 
@@ -71,7 +72,8 @@ def score_targets(
     Args:
         hidden_NH: hidden states after the final norm, the same on every rank of the group.
         weight_VH: this rank's shard of the output embedding, in the dtype of `hidden_NH`.
-        label_N: ids of the whole vocabulary, int64.
+        label_N: ids of the whole vocabulary, int64. `NO_LABEL` has a logit of 0: its "log-probability" is minus the
+            logsumexp, and so is its gradient.
         chunk_tokens: targets whose logits live at a time, where no kernel is used.
 
     The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it;
@@ -177,7 +179,7 @@ def _scan(
     local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH, top_NK)
     real_VH = weight_VH[: shard.num_real]
     if num_targets and shard.num_real:
-        if _kernels_do(hidden_NH):
+        if kernels_do(hidden_NH):
             _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, shard)
         else:
             _scan_by_torch(local, hidden_NH, real_VH, label_N, outputs, shard, chunk_tokens)
@@ -279,7 +281,7 @@ def _weight_gradient(
     """
     grad_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
     real_VH = weight_VH[: shard.num_real]
-    if len(hidden_NH) and shard.num_real and _kernels_do(hidden_NH):
+    if len(hidden_NH) and shard.num_real and kernels_do(hidden_NH):
         from megatron_worker.kernels import head as kernels
 
         kernels.add_weight_gradient(
@@ -348,7 +350,7 @@ def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
     return torch.where(owned_N, row_N, -1)
 
 
-def _kernels_do(hidden_NH: Tensor) -> bool:
+def kernels_do(hidden_NH: Tensor) -> bool:
     return use_kernel("head", hidden_NH, _probe_kernels)
 
 

@@ -1,52 +1,137 @@
-"""Host memory for what leaves the device: declared buffers, pinned where there is a device to copy to.
+"""Host memory for what leaves the device, and the copies there and back.
 
-A frozen buffer is copied once and its host copy kept for good: afterwards offloading only drops, reloading only copies
-back. Whatever is trained is copied each time, and its host copy given back on reload.
+Copies go chunk by chunk, on a stream of their own. A chunk is also what is allocated at a time: torch rounds every
+request for pinned memory up to a power of two, which would make 16 GB of a model's 9.
 """
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_worker.flat import Flat
+CHUNK_BYTES = 256 << 20
+_HUGE_PAGE_BYTES = 2 << 20
 
 
-class HostBuffers:
-    """Host copies by name. They are all the host memory that an offloaded engine keeps."""
+class HostCopy:
+    """Tensors of one dtype, each with a storage of its own, and the buffers that stand for them while those are empty.
 
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-        self._stashed: dict[str, Tensor] = {}
+    Buffers are pinned where there is a device to copy to. They are allocated the first time that they are needed, and
+    kept until `forget`: page-locking, or a page's first touch, costs more than the copy.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._device, self._dtype = tensors[0].device, tensors[0].dtype
+        self._storages = [t.untyped_storage() for t in tensors]
+        # Whole storages: a shard's is longer than the shard where the ranks' are not equal.
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        whole = [t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in tensors]
+        self._slices = _cut(whole, chunk_bytes // tensors[0].itemsize)
+        self._host: list[Tensor] = []
 
     @property
-    def num_bytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in (*self._kept.values(), *self._stashed.values()))
+    def device_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
 
-    def holds(self, name: str) -> bool:
-        return name in self._kept
+    @property
+    def host_bytes(self) -> int:
+        return sum(chunk.untyped_storage().nbytes() for chunk in self._host)
 
-    def offload_frozen(self, name: str, flat: Flat) -> None:
-        """Drop a buffer that never changes, after copying it the first time."""
-        if flat.resident_bytes == 0:
-            return
-        if name not in self._kept:
-            self._kept[name] = _host_copy(flat)
-        flat.release()
+    def offload(self, frozen: bool = False) -> None:
+        """Copy to the host and give the device's storages back, unless that was done.
 
-    def reload_frozen(self, name: str, flat: Flat) -> None:
-        flat.restore()
-        flat.buffer.copy_(self._kept[name], non_blocking=True)
+        Args:
+            frozen: the tensors never change, so that one copy is for good.
+        """
+        if self.device_bytes:
+            if not (frozen and self._host):
+                self._write()
+            self.release()
 
-    def offload(self, name: str, flat: Flat) -> None:
-        if flat.resident_bytes:
-            self._stashed[name] = _host_copy(flat)
-            flat.release()
+    def reload(self) -> None:
+        """Undo `offload`, unless that was done. The copies may still be under way: what the device does next waits."""
+        if not self.device_bytes:
+            self.restore()
+            with _beside(self._device):
+                for slices, chunk in zip(self._slices, self._host, strict=True):
+                    _copy_each(slices, chunk.split([len(s) for s in slices]))
 
-    def reload(self, name: str, flat: Flat) -> None:
-        flat.restore()
-        flat.buffer.copy_(self._stashed.pop(name))
+    def release(self) -> None:
+        """Give the device's storages back. Every view of them stays valid, but empty, until they are there again."""
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take storage again, its contents undefined."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            _prefer_huge_pages(storage)
+
+    def forget(self) -> None:
+        """Give the host's buffers back."""
+        self._host = []
+
+    def _write(self) -> None:
+        with _beside(self._device):
+            for number, slices in enumerate(self._slices):
+                if number == len(self._host):  # the next chunk is page-locked while this one travels
+                    self._host.append(self._new_chunk(sum(map(len, slices))))
+                _copy_each(self._host[number].split([len(s) for s in slices]), slices)
+        torch.get_device_module(self._device).synchronize()
+
+    def _new_chunk(self, num_elements: int) -> Tensor:
+        pinned = self._device.type != "cpu"
+        chunk = torch.empty(num_elements, dtype=self._dtype, pin_memory=pinned)
+        if not pinned:
+            _prefer_huge_pages(chunk.untyped_storage())
+        return chunk
 
 
-def _host_copy(flat: Flat) -> Tensor:
-    pinned = flat.buffer.device.type == "cuda"
-    host = torch.empty(flat.num_elements, dtype=flat.buffer.dtype, pin_memory=pinned)
-    return host.copy_(flat.buffer)
+def _cut(tensors: Sequence[Tensor], chunk: int) -> list[list[Tensor]]:
+    """Flat tensors one after another in chunks of so many elements: the slices that each chunk consists of."""
+    chunks: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        while len(tensor):
+            if not room:
+                chunks.append([])
+                room = chunk
+            chunks[-1].append(tensor[:room])
+            tensor, room = tensor[room:], room - len(chunks[-1][-1])
+    return chunks
+
+
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """What the block gives the device runs on a stream of its own: after what came before, and before what comes after.
+
+    On the CPU torch's streams are empty shells.
+    """
+    streams: Any = torch.get_device_module(device)
+    own, side = streams.current_stream(device), streams.Stream()
+    side.wait_stream(own)
+    with streams.stream(side):
+        yield
+    own.wait_stream(side)
+
+
+def _prefer_huge_pages(storage: torch.UntypedStorage) -> None:
+    """Have fresh memory on the CPU come 2 MB at a time: its pages' first touch costs more than what is written there.
+
+    Advice: where the kernel does not take it (`transparent_hugepage` is `never`), copies are slower.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if storage.device.type != "cpu" or advice is None or storage.nbytes() < 2 * _HUGE_PAGE_BYTES:
+        return
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

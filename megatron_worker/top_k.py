@@ -13,7 +13,7 @@ from torch import Tensor
 
 NONE = torch.iinfo(torch.int64).min  # the key of no logit, below that of every one
 _LAST_ID = (1 << 31) - 1
-_COLUMNS = 8192  # keys of so many rows of a shard live at a time
+COLUMNS = 8192  # keys of so many rows of a shard live at a time
 
 
 def pack(logit: Tensor, id: Tensor) -> Tensor:
@@ -23,10 +23,9 @@ def pack(logit: Tensor, id: Tensor) -> Tensor:
         logit: any floating dtype, rounded to float32.
         id: 0 to 2^31 - 1, an integer, broadcast against `logit`.
     """
-    bits = (logit.float() + 0.0).view(torch.int32).long()
-    ascending = torch.where(bits < 0, bits ^ _LAST_ID, bits)
-    keys = (ascending << 32) | (_LAST_ID - id.long())
-    return torch.where(logit == -torch.inf, NONE, keys)
+    bits = (logit.float() + 0.0).view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ _LAST_ID, bits).long().bitwise_left_shift_(32)
+    return (keys | (_LAST_ID - id.long())).masked_fill_(logit == -torch.inf, NONE)
 
 
 def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,8 +47,8 @@ def of_logits(logit_CV: Tensor, k: int) -> Tensor:
     num_columns = logit_CV.shape[1]
     id_V = torch.arange(num_columns, device=logit_CV.device)
     kept = [
-        greatest(pack(logit_CV[:, start : start + _COLUMNS], id_V[start : start + _COLUMNS]), k)
-        for start in range(0, num_columns, _COLUMNS)
+        greatest(pack(logit_CV[:, start : start + COLUMNS], id_V[start : start + COLUMNS]), k)
+        for start in range(0, num_columns, COLUMNS)
     ]
     return greatest(torch.cat(kept, dim=1), k)
 

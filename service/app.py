@@ -2,20 +2,44 @@
 
 import argparse
 import asyncio
+import gc
 import logging
+import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from service import native_api, problems
-from service.auth import ApiKeys, keys_path
+from service import problems
+from service.accounts.principals import BEARER
+from service.accounts.rate_limits import RateLimit
+from service.art_api import models as art_models
+from service.art_api import training_jobs as art_jobs
+from service.backend import Backend
+from service.data.files import uploads_folder
+from service.database import migrate
+from service.database.engine import open_database
+from service.database.rebuild import rebuild
+from service.description import DescribedApp
 from service.edge import LOOPBACK_NAMES, Edge
-from service.files import uploads_folder
-from service.native_api import Backend
+from service.native_api import graders as grader_api
+from service.native_api import run_files as run_files_api
+from service.native_api import runs as native_api
+from service.native_api import schedules as schedule_api
+from service.native_api import tenants as tenant_api
+from service.native_api import webhooks as webhook_api
+from service.openai_api import chat as openai_chat
+from service.openai_api import files as openai_files
+from service.openai_api import graders as openai_graders
+from service.openai_api import jobs as openai_jobs
+from service.openai_api import retries
+from service.openai_api import uploads as openai_uploads
+from service.openai_api.job_events import JobEvents
+from service.page import pages
 from shared.errors import LongshoreError
 from shared.settings import Settings
 from shared.store import open_store
@@ -23,6 +47,22 @@ from shared.store import open_store
 logger = logging.getLogger("longshore.service")
 MAX_BODY_BYTES = 1 << 20
 _SWEEP_EVERY_S = 5.0
+_WATCH_EVERY_S = 1.0
+_ROOM_EVERY_S = 5.0
+_PRUNE_EVERY_S = 3600.0
+_LONGEST_PAUSE_S = 10.0
+
+ROUTERS = (native_api.open_router, native_api.router, tenant_api.router)
+OPENAI_ROUTERS = (
+    openai_files.router,
+    openai_uploads.router,
+    openai_jobs.router,
+    openai_graders.router,
+    openai_chat.router,
+)
+ART_ROUTERS = (art_models.router, art_jobs.router)
+NATIVE_ROUTERS = (webhook_api.router, schedule_api.router, run_files_api.router, grader_api.router)
+"""Parts of the native API without a prefix of their own."""
 
 
 def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | None = None) -> FastAPI:
@@ -33,18 +73,21 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         allowed_hosts: names that a Host header may carry; if absent, this machine's and that of `api_url`; `*` for any.
     """
     settings = settings or Settings()
-    keys = ApiKeys(keys_path(settings.root_path), settings.api_key)
-    if keys.is_empty:
-        logger.warning("no API key is known, so every request is refused: set LONGSHORE_API_KEY")
+    backend = Backend(settings, open_store(settings.store, settings.s3), open_database(settings))
+    if not backend.keys.has_bootstrap:
+        logger.warning("LONGSHORE_API_KEY is not set: only keys that were made through the API are accepted")
     hosts = allowed_hosts if allowed_hosts is not None else (*LOOPBACK_NAMES, urlsplit(settings.api_url).hostname or "")
     edge = Middleware(
         Edge,
-        keys=keys,
+        keys=backend.keys,
+        sessions=backend.sessions,
+        audit=backend.audit,
+        rate_limit=RateLimit(settings.rate_limit.per_s, settings.rate_limit.burst),
         allowed_hosts=None if "*" in hosts else hosts,
         max_body_bytes=MAX_BODY_BYTES,
         max_upload_bytes=settings.download.max_bytes,
     )
-    app = FastAPI(
+    app = DescribedApp(
         title="Longshore",
         version="1",
         description="Runs on a self-hosted training backend.",
@@ -54,8 +97,18 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         lifespan=_lifespan,
         middleware=[edge],
     )
-    app.state.backend = Backend(settings, open_store(settings.store, settings.s3))
-    app.include_router(native_api.router)
+    app.state.backend = backend
+    app.state.job_events = JobEvents(backend.store, backend.reader)
+    for router in ROUTERS:
+        app.include_router(router)
+    for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
+        app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
+    for router in NATIVE_ROUTERS:
+        app.include_router(
+            router, prefix=native_api.PREFIX, dependencies=native_api.DEPENDENCIES, responses=problems.RESPONSES
+        )
+    app.include_router(pages.router)
+    app.mount(pages.STATIC, pages.static_files())
     app.add_api_route("/health", native_api.health, include_in_schema=False)
     problems.install(app)
     return app
@@ -66,25 +119,63 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     backend: Backend = app.state.backend
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
-    sweep = asyncio.create_task(_keep_accepted_runs_going(backend))
+    was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)
+    loops = [
+        asyncio.create_task(_repeat("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty))),
+        asyncio.create_task(_repeat("the list of runs stands still", _WATCH_EVERY_S, backend.watch.turn)),
+        asyncio.create_task(_repeat("runs wait for samplers", _ROOM_EVERY_S, backend.room.make)),
+        asyncio.create_task(
+            _repeat("webhooks wait", _WATCH_EVERY_S, lambda: backend.webhooks.send_outbox(backend.database))
+        ),
+        asyncio.create_task(_repeat("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve)),
+        asyncio.create_task(_repeat("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune)),
+        asyncio.create_task(_repeat("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune)),
+        asyncio.create_task(
+            _repeat("sent requests are remembered", _PRUNE_EVERY_S, lambda: retries.prune(backend.store))
+        ),
+    ]
     yield
-    sweep.cancel()
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+    await asyncio.to_thread(backend.database.close)
 
 
-async def _keep_accepted_runs_going(backend: Backend) -> None:
-    """Sweep once Temporal and the store answer; then start what was accepted while Temporal was away."""
-    swept = False
+class _Sweep:
+    """Sweep once Temporal, store and database answer; then start what was accepted while Temporal was away."""
+
+    def __init__(self, backend: Backend, rebuilds: bool) -> None:
+        self._backend = backend
+        self._rebuilds = rebuilds
+        self._swept = False
+
+    async def __call__(self) -> None:
+        runs = self._backend.runs
+        if self._rebuilds:  # a database that was lost, or is new to this store
+            await asyncio.to_thread(rebuild, self._backend.store, self._backend.database)
+            self._rebuilds = False
+        if not self._swept:
+            await runs.sweep()
+            await self._backend.schedules.restore()
+            self._swept = True
+        await runs.start_waiting()
+
+
+async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[object]]) -> None:
+    """Do something again and again, whatever becomes of it: nobody else does it. Each new reason is logged once."""
+    told = ""
     while True:
+        begin = time.monotonic()
         try:
-            if not swept:
-                await backend.runs.sweep()
-                swept = True
-            await backend.runs.start_waiting()
+            await work()
+            told = ""
         except (LongshoreError, OSError) as error:
-            logger.warning("accepted runs wait: %s", error)
-        except Exception:  # whatever it is, nothing else starts them
-            logger.exception("accepted runs wait")
-        await asyncio.sleep(_SWEEP_EVERY_S)
+            if told != (told := str(error)):
+                logger.warning("%s: %s", trouble, error)
+        except Exception:
+            logger.exception(trouble)
+        took_s = time.monotonic() - begin
+        await asyncio.sleep(max(every_s, min(took_s, _LONGEST_PAUSE_S)))  # whoever answers slowly is asked less often
 
 
 def main() -> None:
@@ -100,10 +191,16 @@ def main() -> None:
     hosts = arguments.allow_host
     if hosts is None and arguments.host not in LOOPBACK_NAMES:
         hosts = ["*"]  # DNS rebinding is a danger to services that only this machine can reach
+    app = create_app(allowed_hosts=hosts)
+    # Two hundred thousand objects that live as long as the process: looking through them again and again for garbage
+    # would let every request wait for a tenth of a second.
+    gc.collect()
+    gc.freeze()
     uvicorn.run(
-        create_app(allowed_hosts=hosts),
+        app,
         host=arguments.host,
         port=arguments.port,
+        http="h11",  # httptools, which uvicorn would take where it is installed, reads headers without end
         access_log=False,  # the edge logs, with request ids
         log_config=None,
         server_header=False,
@@ -113,3 +210,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # Ended by Ctrl-C, in good order (SIGTERM ends the process before it comes here). As in service.host: an interpreter
+    # that is taken down under the SDK's threads may abort.
+    logging.shutdown()
+    os._exit(0)

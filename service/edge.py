@@ -1,25 +1,40 @@
-"""What every request passes before the API sees it: a request id, the Host header, the key, the size of the body."""
+"""What every request passes before an API sees it: a request id, Host header, key, rate and size; and the audit log."""
 
 import logging
+import math
 import re
 import secrets
 import time
 from collections.abc import Iterable
 from http import HTTPStatus
+from urllib.parse import urlencode
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import problems
-from service.auth import ApiKeys
+from service.accounts import audit
+from service.accounts.audit import Audit
+from service.accounts.keys import Keys, sent_key
+from service.accounts.principals import Principal
+from service.accounts.rate_limits import RateLimit
+from service.database.engine import DatabaseUnavailable
+from service.page import pages
+from service.page.sessions import COOKIE, CSRF_HEADER, Sessions, is_from_page
 
 logger = logging.getLogger("longshore.service")
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-OPEN_PATHS = ("/health", "/api/v1/health")
-UPLOAD_PATH = "/api/v1/files"
+OPEN_PATHS = ("/health", "/api/v1/health", *pages.OPEN_PATHS)
+_LOOKS = ("GET", "HEAD")
+UPLOAD_PATHS = re.compile(r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs")
+_LONGEST_PATH = 2048
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+_KEY_UNKNOWN = "this API key is not known here, was revoked, or has expired"
+_SESSION_OVER = "this session has ended, or its key has: sign in again"
 _HOST = re.compile(r"^\[?(?P<name>[^\]]*?)\]?(:\d+)?$")
 
 
@@ -29,19 +44,26 @@ class Edge:
     def __init__(
         self,
         app: ASGIApp,
-        keys: ApiKeys,
+        keys: Keys,
+        sessions: Sessions,
+        audit: Audit,
+        rate_limit: RateLimit,
         allowed_hosts: Iterable[str] | None,
         max_body_bytes: int,
         max_upload_bytes: int,
     ) -> None:
         """
         Args:
+            rate_limit: of each key.
             allowed_hosts: names that a Host header may carry (DNS rebinding sends others); None for any.
             max_body_bytes: the largest JSON body.
             max_upload_bytes: the largest file.
         """
         self._app = app
         self._keys = keys
+        self._sessions = sessions
+        self._audit = audit
+        self._rate_limit = rate_limit
         self._hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
         self._max_body_bytes = max_body_bytes
         self._max_upload_bytes = max_upload_bytes
@@ -51,12 +73,11 @@ class Edge:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        exchange = _Exchange(send, _request_id(headers), scope)
-        refusal = self._refusal(scope, headers)
+        scope.setdefault("state", {})
+        exchange = _Exchange(send, _request_id(headers), scope, self._audit)
+        refusal = await self._refusal(scope, headers, exchange)
         if refusal is not None:
-            status, message = refusal
-            extra = {"www-authenticate": "Bearer"} if status == 401 else {}
-            await problems.answer(status, message, headers=extra)(scope, receive, exchange.send)
+            await refusal(scope, receive, exchange.send)
             return
         body = _LimitedBody(receive, self._limit(scope))
         try:
@@ -65,31 +86,53 @@ class Edge:
             logger.error("%s failed", exchange, exc_info=error)
             if not exchange.begun:
                 text = "the service failed; its log has the reason under this answer's x-request-id"
-                await problems.answer(500, text)(scope, receive, exchange.send)
+                await problems.answer(500, text, path=scope["path"])(scope, receive, exchange.send)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
-        host = headers.get("host", "")
-        if self._hosts is not None and _host_name(host) not in self._hosts:
-            return 403, f"this service does not answer to the host name {_host_name(host)!r}"
-        if scope["path"] not in OPEN_PATHS and not self._keys.accepts(headers.get("authorization")):
-            return 401, "send an API key: Authorization: Bearer <key>"
+    async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
+        """Why a request goes no further, as an answer. Puts who asks into the request's state."""
+        path, host = scope["path"], _host_name(headers.get("host", ""))
+        if self._hosts is not None and host not in self._hosts:
+            return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
+        if path not in OPEN_PATHS and not path.startswith(f"{pages.STATIC}/"):
+            token = "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+            if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
+                text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
+                return problems.answer(403, text, path=path)
+            try:
+                principal = await (
+                    self._sessions.find(token) if token else self._keys.find(headers.get("authorization"))
+                )
+            except DatabaseUnavailable as error:
+                return problems.answer(503, str(error), headers={"retry-after": "2"}, path=path)
+            if principal is None:
+                if pages.is_page(path) and scope["method"] in _LOOKS:
+                    return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
+                text = _SESSION_OVER if token else _unknown(headers.get("authorization"))
+                return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)
+            scope["state"]["principal"] = principal
+            if wait_s := self._rate_limit.wait_s(principal.key_id):
+                text = f"this key asks too often: at most {self._rate_limit} here"
+                return problems.answer(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limit(scope):
-            return 413, f"the body has {length} bytes; at most {self._limit(scope)} are taken here"
+            text = f"the body has {length} bytes; at most {self._limit(scope)} are taken here"
+            return problems.answer(413, text, path=path)
         return None
 
     def _limit(self, scope: Scope) -> int:
-        return self._max_upload_bytes if scope["path"] == UPLOAD_PATH else self._max_body_bytes
+        return self._max_upload_bytes if UPLOAD_PATHS.fullmatch(scope["path"]) else self._max_body_bytes
 
 
 class _Exchange:
-    """One request and its answer: adds the request id, logs one line."""
+    """One request and its answer: adds the request id, notes it in the audit log, logs one line."""
 
-    def __init__(self, send: Send, request_id: str, scope: Scope) -> None:
+    def __init__(self, send: Send, request_id: str, scope: Scope, audit_log: Audit) -> None:
         self._send = send
         self._request_id = request_id
         self._scope = scope
         self._start = time.monotonic()
+        self._audit = audit_log
+        self._touched = audit.begin()
         self.begun = False
 
     def __str__(self) -> str:
@@ -98,10 +141,31 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            # What a browser opens of ours is what it says that it is, and runs nothing; pages say what they run.
+            headers.setdefault("x-content-type-options", "nosniff")
+            headers.setdefault("content-security-policy", "default-src 'none'; frame-ancestors 'none'")
+            await self._note(message["status"])
             duration_ms = (time.monotonic() - self._start) * 1000
             logger.info("%s %s %.0f ms", self, HTTPStatus(message["status"]).value, duration_ms)
         await self._send(message)
+
+    async def _note(self, status: int) -> None:
+        """Before the answer: what a client was told is in the log."""
+        who: Principal | None = self._scope["state"].get("principal")  # the edge's, or of who has just signed in
+        method, path, client = self._scope["method"], self._scope["path"], self._scope.get("client")
+        if self._audit.wants(method, path, status, who.key_id if who else None):
+            await self._audit.note(
+                tenant=who.tenant if who else None,
+                key_id=who.key_id if who else None,
+                method=method,
+                path=path[:_LONGEST_PATH],
+                target=" ".join(self._touched) or None,
+                status=status,
+                address=client[0] if client else None,
+                request_id=self._request_id,
+            )
 
 
 class _LimitedBody:
@@ -119,6 +183,11 @@ class _LimitedBody:
             # FastAPI takes any other exception from here for a body that is broken.
             raise HTTPException(413, f"the body is larger than the {self._limit} bytes that are taken here")
         return message
+
+
+def _unknown(authorization: str | None) -> str:
+    """Why nobody is known by this header: it has no key, or one that is none here."""
+    return _KEY_UNKNOWN if sent_key(authorization) else "send an API key: Authorization: Bearer <key>"
 
 
 def _request_id(headers: Headers) -> str:

@@ -6,12 +6,15 @@ shape, and a queue of its own for the jobs of the runs it serves. A sampler host
 
 import argparse
 import asyncio
+import ctypes
 import logging
+import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +22,9 @@ from typing import Any, Literal, get_args
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
+from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
+from activities.complete import Complete
 from activities.lease import Lease
 from activities.lease_sampler import LeaseSampler, SamplerCommand
 from activities.run_job import RunJob
@@ -30,6 +35,7 @@ from activities.worker_process import WorkerCommand, torchrun
 from shared.paths import HostPaths
 from shared.settings import Settings
 from shared.store import open_store
+from workflows.policies import completion_queue
 
 Role = Literal["control", "gpu", "sampler"]
 
@@ -37,6 +43,15 @@ Role = Literal["control", "gpu", "sampler"]
 _CONTROL_THREADS = 32
 # A step's samples, those sampled ahead, held-out ones and an adapter's proof share one sampler.
 _SAMPLING_THREADS = 4
+# Users' questions wait for their answers, each in a thread.
+_COMPLETION_THREADS = 32
+_WEBHOOK_THREADS = 8
+# Of runs that wait, one is kept in memory (0.1 MB) so that its history is not replayed when it goes on; others are.
+_CACHED_WORKFLOWS = 400
+# Workflows run in Temporal's sandbox, but on modules that they share: loading its own anew takes a run 7 ms and 67 KB.
+# What they may import is held by tests/workflows/test_imports.py instead.
+_SANDBOX = SandboxedWorkflowRunner(restrictions=SandboxRestrictions.default.with_passthrough_modules("workflows"))
+_M_ARENA_MAX, _MALLOC_ARENAS = -8, 2  # the first is malloc.h's
 _CONNECT_PATIENCE_S = 60.0
 _SHUTDOWN_GRACE = timedelta(seconds=10)
 # Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
@@ -71,6 +86,7 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from activities.download import Download
     from activities.find_checkpoint import FindCheckpoint
     from activities.grade import Grade
+    from activities.grade_one import GradeOne
     from activities.group_samples import GroupSamples
     from activities.pack import Pack
     from activities.pack_trajectories import PackTrajectories
@@ -83,10 +99,16 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from activities.resolve_model import ResolveModel
     from activities.tokenize import Tokenize
     from activities.track import Track
+    from workflows.completion import CompletionWorkflow
+    from workflows.grader import GraderWorkflow
     from workflows.preview import PreviewWorkflow
     from workflows.rl import RLWorkflow
+    from workflows.scheduled import ScheduledRunWorkflow
+    from workflows.serving import ServingWorkflow
     from workflows.sft import SFTWorkflow
     from workflows.track import TrackWorkflow
+    from workflows.untrained_model import UntrainedModelWorkflow
+    from workflows.webhook import WebhookWorkflow
 
     record, steps, grade = RecordResult(settings), RecordStep(settings), Grade(settings)
     return _worker(
@@ -108,6 +130,7 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
             Publish(settings).publish,
             grade.grade,
             grade.check_grader,
+            GradeOne(settings).grade_one,
             RenderPrompts(settings).render_prompts,
             GroupSamples(settings).group_samples,
             record.record_result,
@@ -115,8 +138,29 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
             Track(settings).track,
             *sampling_activities(settings, Samplers(settings)),
         ],
-        [SFTWorkflow, RLWorkflow, PreviewWorkflow, TrackWorkflow],
+        [
+            SFTWorkflow,
+            RLWorkflow,
+            PreviewWorkflow,
+            GraderWorkflow,
+            UntrainedModelWorkflow,
+            TrackWorkflow,
+            ScheduledRunWorkflow,
+            WebhookWorkflow,
+            ServingWorkflow,
+            CompletionWorkflow,
+        ],
     )
+
+
+def webhook_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor) -> Worker:
+    """Telling webhooks, on a queue and threads of its own: receivers that do not answer hold up nobody's data."""
+    from activities.deliver import Deliver
+    from workflows.policies import webhook_queue
+
+    deliver = Deliver(settings)
+    queue = webhook_queue(settings.control_queue)
+    return _worker(client, queue, threads, _WEBHOOK_THREADS, [deliver.deliver, deliver.give_up])
 
 
 def gpu_workers(
@@ -132,15 +176,21 @@ def gpu_workers(
 
 
 def sampler_workers(
-    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool
+    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, answers: Complete
 ) -> tuple[Worker, Worker]:
     """One lease at a time on the shape's sampler queue, and what is asked of it on a queue of this host's own."""
     host_queue = f"host-{uuid.uuid4().hex}"
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     lease = LeaseSampler(pool, settings, signals, host_queue).lease_sampler
     leases = _worker(client, settings.sampler_queue, threads, 1, [lease])
-    sampling = sampling_activities(settings, Samplers(settings, pool))
-    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS, sampling)
+    sampling = [*sampling_activities(settings, Samplers(settings, pool)), answers.complete]
+    return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS + _COMPLETION_THREADS, sampling)
+
+
+def completion_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor, answers: Complete) -> Worker:
+    """Users' questions to a server behind a URL, on a queue and threads of their own."""
+    queue = completion_queue(settings.control_queue)
+    return _worker(client, queue, threads, _COMPLETION_THREADS, [answers.complete])
 
 
 def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable[..., Any]]:
@@ -165,6 +215,8 @@ def _worker(
         workflows=workflows,
         activities=activities,
         activity_executor=threads,
+        workflow_runner=_SANDBOX,
+        max_cached_workflows=_CACHED_WORKFLOWS,
         max_concurrent_activities=num_at_once,
         max_heartbeat_throttle_interval=_BEAT,
         graceful_shutdown_timeout=_SHUTDOWN_GRACE,
@@ -179,16 +231,22 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
             case "control":
                 threads = stack.enter_context(ThreadPoolExecutor(_CONTROL_THREADS))
                 await stack.enter_async_context(control_worker(client, settings, threads))
+                deliveries = stack.enter_context(ThreadPoolExecutor(_WEBHOOK_THREADS))
+                await stack.enter_async_context(webhook_worker(client, settings, deliveries))
+                questions = stack.enter_context(ThreadPoolExecutor(_COMPLETION_THREADS))
+                answers = stack.enter_context(closing(Complete(settings, Samplers(settings))))
+                await stack.enter_async_context(completion_worker(client, settings, questions, answers))
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(4))
                 pool = await _pool(stack, settings, command)
                 for worker in gpu_workers(client, settings, threads, pool):
                     await stack.enter_async_context(worker)
             case "sampler":
-                threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS))
+                threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
                 sampler = SamplerCommand(HostPaths(settings.root_path).cache, settings.s3)
                 pool = await _pool(stack, settings, sampler)
-                for worker in sampler_workers(client, settings, threads, pool):
+                answers = stack.enter_context(closing(Complete(settings, Samplers(settings, pool))))
+                for worker in sampler_workers(client, settings, threads, pool, answers):
                     await stack.enter_async_context(worker)
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
@@ -229,6 +287,13 @@ async def _main(role: Role, settings: Settings) -> None:
     await serve(role, settings, stopped)
 
 
+def _share_free_memory() -> None:
+    """What a thread has freed, others use: glibc would give each of some forty threads a pool of its own to keep."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, _MALLOC_ARENAS)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m service.host", description=__doc__)
     parser.add_argument("--role", choices=get_args(Role), required=True)
@@ -236,8 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(root=given.root) if given.root else Settings()
+    _share_free_memory()
     asyncio.run(_main(given.role, settings))
 
 
 if __name__ == "__main__":
     main()
+    # Everything has ended in good order. The SDK's own threads may still touch Python, and an interpreter that is being
+    # taken down under them aborts (seen with temporalio 1.35: one exit in six): so it is not taken down.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,6 +1,7 @@
-"""Errors of the API: one JSON shape, `{"error": {"type", "message", "place"}}`, and never a stack trace."""
+"""Errors of the API: `{"error": {"type", "message", "place"}}`, below /v1 OpenAI's shape, and never a stack trace."""
 
 import errno
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
+from service.database.engine import DatabaseUnavailable
+from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
+from shared.field_rules import rule_in_words
 from shared.models import Frozen
 
 
@@ -19,6 +22,23 @@ class Conflict(LongshoreError):
 
 class TemporalUnavailable(LongshoreError):
     """The Temporal server, or a worker behind it, does not answer."""
+
+
+class Forbidden(LongshoreError):
+    """The key lacks a scope for what was asked."""
+
+
+class QuotaExceeded(LongshoreError):
+    """A tenant's quota would be broken. Asking again does not help until something ends or is deleted.
+
+    Args:
+        quota: its name: a field of QuotaSettings.
+        message: what is used, of how much.
+    """
+
+    def __init__(self, quota: str, message: str) -> None:
+        self.quota = quota
+        super().__init__(f"quota {quota}: {message}")
 
 
 class ApiProblem(Frozen):
@@ -35,6 +55,37 @@ class ErrorBody(Frozen):
     error: ApiProblem
 
 
+class ForeignProblem(Frozen):
+    """What went wrong, as OpenAI's clients read it. `param`: the field that is at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ForeignErrorBody(Frozen):
+    """The body of every answer from 400 on, below /v1."""
+
+    error: ForeignProblem
+
+
+# Before any of this is asked: what is no HTTP (two lengths, a length that is no number) is refused by uvicorn itself.
+_NO_HTTP = {"text/plain": {"schema": {"type": "string"}}}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "content": _NO_HTTP},
+    **{code: {"model": ErrorBody} for code in (401, 403, 404, 409, 413, 422, 429, 503, 507)},
+}
+"""What the description of each operation of the native API says of errors."""
+FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ForeignErrorBody, "content": _NO_HTTP},
+    **{code: {"model": ForeignErrorBody} for code in ("4XX", "5XX")},
+}
+"""The same of those below /v1."""
+
+# What is named in paths: by what can be no name of one, nothing is named.
+_IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
+_NO_RETRY = {"x-should-retry": "false"}
 _BY_STATUS = {
     400: "invalid_request",
     401: "unauthorized",
@@ -44,17 +95,63 @@ _BY_STATUS = {
     409: "conflict",
     413: "too_large",
     422: "invalid_input",
+    429: "rate_limited",
     503: "unavailable",
     507: "disk_full",
 }
 
 
 def answer(
-    status: int, message: str, place: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    place: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
+    kind: str | None = None,
 ) -> JSONResponse:
-    """An error as a response."""
-    body = ErrorBody(error=ApiProblem(type=_BY_STATUS.get(status, "error"), message=message, place=place))
+    """An error as a response.
+
+    Args:
+        path: the request's: below /v1 errors have OpenAI's shape.
+        kind: the error's type, where the status does not say it.
+    """
+    kind = kind or _BY_STATUS.get(status, "error")
+    if is_foreign(path):
+        status = 400 if status == 422 else status
+        error = {
+            "message": message,
+            "type": _openai_type(status, kind),
+            "param": place,
+            "code": _OPENAI_CODES.get(kind, kind),
+        }
+        return JSONResponse({"error": error}, status_code=status, headers=dict(headers or {}))
+    body = ErrorBody(error=ApiProblem(type=kind, message=message, place=place))
     return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}))
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a path belongs to the surfaces for clients of other APIs, which have another shape of error."""
+    return path == "/v1" or path.startswith("/v1/")
+
+
+_OPENAI_CODES = {
+    "unauthorized": "invalid_api_key",
+    "rate_limited": "rate_limit_exceeded",
+    "quota_exceeded": "insufficient_quota",
+}
+
+
+def _openai_type(status: int, kind: str) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 429:
+            return "insufficient_quota" if kind == "quota_exceeded" else "rate_limit_error"
+        case _:
+            return "server_error" if status >= 500 else "invalid_request_error"
 
 
 def install(app: FastAPI) -> None:
@@ -71,7 +168,7 @@ def describe(errors: Sequence[Any]) -> ApiProblem:
     Args:
         errors: `error.errors()` of a ValidationError.
     """
-    found = [(_place(e["loc"]), _rule(e)) for e in errors]
+    found = [(_place(e["loc"]), rule_in_words(e)) for e in errors]
     first, rule = found[0]
     rest = "".join(f"; {place or 'the request'}: {text}" for place, text in found[1:])
     return ApiProblem(type="invalid_input", message=rule + rest, place=first)
@@ -82,42 +179,62 @@ def _place(loc: Sequence[int | str]) -> str | None:
     return ".".join(parts) or None
 
 
-def _rule(error: Mapping[str, Any]) -> str:
-    if error["type"] == "extra_forbidden":
-        return "there is no such field"
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-async def _validation(_: Request, error: Exception) -> JSONResponse:
+async def _validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    if unknown := [e["input"] for e in error.errors() if e["loc"] == ("path", "run_id")]:
-        return answer(404, f"there is no run {unknown[0]}")
+    path = request.url.path
+    for each in error.errors():
+        if each["loc"][0] == "path" and (thing := _IN_PATHS.get(str(each["loc"][-1]))):
+            return answer(404, f"there is no {thing} {each['input']}", path=path)
     problem = describe(error.errors())
-    return answer(422, problem.message, problem.place)
+    return answer(422, problem.message, problem.place, path=path)
 
 
-async def _ours(_: Request, error: Exception) -> JSONResponse:
+async def _ours(request: Request, error: Exception) -> JSONResponse:
+    path, text = request.url.path, str(error)
     match error:
         case InvalidInput(message=message, place=place):
-            return answer(422, message, place)
+            return answer(422, message, place, path=path)
+        case Forbidden():
+            return answer(403, text, path=path)
         case NotFound():
-            return answer(404, str(error))
+            return answer(404, text, path=path)
         case Conflict():
-            return answer(409, str(error), headers={"x-should-retry": "false"})
+            return answer(409, text, headers=_NO_RETRY, path=path)
+        case QuotaExceeded():
+            return answer(429, text, headers=_NO_RETRY, path=path, kind="quota_exceeded")
         case DiskFull():
-            return answer(507, str(error))
-        case StoreUnavailable() | TemporalUnavailable():
-            return answer(503, str(error), headers={"retry-after": "2"})
+            return answer(507, text, path=path)
+        case StoreUnavailable() | TemporalUnavailable() | DatabaseUnavailable() | SamplerUnavailable():
+            return answer(503, text, headers={"retry-after": "2"}, path=path)
         case _:
             raise error
 
 
-async def _http(_: Request, error: Exception) -> JSONResponse:
+async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return answer(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
+        # FastAPI calls a body that is no JSON 422, and one in which it cannot even look for JSON 400.
+        return answer(422, "the body is no JSON that can be read here", path=request.url.path)
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 405 and (methods := _methods(request)):
+        headers["allow"] = ", ".join(methods)
+    return answer(error.status_code, str(error.detail), headers=headers, path=request.url.path)
 
 
-async def _os(_: Request, error: Exception) -> JSONResponse:
+def _methods(request: Request) -> list[str]:
+    """What a path of our description may be asked with: routes are one for each method, and know of no other."""
+    paths = request.app.openapi()["paths"]
+    if plain := paths.get(request.url.path):  # `/runs/sft` is no run
+        return sorted(method.upper() for method in plain)
+    found = set()
+    for path, operations in paths.items():
+        pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))
+        if re.fullmatch(pattern, request.url.path):
+            found |= {method.upper() for method in operations}
+    return sorted(found)
+
+
+async def _os(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return answer(507, "the disk of the service is full")
+        return answer(507, "the disk of the service is full", path=request.url.path)
     raise error

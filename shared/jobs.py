@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeGuard
 
 from pydantic import Field, model_validator
 
-from shared.layout import EngineName, Layout, broken_rule
+from shared.layout import EngineName, Layout, engine_takes_the_layout
 from shared.models import Frozen
 
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -317,11 +317,7 @@ class JobPlan(Frozen):
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
     )
 
-    @model_validator(mode="after")
-    def _engine_takes_the_layout(self) -> Self:
-        if rule := broken_rule(self.engine, self.layout):
-            raise ValueError(rule)
-        return self
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
 
     @model_validator(mode="after")
     def _temperature_means_something(self) -> Self:

@@ -1,7 +1,7 @@
 """The parallel layout of one worker: how many ranks, and what each dimension splits."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from shared.models import Frozen
 
 Degree = Annotated[int, Field(ge=1, le=4096)]
 EngineName = Literal["megatron", "fsdp"]
+_FSDP_FAMILIES = ("qwen3", "qwen2", "llama")
 
 
 class Layout(Frozen):
@@ -71,12 +72,15 @@ class ModelShape(Frozen):
     expert_ffn_size: int = 0
 
 
-def check_layout(layout: Layout, shape: ModelShape) -> None:
-    """Refuse a layout that cannot hold the model.
+def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatron") -> None:
+    """Refuse a layout, or an engine, that cannot hold the model.
 
     Raises:
         InvalidInput: names the dimension and the rule that it breaks.
     """
+    if rule := broken_rule(engine, layout):
+        raise InvalidInput(rule, "layout")
+    check_family(engine, shape.family)
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
@@ -116,3 +120,28 @@ def broken_rule(engine: EngineName, layout: Layout) -> str | None:
     if engine == "fsdp" and layout != Layout(dp=layout.dp):
         return f"the engine fsdp splits data and shards weights by dp alone: use dp, and no {layout.label}"
     return None
+
+
+def check_family(engine: EngineName, family: str) -> None:
+    """Raises InvalidInput where an engine knows a family of models not, which Megatron's does whatever we read."""
+    if engine == "fsdp" and family not in _FSDP_FAMILIES:
+        known = ", ".join(_FSDP_FAMILIES)
+        raise InvalidInput(f"the engine fsdp trains {known}, not {family}: use megatron", "engine")
+
+
+class _Laid(Protocol):
+    @property
+    def engine(self) -> EngineName: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+LaidT = TypeVar("LaidT", bound=_Laid)
+
+
+def engine_takes_the_layout(laid: LaidT) -> LaidT:
+    """A validator of models that have both. Raises ValueError with the rule that the layout breaks."""
+    if rule := broken_rule(laid.engine, laid.layout):
+        raise ValueError(rule)
+    return laid

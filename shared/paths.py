@@ -29,6 +29,7 @@ class RunKeys:
         self.prefix = f"runs/{run_id}"
         self.record = f"{self.prefix}/run.json"
         self.result = f"{self.prefix}/result.json"
+        self.previous_result = f"{self.prefix}/previous_result.json"
         self.checkpoints = f"{self.prefix}/checkpoints"
         self.leases = f"{self.prefix}/leases"
         self.logs = f"{self.prefix}/logs"
@@ -81,13 +82,87 @@ def run_index(run_id: str = "") -> str:
     return f"index/runs/{run_id}"
 
 
-def idempotency(key: str) -> str:
+def tenant_folder(tenant: str = "") -> str:
+    """What a tenant may name by URI lies below it, and nothing else of the store."""
+    return f"tenants/{tenant}"
+
+
+def idempotency(tenant: str, key: str) -> str:
     """The object that remembers which run an Idempotency-Key made. Keys are hashed: they may hold anything."""
-    return f"index/idempotency/{hashlib.sha256(key.encode()).hexdigest()}.json"
+    return f"index/idempotency/{tenant}/{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
-def upload(sha256: str, name: str) -> str:
-    return f"uploads/{sha256}/{name}"
+def sent_request(tenant: str, sha256: str) -> str:
+    """The object that remembers under which key a request without one was accepted, by the request's hash."""
+    return f"{sent_requests()}{tenant}/{sha256}.json"
+
+
+def sent_requests() -> str:
+    """What the keys of every tenant's such objects begin with."""
+    return "index/sent/"
+
+
+def upload(tenant: str, sha256: str, name: str) -> str:
+    return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
+
+
+# Records of what the database lists: small JSON objects, from which it is built again.
+
+
+def tenant_record(tenant: str = "") -> str:
+    return f"records/tenants/{tenant}"
+
+
+def key_record(key_id: str = "") -> str:
+    """An API key: its hash, never itself."""
+    return f"records/keys/{key_id}"
+
+
+def file_record(tenant: str, file_id: str = "") -> str:
+    return f"records/files/{tenant}/{file_id}"
+
+
+def file_records() -> str:
+    """What the keys of every tenant's file records begin with."""
+    return "records/files/"
+
+
+def chunked_upload(tenant: str, upload_id: str = "") -> str:
+    """A file that comes in parts."""
+    return f"records/uploads/{tenant}/{upload_id}" if tenant else "records/uploads/"
+
+
+def upload_part(tenant: str, upload_id: str, part_id: str = "") -> str:
+    """The bytes of a part, until the file is complete."""
+    return f"{tenant_folder(tenant)}/parts/{upload_id}/{part_id}"
+
+
+def webhook_record(tenant: str, webhook_id: str = "") -> str:
+    return f"records/webhooks/{tenant}/{webhook_id}"
+
+
+def delivery_record(tenant: str, webhook_id: str, notice_id: str = "") -> str:
+    """What became of one notice at one webhook. Ids of notices sort by time."""
+    return f"records/deliveries/{tenant}/{webhook_id}/{notice_id}"
+
+
+def schedule_record(tenant: str = "", name: str = "") -> str:
+    return f"records/schedules/{tenant}/{name}" if tenant else "records/schedules/"
+
+
+def last_scheduled(tenant: str, name: str) -> str:
+    """The last run that a schedule made, and of which data."""
+    return f"records/last_scheduled/{tenant}/{name}"
+
+
+def art_model(tenant: str, model_id: str = "") -> str:
+    """A model that a client of ART has registered. Ids sort by time."""
+    return f"records/art_models/{tenant}/{model_id}"
+
+
+def art_name(tenant: str, sha256: str) -> str:
+    """The object whose creation decides which model has a name: `sha256` is the name's."""
+    return f"records/art_names/{tenant}/{sha256}"
 
 
 def model_import(key: str) -> str:
@@ -149,18 +224,23 @@ def graded_part(key: str, first: int) -> str:
     return f"graded/{key}-parts/{first:010d}.jsonl"
 
 
-def published(kind: str, name: str) -> str:
+def published(tenant: str, kind: str, name: str = "") -> str:
     """`kind` is `adapters` or `models`."""
-    return f"{kind}/published/{name}"
+    return f"{tenant_folder(tenant)}/{kind}/{name}"
 
 
-def published_version(kind: str, name: str, version: int) -> str:
-    return f"{published(kind, name)}/v{version:06d}"
+def published_version(tenant: str, kind: str, name: str, version: int) -> str:
+    return f"{published(tenant, kind, name)}/v{version:06d}"
 
 
-def version_claim(kind: str, name: str, version: int) -> str:
+def version_claim(tenant: str, kind: str, name: str, version: int) -> str:
     """The object whose creation decides which run owns a version."""
-    return f"{published(kind, name)}/claims/v{version:06d}.json"
+    return f"{published(tenant, kind, name)}/claims/v{version:06d}.json"
+
+
+def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
+    """The manifest by which a checkpoint's adapter is used as it lies; `sha256` is the checkpoint's."""
+    return f"{tenant_folder(tenant)}/checkpoints/{run_id}/{sha256[:32]}"
 
 
 class HostPaths:

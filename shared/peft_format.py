@@ -70,8 +70,13 @@ def write_config(folder: Path, lora: Lora) -> None:
     (folder / CONFIG).write_text(json.dumps(config_of(lora), indent=2) + "\n")
 
 
-def read_config(folder: Path) -> Lora:
-    """Raises InvalidInput when it is missing, unreadable, or asks for something else than plain LoRA on our linears."""
+def read_config(folder: Path, expected: Lora | None = None) -> Lora:
+    """What a folder's adapter is.
+
+    Raises:
+        InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not
+            as `expected`.
+    """
     path = folder / CONFIG
     try:
         config = json.loads(path.read_bytes())
@@ -79,7 +84,10 @@ def read_config(folder: Path) -> Lora:
         raise InvalidInput(f"the adapter is missing: no {CONFIG}", str(folder)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    return lora_of(config, str(path))
+    found = lora_of(config, str(path))
+    if expected is not None:
+        check_same(found, expected, str(folder))
+    return found
 
 
 def check_same(found: Lora, expected: Lora, place: str) -> None:

@@ -4,7 +4,10 @@ In order of job, then of fence, then of `seq`. A worker that goes on from a chec
 a later fence: for every step, what comes last counts.
 """
 
+import re
 from dataclasses import dataclass
+
+from pydantic import ValidationError
 
 from shared.errors import InvalidInput, NotFound
 from shared.events import Event, parse_event
@@ -14,6 +17,7 @@ from shared.paths import RunKeys
 from shared.store import ObjectInfo, ObjectStore
 
 _READ_BYTES = 4 << 20
+_OFFSET = re.compile(r"[0-9]{1,18}")
 
 
 class EventCursor(Frozen):
@@ -34,10 +38,14 @@ class EventCursor(Frozen):
             InvalidInput: the text is no cursor.
         """
         match text.split("/") if text else ["", "", "0"]:
-            case [job_id, fence_label, offset] if offset.isdecimal():
+            case [job_id, fence_label, offset] if _OFFSET.fullmatch(offset):
                 return cls(job_id=job_id, fence_label=fence_label, offset=int(offset))
             case _:
-                raise InvalidInput("not a cursor that this service gave", "cursor")
+                raise _no_cursor()
+
+
+def _no_cursor() -> InvalidInput:
+    return InvalidInput("not a cursor that this service gave", "cursor")
 
 
 BEGINNING = EventCursor()
@@ -63,8 +71,13 @@ def read_events(
 def read_run_events(
     store: ObjectStore, run_id: str, cursor: EventCursor = BEGINNING, limit: int | None = None
 ) -> tuple[list[RunEvent], EventCursor]:
-    """All events behind a cursor that stand in the store, at most `limit`, and the cursor to go on with."""
+    """All events behind a cursor that stand in the store, at most `limit`, and the cursor to go on with.
+
+    Raises:
+        InvalidInput: the cursor stands within a line.
+    """
     found: list[RunEvent] = []
+    given = cursor
     attempts = _attempts(store, run_id)
     while limit is None or len(found) < limit:
         try:
@@ -75,9 +88,15 @@ def read_run_events(
         if piece is None:
             break
         for line in piece.data.splitlines(keepends=True)[: None if limit is None else limit - len(found)]:
+            try:
+                event = parse_event(line)
+            except ValidationError:
+                if cursor.offset and cursor == given:
+                    raise _no_cursor() from None
+                raise
             cursor = piece.cursor_behind(len(line), cursor)
             fence = Fence.from_label(piece.fence_label)
-            found.append(RunEvent(cursor=str(cursor), job_id=piece.job_id, fence=fence, event=parse_event(line)))
+            found.append(RunEvent(cursor=str(cursor), job_id=piece.job_id, fence=fence, event=event))
     return found, cursor
 
 

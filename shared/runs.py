@@ -2,16 +2,26 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
+from shared.field_rules import pattern
 from shared.graders import Grader
 from shared.jobs import PPO, Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
-from shared.layout import EngineName, Layout, ModelShape, broken_rule
+from shared.layout import EngineName, Layout, ModelShape, engine_takes_the_layout
 from shared.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.models import Frozen
 
-RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+_PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
+RunId = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,62}$", f"an id has at most 63 {_PLAIN}")]
+Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name has at most 48 {_PLAIN}")]
+FIRST_TENANT = "default"
+Name = Annotated[
+    str,
+    pattern(
+        r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        "a name has at most 63 lower-case letters, digits, dots, dashes and underscores, a letter or digit first",
+    ),
+]
 Format = Literal[
     "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
 ]
@@ -110,11 +120,7 @@ class _DatasetRun(Frozen):
             raise ValueError("batch_tokens must hold an example: at least max_tokens")
         return self
 
-    @model_validator(mode="after")
-    def _engine_takes_the_layout(self) -> Self:
-        if rule := broken_rule(self.engine, self.layout):
-            raise ValueError(rule)
-        return self
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
@@ -287,11 +293,7 @@ class RLRun(Frozen):
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
 
-    @model_validator(mode="after")
-    def _engine_takes_the_layout(self) -> Self:
-        if rule := broken_rule(self.engine, self.layout):
-            raise ValueError(rule)
-        return self
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> "RLRun":
@@ -340,10 +342,12 @@ class Start(Frozen):
     """What every run's workflow is started with."""
 
     run_id: RunId
+    tenant: Tenant = FIRST_TENANT
     timing: RunTiming = RunTiming()
     threads_per_rank: int = Field(default=1, ge=1)
     shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
     resumed: bool = False
+    is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
 
 
 class RunStart(Start):
@@ -368,7 +372,8 @@ Phase = Literal[
     "publishing",
     "done",
 ]
-State = Literal["running", "succeeded", "failed", "cancelled"]
+# Paused: ended at a step boundary with a checkpoint, until somebody resumes it.
+State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 
 
 class CheckpointRef(Frozen):
@@ -386,6 +391,18 @@ class Problem(Frozen):
     message: str
 
 
+STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and timeline
+
+
+class PhaseSpan(Frozen):
+    """When a run was in a phase, in seconds since 1970. `lease`: the worker that it had then, by number."""
+
+    phase: Phase
+    began: float
+    ended: float | None = None
+    lease: int = 0
+
+
 class RunStatus(Frozen):
     """A run at a glance: the answer of the workflow's `status` query, and what `result.json` keeps afterwards."""
 
@@ -396,7 +413,8 @@ class RunStatus(Frozen):
     step: int = 0
     num_steps: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    epoch: int = Field(default=0, description="leases so far; above 1 when a worker was lost")
+    epoch: int = Field(default=0, description="leases so far: the number of the newest")
+    workers_lost: int = Field(default=0, description="leases that ended in a loss: not by a pause or a host's shutdown")
     checkpoint: CheckpointRef | None = None
     adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
     adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
@@ -405,8 +423,43 @@ class RunStatus(Frozen):
     policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     problem: Problem | None = None
-    started_at: float | None = None
+    started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
     ended_at: float | None = None
+    estimated_end: float | None = Field(
+        default=None, description="when its last step is done at the pace of those so far; None while nobody can say"
+    )
+    timeline: tuple[PhaseSpan, ...] = Field(default=(), description="its last phases, oldest first")
+    gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
+
+
+MAX_METADATA = 16
+# PostgreSQL's text has no NUL.
+MetadataKey = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]*$")]
+MetadataValue = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
+
+
+WandbName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$")]
+
+
+class WandbRun(Frozen):
+    """Where a run is written in W&B, in the place of the installation's own project."""
+
+    project: WandbName
+    entity: WandbName | None = None
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(default=(), max_length=32)
+
+
+class Source(Frozen):
+    """By which door a run came in, and what its sender wants to find again."""
+
+    api: Literal["native", "openai", "art"] = "native"
+    schedule: str | None = Field(default=None, description="the name of the schedule that started it")
+    metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
+    wandb: WandbRun | None = None
+    request: dict[str, JsonValue] | None = Field(
+        default=None, description="what a client of another API sent, to be shown to it again; never a secret"
+    )
 
 
 class RunRecord(Frozen):
@@ -414,6 +467,9 @@ class RunRecord(Frozen):
 
     schema_version: Literal[1] = 1
     run_id: RunId
+    tenant: Tenant = FIRST_TENANT
+    owner: str | None = Field(default=None, description="the id of the API key that sent it")
+    source: Source = Source()
     run: Run
     created_at: float
     threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")
@@ -476,7 +532,6 @@ class RolloutData(Frozen):
     num_steps: int
     probe: tuple[int, ...]
     held_out: Artifact | None = None
-    num_held_out: int = 0
 
 
 class RLState(Frozen):

@@ -5,9 +5,9 @@ Read once, at an entry point, and passed on; nothing else reads the environment.
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 KernelPolicy = Literal["auto", "strict", "torch"]
@@ -26,7 +26,9 @@ class DownloadSettings(BaseModel):
     max_bytes: int = Field(default=50 << 30, description="as transferred")
     max_decompressed_bytes: int = Field(default=200 << 30)
     allow_private_addresses: bool = Field(default=False, description="http(s) to loopback and private networks")
-    file_roots: tuple[Path, ...] = Field(default=(), description="folders that file:// URIs of users may name")
+    file_roots: tuple[Path, ...] = Field(
+        default=(), description="folders that users' paths and file:// URIs may lead to, of data and of models"
+    )
     timeout_s: float = Field(default=60.0, description="of a server that is silent")
 
 
@@ -51,6 +53,50 @@ class SamplingSettings(BaseModel):
     api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
 
 
+class ServingSettings(BaseModel):
+    """How users' questions to published models are answered by leased samplers."""
+
+    idle_s: float = Field(default=300.0, gt=0, description="without a question, until a sampler is given back")
+    patience_s: float = Field(default=120.0, gt=0, description="that a question waits for a sampler to be up")
+    max_model_len: int = Field(default=8192, ge=2, description="question and answer together, in tokens")
+    slots: int = Field(default=16, ge=1, description="answers that are drawn at a time")
+
+
+class WebhookSettings(BaseModel):
+    """How webhooks are delivered, and where they may lead."""
+
+    allow_private_addresses: bool = Field(default=False, description="webhooks on loopback and private networks")
+    timeout_s: float = Field(default=15.0, gt=0, description="of a receiver that is silent")
+    first_retry_s: float = Field(default=5.0, gt=0, description="then four times as long each time, up to six hours")
+
+
+def _no_truth(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise ValueError("a number, and neither true nor false")
+    return given
+
+
+class QuotaSettings(BaseModel, extra="forbid"):
+    """What a tenant may use, unless it has quotas of its own; None: no limit."""
+
+    _not_a_truth = field_validator("*", mode="before")(_no_truth)
+
+    concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
+    gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
+    stored_bytes: int | None = Field(default=None, ge=0, description="uploads and what was published")
+
+
+class RateLimitSettings(BaseModel):
+    """Requests of one API key to one service process, and tries to sign in on its page."""
+
+    per_s: float = Field(default=100.0, gt=0, description="in the long run")
+    burst: int = Field(default=500, ge=1, description="at once")
+    sign_ins_per_min: float = Field(
+        default=10.0, gt=0, description="in the long run, from one address, and with keys of one prefix"
+    )
+    sign_in_burst: int = Field(default=20, ge=1, description="at once")
+
+
 def user_config_path() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "longshore" / "config.toml"
@@ -67,6 +113,8 @@ class Settings(BaseSettings):
     download: DownloadSettings = DownloadSettings()
     grading: GradingSettings = GradingSettings()
     sampling: SamplingSettings = SamplingSettings()
+    serving: ServingSettings = ServingSettings()
+    webhooks: WebhookSettings = WebhookSettings()
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
@@ -75,6 +123,15 @@ class Settings(BaseSettings):
 
     api_url: str = "http://127.0.0.1:8484"
     api_key: str | None = Field(default=None, description="the client's key; the service keeps only a hash")
+    api_key_sha256: str | None = Field(
+        default=None, pattern=r"^[0-9a-f]{64}$", description="of such a key, for a service that is not to hold it"
+    )
+    database_url: SecretStr | None = Field(
+        default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
+    )
+    quotas: QuotaSettings = QuotaSettings()
+    rate_limit: RateLimitSettings = RateLimitSettings()
+    audit_days: float = Field(default=90.0, gt=0, description="how long the service's audit log goes back")
 
     shape: str = Field(
         default="cpu", description="what this host offers: the lease queue is gpu-<shape> or sampler-<shape>"

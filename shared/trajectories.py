@@ -106,6 +106,8 @@ class SentGroup(Frozen):
     trajectories: tuple[SentTrajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     exceptions: tuple[JsonValue, ...] = Field(default=(), description="rollouts that failed: read by nobody")
+    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group: read by nobody")
+    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
 
 
 class TrajectoryGroup(Frozen):

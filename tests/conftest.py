@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from examples.tiny_model import make_tiny_model
 from shared.settings import S3Settings
+from tests.leftovers import watch_over
 
 # Tensors here are small: a second thread costs more than it brings, most of all where two tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +31,12 @@ for _name in [
 ]:
     del os.environ[_name]
 
+# How long an example takes says something of the machine alone.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
 CORPUS = [
     "The harbour opens at dawn and the cranes begin to turn.",
     "user assistant system question answer: how many crates are on the quay? 42 crates.",
@@ -41,6 +49,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> "subprocess.Popen[bytes]":
+    """What tests and fixtures start ends with this process: also where a fixture fails half-way, or we are killed."""
+    return watch_over()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,13 +99,13 @@ def _temporal_binary() -> str:
 async def _wait_for_temporal(address: str) -> None:
     from temporalio.client import Client
 
-    for _ in range(100):
+    for _ in range(600):
         try:
             await Client.connect(address)
             return
         except RuntimeError:
             await asyncio.sleep(0.1)
-    raise TimeoutError(f"no Temporal server at {address} within 10 s")
+    raise TimeoutError(f"no Temporal server at {address} within 60 s")
 
 
 @dataclass(frozen=True)

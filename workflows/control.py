@@ -1,6 +1,6 @@
 """Activities on the control queue, as every run's workflow calls them."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -8,7 +8,9 @@ from temporalio.common import RetryPolicy
 with workflow.unsafe.imports_passed_through():
     from pydantic import BaseModel
 
+    from activities.record_result import Reopened, ReopenRequest
     from shared.models import Frozen
+    from shared.runs import RunStatus
     from workflows import policies
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -16,25 +18,23 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 async def do(name: str, request: Frozen, answer: type[Answer], retry: RetryPolicy = policies.RETRY) -> Answer:
     """One piece of work, retried a bounded number of times."""
-    result: Answer = await workflow.execute_activity(
+    result: Answer = await _execute(name, request, answer, retry)
+    return result
+
+
+async def check(name: str, subject: Frozen) -> None:
+    """Something looked at before it is used. Only an error is said of it."""
+    await _execute(name, subject, None, policies.RETRY)
+
+
+async def _execute(name: str, request: Frozen, answer: type[BaseModel] | None, retry: RetryPolicy) -> Any:
+    return await workflow.execute_activity(
         name,
         request,
         result_type=answer,
         start_to_close_timeout=policies.DATA_TIMEOUT,
         heartbeat_timeout=policies.DATA_HEARTBEAT,
         retry_policy=retry,
-    )
-    return result
-
-
-async def check(name: str, subject: Frozen) -> None:
-    """Something looked at before it is used. Only an error is said of it."""
-    await workflow.execute_activity(
-        name,
-        subject,
-        start_to_close_timeout=policies.DATA_TIMEOUT,
-        heartbeat_timeout=policies.DATA_HEARTBEAT,
-        retry_policy=policies.RETRY,
     )
 
 
@@ -43,3 +43,15 @@ async def record(name: str, request: Frozen) -> None:
     await workflow.execute_activity(
         name, request, start_to_close_timeout=policies.RECORD_TIMEOUT, retry_policy=policies.RECORD_RETRY
     )
+
+
+async def reopen(run_id: str) -> RunStatus | None:
+    """Take away the result of a run that goes on. Returns how it had ended, if it had."""
+    reopened: Reopened = await workflow.execute_activity(
+        "reopen",
+        ReopenRequest(run_id=run_id),
+        result_type=Reopened,
+        start_to_close_timeout=policies.RECORD_TIMEOUT,
+        retry_policy=policies.RECORD_RETRY,
+    )
+    return reopened.status

@@ -1,5 +1,6 @@
 """A run's lease of one kind of process: taken when it is needed, kept until it is given back or lost."""
 
+import asyncio
 from dataclasses import dataclass
 
 from temporalio import workflow
@@ -26,6 +27,8 @@ class Leasing:
     timing: RunTiming
     epoch: int = 0
     grant: LeaseGrant | None = None
+    _granted_at: float = 0.0
+    _held_before_s: float = 0.0
     _lease: workflow.ActivityHandle[None] | None = None
 
     @property
@@ -33,9 +36,15 @@ class Leasing:
         """Whether a process stands by."""
         return self.grant is not None and self._lease is not None and not self._lease.done()
 
+    @property
+    def held_s(self) -> float:
+        """Seconds that a process stood by, over all leases so far."""
+        return self._held_before_s + (workflow.time() - self._granted_at if self.grant is not None else 0.0)
+
     def granted(self, grant: LeaseGrant) -> None:
         """A host has the process up."""
-        if grant.fence.epoch == self.epoch:
+        if grant.fence.epoch == self.epoch and self._lease is not None:
+            self._held_before_s, self._granted_at = self.held_s, workflow.time()
             self.grant = grant
 
     def take(self, request: Frozen, epoch: int) -> None:
@@ -69,14 +78,20 @@ class Leasing:
         """Give the process back, if there is one. Its host hears of it with its next beat; nothing waits for that."""
         if self._lease is not None:
             _release(self._lease)
+        self._held_before_s = self.held_s
         self.grant = self._lease = None
 
 
 def _release(lease: workflow.ActivityHandle[None]) -> None:
+    lease.add_done_callback(_take_note)
     if not lease.done():
         lease.cancel()
-    elif not lease.cancelled():
-        lease.exception()  # taken note of, or asyncio complains that nobody did
+
+
+def _take_note(lease: "asyncio.Task[None]") -> None:
+    """Or asyncio complains that nobody asked how it ended."""
+    if not lease.cancelled():
+        lease.exception()
 
 
 def lost(error: ActivityError) -> Lost:

@@ -43,10 +43,11 @@ class RunCancelled(Exception):
     """The run's job has ended because it was asked to."""
 
 
-def ended_early(status: RunStatus, error: BaseException) -> RunStatus:
-    """The status of a run that an error, or a cancellation, has ended."""
+def ended_early(status: RunStatus, error: BaseException, is_pausing: bool) -> RunStatus:
+    """The status of a run that an error, a cancellation or a pause has ended."""
     if isinstance(error, RunCancelled) or is_cancelled_exception(error):
-        return status.model_copy(update={"state": "cancelled"})
+        is_cancelled = workflow.cancellation_reason() is not None or not is_pausing
+        return status.model_copy(update={"state": "cancelled" if is_cancelled else "paused"})
     problem = problem_of(error)
     workflow.logger.warning("the run failed: %s", problem.message, exc_info=problem.kind == "error")
     return status.model_copy(update={"state": "failed", "problem": problem})

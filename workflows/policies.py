@@ -41,6 +41,11 @@ RECORD_TIMEOUT = timedelta(minutes=2)
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
 PREVIEW_TIMEOUT = timedelta(minutes=5)
+# As long as OpenAI's clients wait for an answer.
+COMPLETION_TIMEOUT = timedelta(minutes=10)
+# A receiver that is away is told for a day and a bit; one attempt is an answer's first line.
+WEBHOOK_PATIENCE = timedelta(hours=28)
+WEBHOOK_TIMEOUT = timedelta(minutes=2)
 
 _LONGEST_PAUSE_S = 60
 
@@ -51,6 +56,29 @@ def lease_queue(shape: str) -> str:
 
 def sampler_queue(shape: str) -> str:
     return f"sampler-{shape}"
+
+
+def completion_queue(control_queue: str) -> str:
+    """Questions to a server behind a URL: many that wait must not keep the data of runs waiting."""
+    return f"{control_queue}-completions"
+
+
+def service_queue(control_queue: str) -> str:
+    """Of the web service: it alone counts what a tenant uses."""
+    return f"{control_queue}-service"
+
+
+def webhook_queue(control_queue: str) -> str:
+    return f"{control_queue}-webhooks"
+
+
+def webhook_retry(first_s: float) -> RetryPolicy:
+    return RetryPolicy(
+        initial_interval=timedelta(seconds=first_s),
+        backoff_coefficient=4.0,
+        maximum_interval=timedelta(hours=6),
+        non_retryable_error_types=("InvalidInput",),
+    )
 
 
 def heartbeat_timeout(timing: RunTiming) -> timedelta:

@@ -13,15 +13,17 @@ with workflow.unsafe.imports_passed_through():
     from activities.pack_trajectories import GroupsRequest, PackedGroups
     from activities.progress import ProgressReport
     from activities.publish import Published, PublishRequest
-    from activities.record_result import ReopenRequest
     from activities.record_step import Recovered, RecoverRequest, StepRecordRequest
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
     from shared.jobs import Artifact, reference_uri
-    from shared.runs import Policy, RLStart, RLState, RunStatus, StepRequest, StepStatus
+    from shared.runs import Policy, Problem, RLStart, RLState, RunStatus, StepRequest, StepStatus
     from workflows import control, policies, rollouts
+    from workflows.glance import Glance
+    from workflows.interruption import Work
     from workflows.job_plan import rl_job
     from workflows.outcomes import RunFailed, close, ended_early, problem_of
+    from workflows.pace import Pace
     from workflows.rollout_requests import is_evaluated
     from workflows.rollouts import RolloutSource
     from workflows.sampling import Sampling
@@ -45,9 +47,12 @@ class RLWorkflow:
         self._finishing = start.state is not None and start.state.finishing
         self._moving_on = False
         self._num_done = 0
-        self._training = Training(start, holds=True)
+        self._work = Work()
+        self._glance = Glance(start.state.status if start.state else None)
+        self._training = Training(start, self._work, self._look, holds=True)
         self._sampling = Sampling(start)
         self._source: RolloutSource | None = None
+        self._pace = Pace()  # of train steps, with the rollouts between them
         self._status = (
             start.state.status
             if start.state
@@ -64,13 +69,13 @@ class RLWorkflow:
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
         try:
-            if self._state is None:
-                self._state = await self._prepare()
-            if not await (self._train_own_steps if start.run.rollouts else self._train_steps)(self._state):
+            if start.resumed:
+                await self._work.whole(self._glance.reopen(start.run_id, self._show))
+            if not await self._work.do(self._train_all()):
                 await self._move_on()
             self._show(state="succeeded", phase="done")
         except (Exception, asyncio.CancelledError) as error:
-            self._status = ended_early(self._status, error)
+            self._status = ended_early(self._status, error, self._work.is_pausing)
         await self._leave()
         self._show(ended_at=workflow.now().timestamp())
         await control.record("record_result", self.status())
@@ -79,17 +84,23 @@ class RLWorkflow:
 
     # The order of things.
 
+    async def _train_all(self) -> bool:
+        """False when this execution's history is long enough, and there is more to train."""
+        if self._state is None:
+            self._state = await self._prepare()
+        return await (self._train_own_steps if self._start.run.rollouts else self._train_steps)(self._state)
+
     async def _prepare(self) -> RLState:
         """Check model and adapter; a run that goes on finds in the store what its last execution left."""
         start, run = self._start, self._start.run
         self._show(phase="checking")
         recovered = Recovered()
         if start.resumed:
-            await control.record("reopen", ReopenRequest(run_id=start.run_id))
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
             recovered = await control.do("recover_steps", request, Recovered)
             self._steps.next = recovered.last_step + 1
-        resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
+        asked = ModelRequest(uri=run.model, layout=run.layout, engine=run.engine)
+        resolved = await control.do("resolve_model", asked, ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
             wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
@@ -103,7 +114,7 @@ class RLWorkflow:
             self._show(phase="tokenizing")
             data = await rollouts.prepare(start, resolved.model)
             self._show(num_steps=data.num_steps * run.epochs * run.mini_batches)
-        await track(self._start.run_id, self._start.run)
+        await track(self._start)
         state = RLState(
             model=resolved.model,
             shape=resolved.shape,
@@ -145,6 +156,7 @@ class RLWorkflow:
             step = self._steps.take(f"rollouts-{self._steps.next}", rolled.groups_uri, rolled.metrics)
             done = await self._train(step)
             self._steps.keep(done)
+            self._pace.take(done.step, workflow.time(), self._training.epoch)
             if self._is_at_target(done):
                 return True
             if self._num_done >= _OWN_STEPS_AN_EXECUTION or workflow.info().is_continue_as_new_suggested():
@@ -231,6 +243,7 @@ class RLWorkflow:
             "publish",
             PublishRequest(
                 run_id=start.run_id,
+                tenant=start.tenant,
                 run=start.run,
                 step=step.step,
                 model=state.model,
@@ -283,6 +296,7 @@ class RLWorkflow:
         await self._leave()
         self._moving_on = True
         await workflow.wait_condition(workflow.all_handlers_finished)
+        self._work.check()
         assert self._state is not None
         state = self._state.model_copy(
             update={
@@ -324,7 +338,7 @@ class RLWorkflow:
         """
         if self._start.resumed:  # the store knows how many steps there were
             await workflow.wait_condition(lambda: self._state is not None or self._has_ended)
-        self._check_key(request)
+            self._check_step(request)
         if self._steps.of_key(request.key) is None:
             self._steps.take(request.key, request.groups)
         if request.wait:
@@ -350,7 +364,7 @@ class RLWorkflow:
         if self._start.run.rollouts is not None:
             raise ApplicationError("the run makes its own groups: it takes none", type="Conflict")
         if self._finishing or self._status.state != "running":
-            raise ApplicationError("the run takes no more steps: it was finished", type="Conflict")
+            raise ApplicationError("the run takes no more steps: it was finished, or has ended", type="Conflict")
         if self._steps.num_waiting >= MAX_WAITING:
             raise ApplicationError(f"{MAX_WAITING} steps wait already: send the next one later", type="Conflict")
 
@@ -369,7 +383,11 @@ class RLWorkflow:
     @workflow.query
     def step(self, number: int) -> StepStatus | None:
         """A step as it stands; None for one that is not there, or that only the store remembers."""
-        return self._steps.get(number)
+        step = self._steps.get(number)
+        if step is None or step.is_final or not self._has_ended:
+            return step
+        message = "the run ended before this step: send it again when the run was resumed"
+        return step.model_copy(update={"state": "failed", "problem": Problem(kind="run_ended", message=message)})
 
     @workflow.query
     def status(self) -> RunStatus:
@@ -385,8 +403,12 @@ class RLWorkflow:
             update={
                 "phase": phase,
                 "epoch": training.epoch,
+                "workers_lost": self._glance.workers_lost_before + training.num_lost,
+                "estimated_end": self._estimated_end,
                 "step": max(status.step, training.step) if in_job else status.step,
                 "metrics": status.metrics | training.metrics if in_job else status.metrics,
+                "timeline": self._glance.timeline,
+                "gpu_seconds": self._glance.gpu_seconds_before + self._device_seconds,
             }
         )
 
@@ -401,6 +423,11 @@ class RLWorkflow:
         self._sampling.granted(grant)
 
     @workflow.signal
+    def pause(self) -> None:
+        """End at the next step boundary, with a checkpoint, until somebody resumes the run."""
+        self._work.pause()
+
+    @workflow.signal
     def progress(self, report: ProgressReport) -> None:
         """The job got ahead, or a checkpoint stands."""
         self._training.progress(report)
@@ -409,6 +436,21 @@ class RLWorkflow:
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
+        self._look()
+
+    def _look(self) -> None:
+        self._glance.note(self.status())
+
+    @property
+    def _estimated_end(self) -> float | None:
+        if self._source is None or self._status.state != "running":
+            return None
+        return self._pace.end(self._source.data.num_steps, self._training.epoch)
+
+    @property
+    def _device_seconds(self) -> float:
+        """Of this execution: a worker's ranks have a device each, and so has a sampler."""
+        return self._training.held_s * self._start.run.layout.world_size + self._sampling.held_s
 
 
 def _policy_of(done: StepStatus) -> Policy:

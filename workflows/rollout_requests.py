@@ -52,7 +52,6 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
         num_steps=num_steps,
         probe=prompts.probe,
         held_out=held_out.prompts if held_out else None,
-        num_held_out=held_out.num_prompts if held_out else 0,
     )
 
 

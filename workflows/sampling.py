@@ -47,6 +47,11 @@ class Sampling:
     def is_up(self) -> bool:
         return self.is_served or self._leasing.grant is not None
 
+    @property
+    def held_s(self) -> float:
+        """Seconds that leased samplers stood by in this execution of the run."""
+        return self._leasing.held_s
+
     def granted(self, grant: LeaseGrant) -> None:
         self._leasing.granted(grant)
 

@@ -11,7 +11,6 @@ with workflow.unsafe.imports_passed_through():
     from activities.pack import Packed, PackRequest
     from activities.progress import ProgressReport
     from activities.publish import Published, PublishRequest
-    from activities.record_result import ReopenRequest
     from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
     from activities.resolve_model import ModelRequest, ResolvedModel
     from activities.tokenize import Tokenized, TokenizeRequest
@@ -19,6 +18,8 @@ with workflow.unsafe.imports_passed_through():
     from shared.layout import ModelShape
     from shared.runs import DatasetSource, DPORun, RunStart, RunStatus
     from workflows import control, policies
+    from workflows.glance import Glance
+    from workflows.interruption import Work
     from workflows.job_plan import dataset_job
     from workflows.outcomes import close, ended_early
     from workflows.track import track
@@ -38,14 +39,18 @@ class SFTWorkflow:
             name=start.run.name or start.run_id,
             started_at=workflow.info().start_time.timestamp(),
         )
-        self._training = Training(start)
+        self._work = Work()
+        self._glance = Glance(None)
+        self._training = Training(start, self._work, self._look)
 
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
         try:
-            await self._train_and_publish()
+            if start.resumed:
+                await self._work.whole(self._glance.reopen(start.run_id, self._show))
+            await self._work.do(self._train_and_publish())
         except (Exception, asyncio.CancelledError) as error:
-            self._status = ended_early(self._status, error)
+            self._status = ended_early(self._status, error, self._work.is_pausing)
         self._show(ended_at=workflow.now().timestamp())
         await control.record("record_result", self.status())
         return close(self.status())
@@ -53,9 +58,8 @@ class SFTWorkflow:
     async def _train_and_publish(self) -> None:
         start, run = self._start, self._start.run
         self._show(phase="checking")
-        if start.resumed:
-            await control.record("reopen", ReopenRequest(run_id=start.run_id))
-        resolved = await control.do("resolve_model", ModelRequest(uri=run.model, layout=run.layout), ResolvedModel)
+        asked = ModelRequest(uri=run.model, layout=run.layout, engine=run.engine)
+        resolved = await control.do("resolve_model", asked, ResolvedModel)
         model = resolved.model
         adapter = await self._resolve_adapter(resolved.shape)
         reference = await self._resolve_reference(resolved.shape, adapter)
@@ -76,7 +80,7 @@ class SFTWorkflow:
             num_steps=packed.num_steps,
         )
         self._show(phase="waiting_for_worker", num_steps=plan.num_steps, dataset_report=units.report_uri)
-        await track(self._start.run_id, self._start.run)
+        await track(self._start)
         result = await self._training.do(plan)
 
         self._show(phase="publishing")
@@ -85,6 +89,7 @@ class SFTWorkflow:
             "publish",
             PublishRequest(
                 run_id=start.run_id,
+                tenant=start.tenant,
                 run=run,
                 model=model,
                 checkpoint=result.checkpoint,
@@ -163,6 +168,10 @@ class SFTWorkflow:
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
+        self._look()
+
+    def _look(self) -> None:
+        self._glance.note(self.status())
 
     @workflow.query
     def status(self) -> RunStatus:
@@ -173,16 +182,30 @@ class SFTWorkflow:
             update={
                 "phase": phase,
                 "epoch": training.epoch,
-                "step": training.step,
-                "metrics": training.metrics,
-                "checkpoint": training.checkpoint,
+                "step": training.step or self._status.step,
+                "workers_lost": self._glance.workers_lost_before + training.num_lost,
+                "estimated_end": self._estimated_end,
+                "metrics": training.metrics or self._status.metrics,
+                "checkpoint": training.checkpoint or self._status.checkpoint,
+                "timeline": self._glance.timeline,
+                "gpu_seconds": self._glance.gpu_seconds_before + training.held_s * self._start.run.layout.world_size,
             }
         )
+
+    @property
+    def _estimated_end(self) -> float | None:
+        is_open = self._status.state == "running"
+        return self._training.pace.end(self._status.num_steps, self._training.epoch) if is_open else None
 
     @workflow.signal
     def leased(self, grant: LeaseGrant) -> None:
         """A host has a worker up for this run."""
         self._training.leased(grant)
+
+    @workflow.signal
+    def pause(self) -> None:
+        """End at the next step boundary, with a checkpoint, until somebody resumes the run."""
+        self._work.pause()
 
     @workflow.signal
     def progress(self, report: ProgressReport) -> None:

@@ -4,7 +4,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.track import Tracked, TrackRequest
-    from shared.runs import Run
+    from shared.runs import RLStart, RunStart
     from workflows import policies
 
 
@@ -25,11 +25,13 @@ class TrackWorkflow:
         return tracked
 
 
-async def track(run_id: str, run: Run) -> None:
-    """Let a run be followed by a workflow that outlives its own: nothing there waits for it."""
+async def track(start: RunStart | RLStart) -> None:
+    """Let a run that W&B is to hear of be followed by a workflow that outlives its own: nothing there waits for it."""
+    if not start.is_tracked:
+        return
     await workflow.start_child_workflow(
         TrackWorkflow.run,
-        TrackRequest(run_id=run_id, run=run),
-        id=f"{run_id}-track-{workflow.info().run_id}",
+        TrackRequest(run_id=start.run_id, run=start.run),
+        id=f"{start.run_id}-track-{workflow.info().run_id}",
         parent_close_policy=workflow.ParentClosePolicy.ABANDON,
     )

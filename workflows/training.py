@@ -1,5 +1,6 @@
 """A run's jobs on leased workers. A worker that is lost is replaced, and the job goes on from its newest checkpoint."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from temporalio import workflow
@@ -8,6 +9,7 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from activities.checkpoints import own
     from activities.find_checkpoint import FindCheckpointRequest, ResumePoint
+    from activities.heartbeat import HOST_LEAVES
     from activities.lease import LeaseGrant, LeaseRequest
     from activities.progress import ProgressReport
     from activities.run_job import JobRequest, JobResult
@@ -15,25 +17,34 @@ with workflow.unsafe.imports_passed_through():
     from shared.leases import WorkerKey
     from shared.runs import CheckpointRef, Problem, Start
     from workflows import policies
+    from workflows.interruption import Work
     from workflows.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunCancelled, RunFailed
+    from workflows.pace import Pace
 
 
 @dataclass
 class Training:
     """What a workflow knows of its leases. Signals of a fence that is not the current one change nothing.
 
+    `changed` is called when a lease begins, is granted, or ends.
     `holds`: a worker that did its job well is kept for the next one, until `release`.
+    `num_lost`: leases of this execution that ended in a loss. `pace`: of the steps within a job.
     """
 
     start: Start
+    work: Work
+    changed: Callable[[], None]
     holds: bool = False
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
+    num_lost: int = 0
+    pace: Pace = field(default_factory=Pace)
     _leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
+    _begun_step: int = 0
 
     def __post_init__(self) -> None:
         self._leasing = Leasing("lease", policies.lease_queue(self.start.shape), self.start.timing)
@@ -51,13 +62,21 @@ class Training:
     def is_leased(self) -> bool:
         return self._leasing.grant is not None
 
+    @property
+    def held_s(self) -> float:
+        """Seconds that workers stood by in this execution of the run."""
+        return self._leasing.held_s
+
     def leased(self, grant: LeaseGrant) -> None:
         self._leasing.granted(grant)
+        self.changed()
 
     def progress(self, report: ProgressReport) -> None:
         grant = self._leasing.grant
         if grant is not None and report.fence == grant.fence and report.step >= self.step:
             self._note(report)
+            if report.step > self._begun_step:
+                self.pace.take(report.step, workflow.time(), self.epoch)
 
     def _note(self, news: ProgressReport | JobResult) -> None:
         self.step = news.step
@@ -83,14 +102,17 @@ class Training:
             try:
                 return await self._lease_and_run(plan)
             except Lost as loss:
-                if workflow.cancellation_reason() is not None:
+                if self.work.is_ending:
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
                 losses.append(str(loss))
+                self.num_lost += HOST_LEAVES not in losses[-1]
                 workflow.logger.warning("lease %d came to nothing: %s", self.epoch, loss)
 
     def release(self) -> None:
         """Give the worker back, if there is one."""
-        self._leasing.release()
+        if workflow.in_workflow():  # else this execution was evicted from its host's memory: no word of it counts
+            self._leasing.release()
+            self.changed()
 
     async def _find_checkpoint(self, plan: JobPlan) -> bool:
         """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
@@ -104,7 +126,7 @@ class Training:
         step_before = self._found.step if self._found else plan.first_step
         self._found = self.checkpoint = own(plan, point.checkpoint)
         self._last_epoch = max(self.epoch, point.last_epoch)
-        self.step = self._found.step if self._found else plan.first_step
+        self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
     async def _lease_and_run(self, plan: JobPlan) -> JobResult:
@@ -132,6 +154,7 @@ class Training:
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
         )
         self._leasing.take(request, epoch)
+        self.changed()
 
     async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:
         timing = self.start.timing

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from megatron_worker.families.pieces import Piece
 from megatron_worker.flat import Flat
 from megatron_worker.fresh_adapter import kaiming_uniform
+from megatron_worker.fsdp.optimizer import Optimizer
+from megatron_worker.fsdp.ranks import Ranks
 from shared.jobs import Lora
 from shared.peft_format import PREFIX
 
@@ -20,16 +22,15 @@ from shared.peft_format import PREFIX
 class Adapter:
     """One slot: an adapter's weights beside every linear it targets, in one buffer, under PEFT's names."""
 
-    def __init__(
-        self, lora: Lora, sizes: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, lora: Lora, sizes: Mapping[str, tuple[int, int]], ranks: Ranks, dtype: torch.dtype) -> None:
         """`sizes`: outputs and inputs of the model's linears."""
         self.lora = lora
+        self._ranks = ranks
         self.pieces: list[Piece] = []
         for linear, (num_outputs, num_inputs) in sizes.items():
             if linear.split(".")[-1] in lora.targets:
                 self.pieces += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
-        self.flat = Flat({piece.name: piece.shape for piece in self.pieces}, dtype, device)
+        self.flat = Flat({piece.name: piece.shape for piece in self.pieces}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
@@ -37,6 +38,10 @@ class Adapter:
         for piece in self.pieces:
             if ".lora_A." in piece.name:
                 self.flat.views[piece.name].copy_(kaiming_uniform(piece.name, piece.shape, seed))
+
+    def new_optimizer(self) -> Optimizer:
+        """Train this adapter."""
+        return Optimizer(self.pieces, self.parameters, self.flat.views, self._ranks)
 
 
 def add_adapter(adapter: Adapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:

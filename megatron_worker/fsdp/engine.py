@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
 from megatron_worker.families import read_architecture
-from megatron_worker.families.pieces import Piece
 from megatron_worker.fsdp.adapter import Adapter
-from megatron_worker.fsdp.host_copy import HostCopy
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks, join_ranks
@@ -25,21 +23,13 @@ from megatron_worker.fsdp.state_files import (
     write_optimizer,
 )
 from megatron_worker.greedy import greedy, sequences_as_batch
-from megatron_worker.head import score_targets, whole_vocabulary
+from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.slots import Slots
 from megatron_worker.sums import over_ranks
 from shared import peft_format
 from shared.errors import InvalidInput
 from shared.jobs import Adam, Dtype, Full, Lora
 from shared.layout import Layout, broken_rule
-
-
-@dataclass
-class _Training:
-    """What is being trained: an adapter's slot, or (None) the base."""
-
-    slot: str | None
-    optimizer: Optimizer
-    pieces: list[Piece]
 
 
 class FsdpEngine:
@@ -61,12 +51,8 @@ class FsdpEngine:
         self._dtype: torch.dtype = getattr(torch, dtype)
         with self._ranks.agreement():  # a device may be full on one rank alone
             self._model = Model(model, self._ranks, self._dtype)
-        self._base = HostCopy(list(self._model.shards.values()))
-        self._stashed: list[HostCopy] = []
-        self._adapters: dict[str, Adapter] = {}
-        self._active: str | None = None
+        self._slots = Slots(list(self._model.shards.values()), self._model.set_adapter, Adapter.new_optimizer)
         self._is_cut_short = False
-        self._training: _Training | None = None
         self.facts = _facts(self._ranks, layout, dtype, self._model.architecture.vocab_size)
         self._read_base()
         self._model.settle()
@@ -77,12 +63,7 @@ class FsdpEngine:
 
     def _ensure_base(self) -> None:
         """The base as it was published: full fine-tuning uses it up."""
-        if self._base.device_bytes:
-            return
-        if self._base.host_bytes:
-            self._base.read()
-        else:
-            self._base.restore()
+        if not self._slots.restore_base():
             self._read_base()
 
     # What is trained.
@@ -91,48 +72,41 @@ class FsdpEngine:
         self._ensure_base()
         adapter = self._new_adapter(lora)
         adapter.initialise(seed)
-        self._install(name, adapter, trainable=True)
+        self._slots.install(name, adapter, trainable=True)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
         self._ensure_base()
         with self._ranks.agreement():
-            found = peft_format.read_config(folder)
-            if lora is not None:
-                peft_format.check_same(found, lora, str(folder))
-            adapter = self._new_adapter(found)
+            adapter = self._new_adapter(peft_format.read_config(folder, lora))
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
             read_adapter(folder, adapter, exact.views, self._ranks)
         adapter.flat.buffer.copy_(exact.buffer)
-        self._install(name, adapter, trainable)
-        if trainable and self._training is not None:
-            self._training.optimizer.set_masters(exact.views)
+        self._slots.install(name, adapter, trainable)
+        if trainable:
+            self._slots.training.optimizer.set_masters(exact.views)
 
     def _new_adapter(self, lora: Lora) -> Adapter:
-        return Adapter(lora, self._model.sizes, self._dtype, self._ranks.device)
+        return Adapter(lora, self._model.sizes, self._ranks, self._dtype)
 
-    def _install(self, name: str, adapter: Adapter, trainable: bool) -> None:
-        assert name not in self._adapters, f"slot {name!r} is taken"
-        self._adapters[name] = adapter
-        if trainable:
-            optimizer = Optimizer(adapter.pieces, adapter.parameters, adapter.flat.views, self._ranks)
-            self._start_training(name, optimizer, adapter.pieces)
-        self.set_adapter(name)
-
-    def _start_training(self, slot: str | None, optimizer: Optimizer, pieces: list[Piece]) -> None:
-        assert self._training is None, "drop_training_state comes before training something else"
-        self._training = _Training(slot, optimizer, pieces)
+    def drop_adapter(self, name: str) -> None:
+        self._slots.drop(name)
 
     def set_adapter(self, name: str | None) -> None:
-        self._active = name
-        self._model.set_adapter(None if name is None else self._adapters[name])
+        self._slots.activate(name)
 
     def train_full(self, full: Full) -> None:
         self._ensure_base()
         model = self._model
-        self._start_training(None, Optimizer(model.pieces, model.parameters, model.shards, self._ranks), model.pieces)
+        new_optimizer = partial(Optimizer, model.pieces, model.parameters, model.shards, self._ranks)
+        self._slots.train_base(new_optimizer, model.pieces)
 
     # A step.
+
+    @property
+    def in_step(self) -> bool:
+        """Every rank's layers are gathered from all ranks."""
+        return self._ranks.size > 1
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         if not (outputs.logprob or outputs.entropy or outputs.top_k):
@@ -145,9 +119,20 @@ class FsdpEngine:
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
 
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Of the batch's targets, after the final norm: [N, H]."""
+        batch = _one_token(batch) if batch.is_empty else batch
+        return self._model.forward(batch, lambda hidden_NH, _: {"hidden_NH": hidden_NH})["hidden_NH"]
+
+    @property
+    def output_head(self) -> tuple[Tensor, VocabShard]:
+        """The output embedding, [V, H], gathered anew: it lives as long as it is held. Collective."""
+        name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
+        piece = next(piece for piece in self._model.pieces if piece.name == name)
+        return self._ranks.whole(piece, self._model.shards[name]), whole_vocabulary(self.facts.vocab_size)
+
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
-        assert self._training is not None, "nothing is being trained"
-        assert self._training.slot == self._active, "the active adapter is not the one being trained"
+        assert self._slots.is_training, "nothing is being trained"
         self._is_cut_short = True  # unless it comes to its end
         scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
@@ -167,13 +152,18 @@ class FsdpEngine:
         return over_ranks(here, self._ranks.rank, self._ranks.size, self._ranks.sum)
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        assert self._training is not None, "nothing is being trained"
-        return self._training.optimizer.step(adam, learning_rate, denominator)
+        return self._slots.training.optimizer.step(adam, learning_rate, denominator)
+
+    def reduce_gradients(self, denominator: float) -> float:
+        return self._slots.training.optimizer.reduce(denominator)
+
+    def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        return self._slots.training.optimizer.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
         self._forget()
-        if self._training is not None:
-            self._training.optimizer.zero_grad()
+        if self._slots.is_training:
+            self._slots.training.optimizer.zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
         return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
@@ -186,30 +176,26 @@ class FsdpEngine:
     # State.
 
     def save(self, folder: Path) -> None:
-        assert self._training is not None, "nothing is being trained"
-        training, ranks = self._training, self._ranks
+        training, ranks = self._slots.training, self._ranks
         weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
         with ranks.agreement():
             if training.slot is None:
                 write_model_folder(weights, self._folder, training.pieces, self._model.shards, ranks)
             else:
-                write_adapter(weights, self._adapters[training.slot], training.optimizer.master)
+                write_adapter(weights, self._slots.adapters[training.slot], training.optimizer.master)
         with ranks.agreement():
-            write_optimizer(optimizer, training.optimizer, training.pieces, ranks, _keeps_masters(training))
+            write_optimizer(optimizer, training.optimizer, training.pieces, ranks, training.keeps_masters)
 
     def load(self, folder: Path) -> None:
-        assert self._training is not None, "nothing is being trained"
-        training, optimizer = self._training, self._training.optimizer
+        training, optimizer = self._slots.training, self._slots.training.optimizer
         with self._ranks.agreement():
             if training.slot is None:
                 self._load_full(folder / "weights")
             else:
-                adapter = self._adapters[training.slot]
-                peft_format.check_same(
-                    peft_format.read_config(folder / "weights"), adapter.lora, str(folder / "weights")
-                )
+                adapter = self._slots.adapters[training.slot]
+                peft_format.read_config(folder / "weights", adapter.lora)
                 read_adapter(folder / "weights", adapter, optimizer.master, self._ranks)
-            read_optimizer(folder / "optimizer", optimizer, training.pieces, self._ranks, _keeps_masters(training))
+            read_optimizer(folder / "optimizer", optimizer, training.pieces, self._ranks, training.keeps_masters)
         optimizer.refresh_working()
 
     def _load_full(self, folder: Path) -> None:
@@ -221,6 +207,12 @@ class FsdpEngine:
         for piece in self._model.pieces:
             yield piece.name, self._ranks.whole(piece, self._model.shards[piece.name])
 
+    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's names and whole float32 tensors of a slot, on every rank."""
+        adapter, training = self._slots.adapters[name], self._slots.trainings.get(name)
+        weights = adapter.flat.views if training is None else training.optimizer.master
+        return ((p.name, weights[p.name].float()) for p in adapter.pieces)
+
     def _forget(self) -> None:
         """After a pass that an error cut short on some rank."""
         if self._ranks.any(self._is_cut_short):
@@ -229,58 +221,17 @@ class FsdpEngine:
 
     def drop_training_state(self) -> None:
         self._forget()
-        if self._training is not None:
-            self._training.optimizer.detach()
-            if self._training.slot is None:
-                self._base.release()
-        self._training = None
-        self.set_adapter(None)
-        self._adapters.clear()
-        self._stashed = []
+        self._slots.drop_all()
 
     def offload(self) -> None:
-        if not self._stashed:
-            self._stashed = [HostCopy(tensors) for tensors in self._changing()]
-            for copy in self._stashed:
-                copy.write()
-                copy.release()
-        if self._base.device_bytes:
-            if not self._base.host_bytes:
-                self._base.write()
-            self._base.release()
-        if self._ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._slots.offload()
 
     def reload(self) -> None:
-        for copy in self._stashed:
-            copy.read()
-        self._stashed = []
+        self._slots.reload()
         self._ensure_base()
 
-    def _trains_base(self) -> bool:
-        return self._training is not None and self._training.slot is None
-
-    def _changing(self) -> list[list[Tensor]]:
-        """What training may have changed since it was last on the host: lists of one dtype each."""
-        flats = [adapter.flat.buffer for adapter in self._adapters.values()] + self._optimizer_buffers()
-        return [[buffer] for buffer in flats] + ([list(self._model.shards.values())] if self._trains_base() else [])
-
-    def _optimizer_buffers(self) -> list[Tensor]:
-        return [] if self._training is None else [flat.buffer for flat in self._training.optimizer.flats()]
-
     def memory(self) -> Memory:
-        device = self._ranks.device
-        adapters = [adapter.flat.buffer for adapter in self._adapters.values()]
-        held = self._base.device_bytes
-        held += sum(buffer.untyped_storage().nbytes() for buffer in adapters + self._optimizer_buffers())
-        if device.type == "cuda":
-            held = torch.cuda.memory_allocated(device)
-        return Memory(held, self._base.host_bytes + sum(copy.host_bytes for copy in self._stashed))
-
-
-def _keeps_masters(training: _Training) -> bool:
-    """Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
-    return training.slot is None and training.optimizer.has_masters
+        return self._slots.memory()
 
 
 def _one_token(empty: Batch) -> Batch:

@@ -19,9 +19,8 @@ from megatron_worker.fsdp import attention
 from megatron_worker.fsdp.adapter import Adapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.megatron.tree_attention import Forest, plan_forest
-from shared.errors import InvalidInput
+from shared.layout import check_family
 
-FAMILIES = ("qwen3", "qwen2", "llama")
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
@@ -52,9 +51,7 @@ class Model:
 
     def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype) -> None:
         self.architecture = read_architecture(folder)
-        if self.architecture.family not in FAMILIES:
-            message = f"the engine fsdp trains {', '.join(FAMILIES)}, not {self.architecture.family}"
-            raise InvalidInput(message, str(folder / "config.json"))
+        check_family("fsdp", self.architecture.family)
         self._ranks, self._dtype = ranks, dtype
         headed = _Headed(_on_meta(folder, dtype))
         self._root = _shard(headed, ranks)

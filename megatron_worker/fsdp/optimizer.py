@@ -33,8 +33,8 @@ class Optimizer:
         self.step_count = 0
         shapes = {name: tuple(tensor.shape) for name, tensor in working.items()}
         self.grad, self.exp_avg, self.exp_avg_sq = (Flat(shapes, torch.float32, ranks.device) for _ in range(3))
-        is_exact = all(tensor.dtype == torch.float32 for tensor in working.values())
-        self._masters = None if is_exact else Flat(shapes, torch.float32, ranks.device)
+        self.is_exact = all(tensor.dtype == torch.float32 for tensor in working.values())
+        self._masters = None if self.is_exact else Flat(shapes, torch.float32, ranks.device)
         self.set_masters(working)
         self._hooks = [self._attach(name, parameter) for name, parameter in parameters.items()]
 
@@ -54,10 +54,6 @@ class Optimizer:
     def master(self) -> Mapping[str, Tensor]:
         """The float32 weights that are updated: the working ones, where those are float32."""
         return self._working if self._masters is None else self._masters.views
-
-    @property
-    def has_masters(self) -> bool:
-        return self._masters is not None
 
     def set_masters(self, exact: Mapping[str, Tensor]) -> None:
         if self._masters is not None:
@@ -79,13 +75,21 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.grad.buffer.zero_()
 
-    @torch.no_grad()
     def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
+        return self.apply(adam, learning_rate, self.reduce(denominator))
+
+    @torch.no_grad()
+    def reduce(self, denominator: float) -> float:
+        """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next."""
         if not self._is_sharded:
             self._ranks.sum(self.grad.buffer)
         self.grad.buffer.div_(denominator)
-        norm = self._norm()
+        return self._norm()
+
+    @torch.no_grad()
+    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
         if not math.isfinite(norm):
             self.zero_grad()
             return Norms(norm, clipped=False)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_worker.agreement import agreement
 from megatron_worker.families.pieces import Piece
+from megatron_worker.process_group import join
 from shared.layout import Layout
 
 
@@ -50,16 +51,5 @@ class Ranks:
 
 def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
-    if not dist.is_initialized():
-        assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
-    device = device or _default_device()
+    device = join(layout, device)
     return Ranks(dist.get_rank(), layout.dp, device, init_device_mesh(device.type, (layout.dp,)))
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -25,25 +25,15 @@ import triton
 from torch import Tensor
 
 from megatron_worker.kernels.tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
-from megatron_worker.top_k import greatest, pack
-
-WORKSPACE_BYTES = 256 << 20
-_MOST_TARGETS = 4096  # of a chunk without workspace: their hidden states stay in the second-level cache
-_CANDIDATE_BYTES = (
-    48  # of one of a tile's greatest logits while the tiles are merged: value, id, and keys in the making
+from megatron_worker.kernels.workspace import (
+    WORKSPACE_BYTES,
+    Blocks,
+    blocks_for,
+    chunk_targets,
+    padded,
+    scan_target_bytes,
 )
-_ALIGNED = 64  # rows of the workspace begin where tensor cores like them to
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A tile: `targets` by `rows`, the hidden size in steps of `hidden`. Powers of two, 16 or more."""
-
-    targets: int
-    rows: int
-    hidden: int
-    num_warps: int
-    num_stages: int
+from megatron_worker.top_k import greatest, pack
 
 
 @dataclass(frozen=True)
@@ -59,13 +49,6 @@ class Scan:
     target_N: Tensor
     weighted_logit_N: Tensor
     top_NK: Tensor | None
-
-
-def blocks_for(dtype: torch.dtype) -> Blocks:
-    """For tensor cores in half precision. float32 is exact, and therefore without them."""
-    if dtype == torch.float32:
-        return Blocks(targets=64, rows=64, hidden=32, num_warps=4, num_stages=2)
-    return Blocks(targets=128, rows=128, hidden=64, num_warps=8, num_stages=3)
 
 
 def scan(
@@ -137,8 +120,8 @@ def _make_space(
     hidden_NH: Tensor, num_rows: int, num_buffers: int, top_k: int, blocks: Blocks, workspace_bytes: int
 ) -> _Space:
     num_tiles, kept = triton.cdiv(num_rows, blocks.rows), min(top_k, blocks.rows)
-    target_bytes = num_buffers * _padded(num_rows) * hidden_NH.element_size() + num_tiles * kept * _CANDIDATE_BYTES
-    size = _chunk_targets(len(hidden_NH), target_bytes, blocks, workspace_bytes)
+    target_bytes = scan_target_bytes(num_rows, hidden_NH.element_size(), num_buffers, top_k, blocks)
+    size = chunk_targets(len(hidden_NH), target_bytes, blocks, workspace_bytes)
     exps_CV, below_CV = (_workspace(hidden_NH, size, num_rows) if i < num_buffers else None for i in range(2))
     return _Space(
         size=size,
@@ -208,7 +191,7 @@ def add_weight_gradient(
     """
     blocks = blocks or blocks_for(hidden_NH.dtype)
     num_targets, num_rows = len(hidden_NH), len(weight_VH)
-    size = _chunk_targets(num_targets, _padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)
+    size = chunk_targets(num_targets, padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)
     grad_CV = _workspace(hidden_NH, size, num_rows)
     mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not look
     for chunk in _chunks(num_targets, size):
@@ -241,20 +224,10 @@ def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:
     }
 
 
-def _chunk_targets(num_targets: int, target_bytes: int, blocks: Blocks, workspace_bytes: int) -> int:
-    """How many targets go at once: as many as the workspace holds in whole tiles, and one tile at least."""
-    most = workspace_bytes // target_bytes // blocks.targets * blocks.targets if target_bytes else _MOST_TARGETS
-    return min(max(most, blocks.targets), _MOST_TARGETS, num_targets)
-
-
 def _workspace(hidden_NH: Tensor, num_targets: int, num_rows: int) -> Tensor:
-    workspace_CV = hidden_NH.new_empty(num_targets, _padded(num_rows))
+    workspace_CV = hidden_NH.new_empty(num_targets, padded(num_rows))
     workspace_CV[:, num_rows:] = 0  # torch's products of bfloat16 on the CPU read an odd row's neighbour too
     return workspace_CV[:, :num_rows]
-
-
-def _padded(num_rows: int) -> int:
-    return triton.cdiv(num_rows, _ALIGNED) * _ALIGNED
 
 
 def _chunks(num_targets: int, size: int) -> Iterator[slice]:

@@ -9,11 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def logits(
+def tile_logits(
     hidden,
     weight,
-    n,
-    v,
     num_targets,
     num_rows,
     hidden_size,
@@ -27,11 +25,19 @@ def logits(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Logits of a tile, float32 [BLOCK_N, BLOCK_V]; -inf beyond the last row. Beyond the last target: of some other."""
+    """This program's tile, its targets and rows, and their logits, float32 [BLOCK_N, BLOCK_V].
+
+    Logits are -inf beyond the last row; beyond the last target, those of some other. Programs that run side by side
+    share the rows of the weight: targets come first.
+    """
+    blocks_of_targets = tl.cdiv(num_targets, BLOCK_N)
+    tile = tl.program_id(0) // blocks_of_targets
+    n = (tl.program_id(0) % blocks_of_targets) * BLOCK_N + tl.arange(0, BLOCK_N)
+    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     h = tl.arange(0, BLOCK_H)
-    n = (n % num_targets).to(tl.int64)
+    target = (n % num_targets).to(tl.int64)
     row = (v % num_rows).to(tl.int64)
-    at_hidden = hidden + n[:, None] * hidden_stride + h[None, :]
+    at_hidden = hidden + target[:, None] * hidden_stride + h[None, :]
     at_weight = weight + row[None, :] * weight_stride + h[:, None]
     logit = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start in range(0, hidden_size, BLOCK_H):
@@ -46,7 +52,7 @@ def logits(
         logit = tl.dot(x, w, logit, input_precision=PRECISION)
         at_hidden += BLOCK_H
         at_weight += BLOCK_H
-    return tl.where(v[None, :] < num_rows, logit * inverse_temperature, -float("inf"))
+    return tile, n, v, tl.where(v[None, :] < num_rows, logit * inverse_temperature, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["num_targets", "size"])
@@ -77,16 +83,10 @@ def scan_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One tile. Programs that run side by side share the rows of the weight: targets come first."""
-    blocks_of_targets = tl.cdiv(num_targets, BLOCK_N)
-    tile = tl.program_id(0) // blocks_of_targets
-    n = (tl.program_id(0) % blocks_of_targets) * BLOCK_N + tl.arange(0, BLOCK_N)
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    logit = logits(
+    """One tile."""
+    tile, n, v, logit = tile_logits(
         hidden,
         weight,
-        n,
-        v,
         num_targets,
         num_rows,
         hidden_size,
@@ -228,15 +228,9 @@ def logit_gradient_tile(
     BLOCK_H: tl.constexpr,
 ):
     """d loss / d (undivided) logit of one tile, from logits computed anew."""
-    blocks_of_targets = tl.cdiv(num_targets, BLOCK_N)
-    tile = tl.program_id(0) // blocks_of_targets
-    n = (tl.program_id(0) % blocks_of_targets) * BLOCK_N + tl.arange(0, BLOCK_N)
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    logit = logits(
+    _, n, v, logit = tile_logits(
         hidden,
         weight,
-        n,
-        v,
         num_targets,
         num_rows,
         hidden_size,

@@ -4,6 +4,7 @@ Groups of one cost nothing. Autograd functions here are once differentiable, and
 every rank of the group must come to them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,14 +34,17 @@ def gather_alike(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _applied(_GatherAlike, x, group)
 
 
-def sum_gradients(x: Tensor, group: Group) -> Tensor:
-    """The same tensor; its gradient is added up over the group."""
-    return x if group.size == 1 else _applied(_SumGradients, x, group)
-
-
 def sum_alike(x: Tensor, group: Group) -> Tensor:
     """The sum over the group, for all ranks to do the same with: the gradient is the same on all."""
     return x if group.size == 1 else _applied(_SumAlike, x, group)
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Rows for each rank, one's after another's, for those that each has for this one. Gradients go the way back."""
+    if group.size == 1:
+        return x
+    result: Tensor = _Exchange.apply(x, sent, received, group)
+    return result
 
 
 def _applied(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
@@ -96,20 +100,6 @@ class _GatherAlike(torch.autograd.Function):
         return grad.chunk(ctx.group.size)[ctx.group.rank], None
 
 
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        ctx.group.sum(grad)
-        return grad, None
-
-
 class _SumAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -121,3 +111,15 @@ class _SumAlike(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return group.exchange(x, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.group.exchange(grad, ctx.received, ctx.sent), None, None, None

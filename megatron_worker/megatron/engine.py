@@ -1,7 +1,7 @@
 """MegatronEngine: the Engine Protocol on megatron-core. It reads as the Protocol does; the parts are beside it."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.pieces import Piece, linears_of
-from megatron_worker.flat import Flat
+from megatron_worker.families.pieces import linears_of
 from megatron_worker.greedy import greedy
 from megatron_worker.head import VocabShard
 from megatron_worker.lora import Adapter
@@ -27,25 +26,14 @@ from megatron_worker.megatron.state_files import (
     write_full,
     write_optimizer,
 )
-from megatron_worker.offload import HostBuffers
 from megatron_worker.optimizer import Optimizer
+from megatron_worker.slots import Slots
 from megatron_worker.sums import over_ranks
 from megatron_worker.weights import model_files, read_pieces, refuse_unknown, whole_tensor
 from shared import peft_format
 from shared.errors import InvalidInput
 from shared.jobs import Adam, Dtype, Full, Lora
 from shared.layout import Layout, ModelShape, check_layout
-
-_BASE = "base"
-
-
-@dataclass
-class _Training:
-    """What is being trained: an adapter's slot, or (None) the base."""
-
-    slot: str | None
-    optimizer: Optimizer
-    pieces: list[Piece]
 
 
 class MegatronEngine:
@@ -68,10 +56,7 @@ class MegatronEngine:
             self._model = Model(architecture, self._mesh, getattr(torch, dtype))
         self._passes = Passes(self._model, self._mesh)
         self._pieces = placed(pieces_of(architecture, layout.tp, layout.etp), architecture, layout)
-        self._adapters: dict[str, Adapter] = {}
-        self._active: str | None = None
-        self._trainings: dict[str | None, _Training] = {}
-        self._host = HostBuffers()
+        self._slots = Slots([self._model.flat.buffer], self._model.set_adapter, Adapter.new_optimizer)
         self.facts = _facts(self._mesh, dtype, architecture.vocab_size)
         self._read_base()
 
@@ -82,12 +67,7 @@ class MegatronEngine:
 
     def _ensure_base(self) -> None:
         """The base as it was published: full fine-tuning uses it up."""
-        if self._model.flat.resident_bytes:
-            return
-        if self._host.holds(_BASE):
-            self._host.reload_frozen(_BASE, self._model.flat)
-        else:
-            self._model.flat.restore()
+        if not self._slots.restore_base():
             self._model.flat.buffer.zero_()
             self._read_base()
 
@@ -97,59 +77,42 @@ class MegatronEngine:
         self._ensure_base()
         adapter = self._new_adapter(lora)
         adapter.initialise(seed)
-        self._install(name, adapter, trainable=True)
+        self._slots.install(name, adapter, trainable=True)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
         self._ensure_base()
         with self._mesh.agreement():
-            found = peft_format.read_config(folder)
-            if lora is not None:
-                peft_format.check_same(found, lora, str(folder))
-            adapter = self._new_adapter(found)
+            adapter = self._new_adapter(peft_format.read_config(folder, lora))
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
             read_adapter(folder, adapter, exact, self._mesh)
         adapter.flat.buffer.copy_(exact.buffer)
-        self._install(name, adapter, trainable)
-        if trainable and self._training is not None:
-            self._training.optimizer.put("master", exact)
+        self._slots.install(name, adapter, trainable)
+        if trainable:
+            self._slots.training.optimizer.put("master", exact)
 
     def _new_adapter(self, lora: Lora) -> Adapter:
         return Adapter(lora, linears_of(self._pieces), self._mesh, self._model.flat.buffer.dtype)
 
-    def _install(self, name: str, adapter: Adapter, trainable: bool) -> None:
-        assert name not in self._adapters, f"slot {name!r} is taken"
-        assert not (trainable and self._trains_base()), "adapters are trained, or the base, not both"
-        self._adapters[name] = adapter
-        if trainable:
-            self._trainings[name] = _Training(name, adapter.new_optimizer(), adapter.pieces)
-        self.set_adapter(name)
-
-    @property
-    def _training(self) -> _Training | None:
-        """Of the active slot; of the base where no slot is active."""
-        return self._trainings.get(self._active)
-
     def drop_adapter(self, name: str) -> None:
-        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
-        if name == self._active:
-            self.set_adapter(None)
-        if (training := self._trainings.pop(name, None)) is not None:
-            training.optimizer.detach()
-        del self._adapters[name]
+        self._slots.drop(name)
 
     def set_adapter(self, name: str | None) -> None:
-        self._active = name
-        self._model.set_beside({} if name is None else self._adapters[name].beside())
+        self._slots.activate(name)
 
     def train_full(self, full: Full) -> None:
         self._ensure_base()
         model = self._model
-        optimizer = Optimizer(model.parameters, model.flat, model.regions, self._mesh)
-        assert not self._trainings, "drop_training_state comes before training something else"
-        self._trainings[None] = _Training(None, optimizer, self._pieces)
+        new_optimizer = partial(Optimizer, model.parameters, model.flat, model.regions, self._mesh)
+        self._slots.train_base(new_optimizer, self._pieces)
 
     # A step.
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks of other data hold experts that this rank's tokens want."""
+        layout = self._mesh.layout
+        return layout.tp * layout.cp % (layout.ep * layout.etp) > 0
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         return self._passes.forward(batch, outputs)
@@ -172,7 +135,7 @@ class MegatronEngine:
     def forward_backward_all(
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        assert self._training is not None, "nothing is being trained"
+        assert self._slots.is_training, "nothing is being trained"
         return self._passes.forward_backward(batches, loss)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -180,20 +143,17 @@ class MegatronEngine:
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        assert self._training is not None, "nothing is being trained"
-        return self._training.optimizer.step(adam, learning_rate, denominator)
+        return self._slots.training.optimizer.step(adam, learning_rate, denominator)
 
     def reduce_gradients(self, denominator: float) -> float:
-        assert self._training is not None, "nothing is being trained"
-        return self._training.optimizer.reduce(denominator)
+        return self._slots.training.optimizer.reduce(denominator)
 
     def apply_gradients(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
-        assert self._training is not None, "nothing is being trained"
-        return self._training.optimizer.apply(adam, learning_rate, norm)
+        return self._slots.training.optimizer.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
-        if self._training is not None:
-            self._training.optimizer.zero_grad()
+        if self._slots.is_training:
+            self._slots.training.optimizer.zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
         return greedy(
@@ -203,46 +163,39 @@ class MegatronEngine:
     # State.
 
     def save(self, folder: Path) -> None:
-        assert self._training is not None, "nothing is being trained"
-        training, writes = self._training, self._mesh.rank == 0
+        training, writes = self._slots.training, self._mesh.rank == 0
         weights, optimizer = (folder / "weights", folder / "optimizer") if writes else (None, None)
         with self._mesh.agreement():
             if training.slot is None:
                 write_full(weights, self._folder, training.pieces, self._model.flat, self._mesh)
             else:
-                write_adapter(weights, self._adapters[training.slot], training.optimizer.gathered("master"), self._mesh)
+                adapter = self._slots.adapters[training.slot]
+                write_adapter(weights, adapter, training.optimizer.gathered("master"), self._mesh)
         with self._mesh.agreement():
-            write_optimizer(optimizer, training.optimizer, training.pieces, self._mesh, self._keeps_masters(training))
+            write_optimizer(optimizer, training.optimizer, training.pieces, self._mesh, training.keeps_masters)
 
     def load(self, folder: Path) -> None:
-        assert self._training is not None, "nothing is being trained"
-        training, mesh = self._training, self._mesh
+        training, mesh = self._slots.training, self._mesh
         with mesh.agreement():
             if training.slot is None:
-                self._load_full(folder / "weights", training)
+                self._load_full(folder / "weights")
             else:
-                adapter = self._adapters[training.slot]
+                adapter = self._slots.adapters[training.slot]
                 weights = folder / "weights"
-                peft_format.check_same(peft_format.read_config(weights), adapter.lora, str(weights))
+                peft_format.read_config(weights, adapter.lora)
                 exact = adapter.flat.like(torch.float32)
                 read_adapter(weights, adapter, exact, mesh)
                 training.optimizer.put("master", exact)
-            read_optimizer(
-                folder / "optimizer", training.optimizer, training.pieces, mesh, self._keeps_masters(training)
-            )
+            read_optimizer(folder / "optimizer", training.optimizer, training.pieces, mesh, training.keeps_masters)
         training.optimizer.refresh_working()
 
-    def _load_full(self, folder: Path, training: _Training) -> None:
+    def _load_full(self, folder: Path) -> None:
         found = read_architecture(folder)
         if found != self._model.architecture:
             raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
         with model_files(folder) as files:
-            refuse_unknown(files, training.pieces, folder)
-            read_pieces(files, training.pieces, self._model.flat.views, self._mesh)
-
-    def _keeps_masters(self, training: _Training) -> bool:
-        """Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
-        return training.slot is None and not training.optimizer.is_exact
+            refuse_unknown(files, self._pieces, folder)
+            read_pieces(files, self._pieces, self._model.flat.views, self._mesh)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for piece in self._pieces:
@@ -250,53 +203,22 @@ class MegatronEngine:
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
-        adapter, training = self._adapters[name], self._trainings.get(name)
+        adapter, training = self._slots.adapters[name], self._slots.trainings.get(name)
         weights = adapter.flat if training is None else training.optimizer.gathered("master")
         return ((p.name, whole_tensor(p, weights.views, self._mesh).float()) for p in adapter.pieces)
 
     def drop_training_state(self) -> None:
-        for training in self._trainings.values():
-            training.optimizer.detach()
-        if self._trains_base():
-            self._model.flat.release()
-        self._trainings.clear()
-        self.set_adapter(None)
-        self._adapters.clear()
+        self._slots.drop_all()
 
     def offload(self) -> None:
-        for name, flat in self._changing().items():
-            self._host.offload(name, flat)
-        self._host.offload_frozen(_BASE, self._model.flat)
-        if self._mesh.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._slots.offload()
 
     def reload(self) -> None:
-        if not self._model.flat.resident_bytes and self._host.holds(_BASE) and not self._trains_base():
-            self._host.reload_frozen(_BASE, self._model.flat)
-        for name, flat in self._changing().items():
-            if not flat.resident_bytes:
-                self._host.reload(name, flat)
+        self._slots.reload()
         self._ensure_base()
 
-    def _trains_base(self) -> bool:
-        return None in self._trainings
-
-    def _changing(self) -> dict[str, Flat]:
-        """Every buffer that training may have changed since it was last on the host."""
-        flats = {f"adapter {name}": adapter.flat for name, adapter in self._adapters.items()}
-        if self._trains_base():
-            flats["trained base"] = self._model.flat
-        for slot, training in self._trainings.items():
-            flats |= {f"optimizer {slot} {i}": flat for i, flat in enumerate(training.optimizer.flats())}
-        return flats
-
     def memory(self) -> Memory:
-        device = self._mesh.device
-        flats = {id(f): f for f in (self._model.flat, *self._changing().values())}
-        held = sum(flat.resident_bytes for flat in flats.values())
-        if device.type == "cuda":
-            held = torch.cuda.memory_allocated(device)
-        return Memory(device_bytes=held, host_bytes=self._host.num_bytes)
+        return self._slots.memory()
 
 
 def shape_of(architecture: Architecture) -> ModelShape:

@@ -1,15 +1,13 @@
 """A mixture of experts in a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538), its experts spread over ranks.
 
-The ranks of `mesh.experts` hold one copy of all experts. Each routes the tokens that it has; the tokens of all are
-gathered, each rank computes what its experts (under etp its slice of them) make of those that chose them, and the sums
-go back to where the tokens came from. Nothing is dropped, and no loss for balance is added: what is learned does not
-depend on the layout.
+The ranks of `mesh.experts` hold one copy of all experts. Each routes the tokens that it has and sends them to the ranks
+whose experts they chose (dispatch.py). Each computes what its experts (under etp its slice of them) make of those that
+came, expert by expert, and the sums go back. Nothing is dropped, and no loss for balance is added: what is learned does
+not depend on the layout.
 
-Shape suffixes: s tokens of this rank, S tokens of all ranks of the group, padded; K experts of a token, E experts,
-H hidden size; M tokens of one expert, F feed-forward size of an expert on this rank.
+Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
+choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +17,8 @@ from torch.nn import Parameter
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.lora import ExpertLinear
-from megatron_worker.megatron.collectives import gather_rows, sum_rows
+from megatron_worker.megatron.dispatch import added, copied, dispatch
 from megatron_worker.megatron.mesh import Mesh
-
-
-@dataclass
-class Turn:
-    """What all layers are to know of the bin at hand. `rows`: the most tokens that a rank of the group has."""
-
-    rows: int = 0
 
 
 class Router(torch.nn.Module):
@@ -65,35 +56,38 @@ class Expert(torch.nn.Module):
 class Experts(torch.nn.Module):
     """Stands where megatron's spec wants an MLP."""
 
-    def __init__(
-        self, config: TransformerConfig, architecture: Architecture, mesh: Mesh, turn: Turn, **_: object
-    ) -> None:
+    def __init__(self, config: TransformerConfig, architecture: Architecture, mesh: Mesh, **_: object) -> None:
         super().__init__()
         a, dtype = architecture, config.params_dtype
-        per_rank = a.num_experts // mesh.ep.size
-        own = range(mesh.ep.rank * per_rank, (mesh.ep.rank + 1) * per_rank)
+        self._per_rank = a.num_experts // mesh.ep.size
+        self._first = mesh.ep.rank * self._per_rank
+        own = range(self._first, self._first + self._per_rank)
         self.router = Router(a, dtype)
         self.experts = torch.nn.ModuleDict(
             {str(number): Expert(a.hidden_size, a.expert_ffn_size // mesh.etp.size, dtype) for number in own}
         )
-        self._group, self._turn = mesh.experts, turn
+        self._mesh = mesh
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
         weight_sK, expert_sK = self.router(hidden_sH)
-        num_missing = self._turn.rows - len(hidden_sH)
-        hidden_SH = gather_rows(F.pad(hidden_sH, (0, 0, 0, num_missing)), self._group)
-        weight_SK = gather_rows(F.pad(weight_sK, (0, 0, 0, num_missing)), self._group)
-        expert_SK = self._group.join_shares(F.pad(expert_sK, (0, 0, 0, num_missing), value=-1))
-        output_SH = self._computed(hidden_SH, weight_SK, expert_SK)
-        output_sH = sum_rows(output_SH, self._group)[: len(hidden_sH)]
+        if self._mesh.experts.size == 1:
+            return self._computed(hidden_sH, weight_sK, expert_sK).view(hidden_states.shape), None
+        way = dispatch(expert_sK, self._per_rank, self._mesh)
+        expert_RK = way.out(expert_sK)
+        both = way.out(torch.cat([hidden_sH, weight_sK], dim=1))  # in one message
+        hidden_RH, weight_RK = both.split([hidden_sH.shape[1], weight_sK.shape[1]], dim=1)
+        output_sH = way.back(self._computed(hidden_RH, weight_RK, expert_RK))
         return output_sH.view(hidden_states.shape), None
 
-    def _computed(self, hidden_SH: Tensor, weight_SK: Tensor, expert_SK: Tensor) -> Tensor:
-        """What this rank's experts make of the tokens that chose them; zeros elsewhere."""
-        output_SH = torch.zeros_like(hidden_SH)
-        for number, expert in self.experts.items():
-            token_M, choice_M = (expert_SK == int(number)).nonzero(as_tuple=True)
-            weight_M = weight_SK[token_M, choice_M]
-            output_SH = output_SH.index_add(0, token_M, expert(hidden_SH[token_M]) * weight_M[:, None])
-        return output_SH
+    def _computed(self, hidden_RH: Tensor, weight_RK: Tensor, expert_RK: Tensor) -> Tensor:
+        """Each token's weighted sum of what this rank's experts make of it."""
+        local = expert_RK.flatten() - self._first
+        local[(local < 0) | (local >= self._per_rank)] = self._per_rank  # another rank's: behind all of ours
+        counts = local.bincount(minlength=self._per_rank + 1)[: self._per_rank].tolist()
+        choice_B = local.argsort(stable=True)[: sum(counts)]
+        token_B = choice_B // expert_RK.shape[1]
+        blocks = copied(hidden_RH, token_B, counts).split(counts)
+        made = [expert(hidden_MH) for expert, hidden_MH in zip(self.experts.values(), blocks, strict=True)]
+        output_BH = torch.cat(made) * weight_RK.flatten()[choice_B, None]
+        return added(output_BH, token_B, counts, len(hidden_RH))

@@ -23,12 +23,11 @@ _CUDA_CHUNK = 128  # tokens: a chunk is whole blocks of flex_attention's mask
 
 @dataclass(frozen=True)
 class LocalBin:
-    """`rows`: hidden states between layers on this rank; `expert_rows`: the most of a rank that shares the experts."""
+    """`rows`: hidden states between layers on this rank."""
 
     token_id_t: Tensor
     plan: BinPlan
     rows: int
-    expert_rows: int
     hidden_index_M: Tensor
     label_M: Tensor
     target_M: Tensor | None  # which of the bin's targets; None: all
@@ -47,7 +46,7 @@ class LocalBin:
 
 
 def localised(batch: Batch, mesh: Mesh, frequency_D2: Tensor, dtype: torch.dtype) -> LocalBin:
-    """Raises InvalidInput when a tree's tokens do not stand depth first. Collective where experts are shared."""
+    """Raises InvalidInput when a tree's tokens do not stand depth first."""
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
     context, token_id_t, position_t = None, token_id_T, position_T
     hidden_index_M, label_M, target_M = batch.hidden_index_N, batch.label_N, None
@@ -64,7 +63,6 @@ def localised(batch: Batch, mesh: Mesh, frequency_D2: Tensor, dtype: torch.dtype
         token_id_t=token_id_t,
         plan=plan_bin(position_t, parent_T, frequency_D2, dtype, context),
         rows=rows,
-        expert_rows=_most(rows, mesh),
         hidden_index_M=hidden_index_M,
         label_M=label_M,
         target_M=target_M,
@@ -104,11 +102,3 @@ def _context(num_tokens: int, mesh: Mesh) -> Context:
     chunks = [(chunk(rank), chunk(2 * mesh.cp.size - 1 - rank)) for rank in range(mesh.cp.size)]
     gathered_T = torch.cat([torch.arange(part.start, part.stop) for own in chunks for part in own])
     return Context(mesh.cp, chunks[mesh.cp.rank], gathered_T.argsort().to(mesh.device))
-
-
-def _most(rows: int, mesh: Mesh) -> int:
-    if mesh.experts.size == 1:
-        return rows
-    most = torch.tensor([rows], device=mesh.device)
-    mesh.experts.max(most)
-    return int(most)

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_worker.agreement import agreement
+from megatron_worker.process_group import join
 from shared.layout import Layout
 
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
@@ -41,10 +42,6 @@ class Group:
         if self.group is not None and tensor.numel():
             dist.all_reduce(tensor, group=self.group)
 
-    def max(self, tensor: Tensor) -> None:
-        if self.group is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank of the group; shapes are equal."""
         if self.group is None:
@@ -57,6 +54,17 @@ class Group:
         """Fill the tensor with that of rank `source` of the group."""
         if self.group is not None and tensor.numel():
             dist.broadcast(tensor, self.ranks[source], group=self.group)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows for each rank of the group, one's after another's, for those that each has for this one.
+
+        `sent` and `received`: how many, by rank.
+        """
+        if self.group is None:
+            return rows
+        theirs = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(theirs, rows.contiguous(), list(received), list(sent), group=self.group)
+        return theirs
 
     def sum_shares(self, tensor: Tensor) -> Tensor:
         """The group's sum of this rank's equal share of the first dimension."""
@@ -121,11 +129,7 @@ class Mesh:
 
 def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
-    if not dist.is_initialized():
-        assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+    device = join(layout, device)
     _initialise_megatron(layout)
     ranks = range(layout.world_size)
     dense = {rank: _place(rank, (layout.tp, layout.cp, layout.dp, layout.pp)) for rank in ranks}
@@ -148,10 +152,10 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
     }
     pp = group(dense, 3)
     # NCCL wants all of a group to be there when its first two talk.
-    pp.sum(torch.zeros(1, device=device or _default_device()))
+    pp.sum(torch.zeros(1, device=device))
     return Mesh(
         layout=layout,
-        device=device or _default_device(),
+        device=device,
         world=_group_of([tuple(ranks)]),
         tp=group(dense, 0),
         cp=group(dense, 1),
@@ -218,9 +222,3 @@ def _initialise_megatron(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp, create_gloo_process_groups=not torch.cuda.is_available()
     )
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

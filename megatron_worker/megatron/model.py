@@ -23,10 +23,10 @@ from torch.nn import Parameter
 
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.head import VocabShard
-from megatron_worker.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Beside
+from megatron_worker.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Adapter
 from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
 from megatron_worker.megatron.collectives import gather_alike, own_rows
-from megatron_worker.megatron.experts import Experts, Turn
+from megatron_worker.megatron.experts import Experts
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.mesh import Holding, Mesh
 from megatron_worker.megatron.stages import LAYERS, layers_of
@@ -71,9 +71,8 @@ class Model:
         self.dtype = dtype
         self.frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(mesh.device)
         self._mesh = mesh
-        self._turn = Turn()
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
-        self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, len(self._layers), self._turn)
+        self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, len(self._layers))
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
         holdings = {name: self._holding(name) for name in self.parameters}
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
@@ -103,8 +102,9 @@ class Model:
         """Of the last stage."""
         return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
 
-    def set_beside(self, beside: dict[str, Beside]) -> None:
-        """Put adapter weights beside the linears named, and take them away from all others."""
+    def set_adapter(self, adapter: Adapter | None) -> None:
+        """Put its weights beside the linears that it targets, and take them away from all others."""
+        beside = {} if adapter is None else adapter.beside()
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.beside = beside.get(self._whole_name(name))
@@ -115,7 +115,6 @@ class Model:
         Args:
             received_s1H: what the stage before gave; None for the first.
         """
-        self._turn.rows = part.expert_rows
         if received_s1H is None:
             received_s1H = self._gpt.embedding(part.token_id_t[None], None)
             if self._mesh.layout.sp:
@@ -130,9 +129,9 @@ class Model:
         return gather_alike(hidden_sH, self._mesh.tp) if self._mesh.layout.sp else hidden_sH
 
 
-def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, num_layers: int, turn: Turn) -> Any:
+def _build(a: Architecture, mesh: Mesh, dtype: torch.dtype, padded_vocab: int, num_layers: int) -> Any:
     config = _config(a, mesh, dtype, num_layers)
-    layer = _with_ours(get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm"), a, mesh, turn)
+    layer = _with_ours(get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm"), a, mesh)
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules([layer] * num_layers, layer_norm=RMSNorm),
@@ -179,7 +178,7 @@ def _config(a: Architecture, mesh: Mesh, dtype: torch.dtype, num_layers: int) ->
     )
 
 
-def _with_ours(layer: ModuleSpec, a: Architecture, mesh: Mesh, turn: Turn) -> ModuleSpec:
+def _with_ours(layer: ModuleSpec, a: Architecture, mesh: Mesh) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     attention.module, mlp.module = PackedSelfAttention, SwigluMLP
@@ -189,5 +188,5 @@ def _with_ours(layer: ModuleSpec, a: Architecture, mesh: Mesh, turn: Turn) -> Mo
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
     if a.num_experts:
-        layer.submodules.mlp = ModuleSpec(module=Experts, params={"architecture": a, "mesh": mesh, "turn": turn})
+        layer.submodules.mlp = ModuleSpec(module=Experts, params={"architecture": a, "mesh": mesh})
     return layer

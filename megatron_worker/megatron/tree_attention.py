@@ -174,6 +174,18 @@ def _choose_masked(nodes: Nodes, call_pairs: int, chunks: Sequence[slice]) -> li
     return is_masked_N
 
 
+def mask_lengths(parent_T: Ints) -> list[int]:
+    """Of each mask that a forest gets here where it is not cut into chunks, which is [L, L]: its L."""
+    nodes = find_nodes(parent_T)
+    is_masked_N = _choose_masked(nodes, _CALL_PAIRS, [slice(0, len(parent_T))])
+    lengths, end = [], 0
+    for begin, subtree_end, is_masked in zip(nodes.begin_N, nodes.subtree_end_N, is_masked_N, strict=True):
+        if is_masked and begin >= end:
+            end = int(subtree_end)
+            lengths.append(end - int(begin))
+    return lengths
+
+
 def _masked_call(nodes: Nodes, node: int, dtype: torch.dtype) -> Call:
     begin, subtree_end = int(nodes.begin_N[node]), int(nodes.subtree_end_N[node])
     index_L = torch.arange(begin, subtree_end)

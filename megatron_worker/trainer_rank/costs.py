@@ -1,207 +1,145 @@
-"""What a forward and its backward hold in memory, before anything of it is made: measured for the trunk, counted for
-the heads.
+"""What a micro-batch of one rank holds in memory at its height, before anything of it is made.
 
-A trunk's bytes are a line in the tokens of its pack, kept ones and height alike. Two small packs measure it, whatever
-the engine, the family, the adapter's rank, the layout or recomputation. Their loss is zero times the hidden states,
-which adds nothing to any gradient.
+The micro-batch is followed as it will go: slot after slot forward, each its trunk and then its heads; the user's loss;
+then backward, the newest first, while what has gone backward is let go of. Trunks are measured (trunk_costs.py), heads
+counted (head_costs.py). What a loss does is the user's: it is taken to keep one copy of each output that has a gradient
+until it has made that gradient, and to work on one input's outputs at a time in two copies more.
 
-Letters: H hidden size, V vocabulary of this rank's shard.
+T tokens of a pack, N rows that heads read.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-
-from megatron_worker.engine import Batch
-from megatron_worker.trainer_rank.heads import CHUNK_ROWS
+from megatron_worker.trainer_rank.head_costs import Head, HeadBytes, Question, Rows, questions
 from megatron_worker.trainer_rank.inputs import Request
-from megatron_worker.trainer_rank.memory import new_meter
 from megatron_worker.trainer_rank.packing import PackSize
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
-from shared.jobs import Lora
+from megatron_worker.trainer_rank.trunk_costs import TrunkCost
 
-_PROBE_TOKENS = {"cpu": (16, 32), "cuda": (512, 1024)}  # an allocator rounds, and kernels want work
-_MASK_PAIRS = 8192  # a node costs no mask more than this (tree_attention.py weighs calls against masks)
-_MASK_BYTES = 8  # a pair of a mask, and what making it takes
-_USER_COPIES = 3  # what a loss keeps and makes of logits: a softmax, their gradient, that of their split
-
-
-@dataclass(frozen=True)
-class Trunk:
-    """What tells one line from another. `lora`: of the adapter, if any; `keeps_graph`: its backward will follow."""
-
-    lora: Lora | None
-    keeps_graph: bool
-    branches: bool
-
-
-@dataclass(frozen=True)
-class Line:
-    fixed_bytes: float
-    token_bytes: float
-
-    def at(self, num_tokens: int) -> float:
-        return self.fixed_bytes + self.token_bytes * num_tokens
-
-
-@dataclass(frozen=True)
-class TrunkCost:
-    """`kept`: after the forward. `height`: the most at any moment of forward and backward."""
-
-    kept: Line
-    height: Line
-
-
-def measure_trunk(engine: SlotEngine, trunk: Trunk) -> TrunkCost:
-    """Of the slot that is active. Collective as a forward is."""
-    sizes = _PROBE_TOKENS[engine.facts.device.type]
-    if engine.facts.device.type == "cuda":  # libraries take their workspaces once
-        _measure(engine, _probe(sizes[0], trunk.branches, engine.facts.device), trunk.keeps_graph)
-    points = [_measure(engine, _probe(size, trunk.branches, engine.facts.device), trunk.keeps_graph) for size in sizes]
-    kept, height = zip(*points, strict=True)
-    return TrunkCost(_line(sizes, kept), _line(sizes, height))
-
-
-def _measure(engine: SlotEngine, batch: Batch, keeps_graph: bool) -> tuple[int, int]:
-    meter = new_meter(engine.facts.device)
-    meter.start()
-    meter.mark()
-    try:
-        with torch.set_grad_enabled(keeps_graph):
-            hidden_NH = engine.hidden_states(batch)
-            kept = meter.live_bytes()
-            if hidden_NH.requires_grad:
-                (hidden_NH * 0).sum().backward()
-        return kept, meter.height()
-    finally:
-        meter.stop()
-
-
-def _line(sizes: tuple[int, int], values: tuple[int, ...]) -> Line:
-    slope = max(0.0, (values[1] - values[0]) / (sizes[1] - sizes[0]))
-    return Line(max(0.0, values[0] - slope * sizes[0]), slope)
-
-
-def _probe(num_tokens: int, branches: bool, device: torch.device) -> Batch:
-    """One chain; or a trunk of half the tokens under two branches. One target."""
-    index = torch.arange(num_tokens, device=device)
-    half, quarter = num_tokens // 2, num_tokens // 4
-    position, parent = index.clone(), index - 1
-    if branches:
-        position[half + quarter :] -= quarter
-        parent[half + quarter] = half - 1
-    zero, one_index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    return Batch(
-        token_id_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        position_T=position,
-        parent_T=parent,
-        hidden_index_N=one_index + num_tokens - 1,
-        label_N=one_index,
-        weight_N=zero,
-        advantage_N=zero,
-        old_logprob_N=zero,
-        ref_logprob_N=zero,
-        sampler_logprob_N=zero,
-        sequence_N=one_index,
-    )
-
-
-@dataclass
-class Rows:
-    """How many rows the heads of a slot read, by kind; and how many ids the labelled ones have."""
-
-    scored: int = 0
-    ranked: int = 0
-    ids: int = 0
-    logits: int = 0
-    hidden: int = 0
-    has_entropy: bool = False
-
-    @property
-    def total(self) -> int:
-        return self.scored + self.ranked + self.logits + self.hidden
-
-    def add(self, request: Request) -> None:
-        count, asked = len(request.position_P), request.asked
-        width = asked.top_k + (0 if request.label_PK is None else request.label_PK.shape[1])
-        self.scored += count * request.scores
-        self.ranked += count * request.ranks
-        self.ids += count * width
-        self.logits += count * asked.logits
-        self.hidden += count * asked.hidden
-        self.has_entropy |= asked.entropy
-
-
-@dataclass(frozen=True)
-class Head:
-    """Sizes that heads' bytes follow from; `element_bytes` of a hidden state."""
-
-    hidden_size: int
-    vocab_size: int
-    shard_size: int
-    element_bytes: int
-
-    def kept(self, rows: Rows, keeps_graph: bool) -> float:
-        """From the forward on: rows, outputs, and what a loss makes of large ones."""
-        row = self.hidden_size * self.element_bytes
-        copies = _USER_COPIES if keeps_graph else 1
-        return (
-            rows.total * (row + 64)
-            + rows.scored * (4 * self.hidden_size * keeps_graph + 64)
-            + rows.ids * 72
-            + rows.logits * self.vocab_size * 4 * (1 + copies)
-            + rows.hidden * row * copies
-        )
-
-    def passing(self, rows: Rows, keeps_graph: bool) -> float:
-        """At the height of a head's own work, forward or backward."""
-        row = self.hidden_size * (4 + self.element_bytes)
-        product = self.element_bytes if self.element_bytes < 4 else 0  # before it is made float32
-        logit_row = self.shard_size * (4 + product) + row
-        scored = min(rows.scored, CHUNK_ROWS) * logit_row * (2 if rows.has_entropy else 1)
-        scored += rows.scored * 4 * self.hidden_size * keeps_graph
-        # A chunk is made while the one before it is still held.
-        ranked = min(rows.ranked, 2 * CHUNK_ROWS) * logit_row + rows.ranked * row * keeps_graph
-        return max(scored, ranked, rows.total * row * 2 * keeps_graph)
+_LOSS_COPIES = 1
+_LOSS_WORK = 2
+_BATCH_BYTES = 20  # a row of the table of targets that torch makes itself
+_DEVICE_TOKEN_BYTES, _DEVICE_ROW_BYTES = 24, 8  # what of the tables comes from the host
 
 
 @dataclass
 class SlotLoad:
-    """What one slot is to do in a micro-batch of one rank."""
+    """What one slot is to do in a micro-batch of one rank. `mask_bytes`: see `trunk_costs.mask_bytes`."""
 
     size: PackSize
-    rows: Rows
+    rows: dict[Question, Rows] = field(default_factory=dict)
+    mask_bytes: float = 0.0
+
+    def copy(self) -> "SlotLoad":
+        return SlotLoad(self.size.copy(), {q: rows.copy() for q, rows in self.rows.items()}, self.mask_bytes)
+
+    def add(self, request: Request) -> None:
+        self.size.add(request.token_L)
+        for question in questions(request):
+            self.rows.setdefault(question, Rows()).add(request)
 
     @property
     def branches(self) -> bool:
         return self.size.num_shared > 0
 
+
+@dataclass(frozen=True)
+class _Slot:
+    """Bytes of one slot. `hidden`: of all rows that heads read, `joining`: while those of several ranks are
+    brought together; `table`: of tokens and targets, during the forward."""
+
+    trunk: TrunkCost
+    num_tokens: int
+    mask_bytes: float
+    keeps_graph: bool
+    hidden: float
+    hidden_is_held: bool
+    joining: float
+    table: float
+    heads: list[tuple[float, HeadBytes]]  # with the bytes of its rows of `hidden`
+    token_row: float
+
     @property
-    def mask_bytes(self) -> float:
-        """Small bushy trees may be attended under masks: all of one cannot be larger than this."""
-        nodes = 2 * self.size.num_sequences if self.branches else 0
-        return _MASK_BYTES * min(self.size.num_tokens**2, _MASK_PAIRS * nodes)
+    def kept(self) -> float:
+        """Of the trunk, until its backward."""
+        return (self.trunk.kept.at(self.num_tokens) + self.mask_bytes) * self.keeps_graph
 
 
-def estimate(slots: list[tuple[SlotLoad, TrunkCost, bool]], head: Head) -> float:
-    """Bytes at the height of a micro-batch: all that is kept, and the greatest of what passes by.
+def estimate(loads: Sequence[tuple[SlotLoad, TrunkCost, bool]], head: Head, in_step: bool) -> float:
+    """Bytes at the height of a micro-batch.
 
     Args:
-        slots: of each its load, its trunk's cost, and whether it keeps a graph.
+        loads: of each slot its load, its trunk's cost and whether it keeps a graph, in the order of their forwards.
+        in_step: trunks go backward after the heads of all slots (in_step.py).
     """
-    kept, passing = 0.0, 0.0
-    for load, cost, keeps_graph in slots:
-        tokens = load.size.num_tokens
-        trunk = cost.kept.at(tokens)
-        kept += trunk + head.kept(load.rows, keeps_graph) + load.mask_bytes
-        # A tree's calls may each take more of it than the probe's did.
-        passing_trunk = (cost.height.at(tokens) - trunk) * (2 if load.branches else 1)
-        passing = max(passing, passing_trunk, head.passing(load.rows, keeps_graph))
-    return kept + passing
+    slots = [_slot(load, cost, keeps_graph, head) for load, cost, keeps_graph in loads]
+    live = height = 0.0
+    for slot in slots:
+        live, most = _forward(slot, live)
+        height = max(height, most)
+    gradients = sum(answer.gradient for slot in slots for _, answer in slot.heads)
+    largest = max((answer.largest for slot in slots if slot.keeps_graph for _, answer in slot.heads), default=0.0)
+    height = max(height, live + _LOSS_COPIES * gradients + _LOSS_WORK * largest)
+    return max(height, _backward([slot for slot in reversed(slots) if slot.keeps_graph], live + gradients, in_step))
 
 
-def total_tokens(loads: list[SlotLoad]) -> tuple[int, int]:
+def _slot(load: SlotLoad, cost: TrunkCost, keeps_graph: bool, head: Head) -> _Slot:
+    asked = [(question, load.rows[question]) for question in sorted(load.rows, reverse=True)]  # as forward.py does
+    num_rows, num_tokens = sum(rows.num for rows in load.rows.values()), load.size.num_tokens
+    table = num_rows * _BATCH_BYTES
+    if head.on_device:
+        table += num_tokens * _DEVICE_TOKEN_BYTES + num_rows * _DEVICE_ROW_BYTES
+    return _Slot(
+        trunk=cost,
+        num_tokens=num_tokens,
+        mask_bytes=load.mask_bytes,
+        keeps_graph=keeps_graph,
+        hidden=num_rows * head.row,
+        joining=2 * num_rows * head.row * head.is_cut,
+        hidden_is_held=any(question.kind == "hidden" for question in load.rows),
+        table=table,
+        heads=[(rows.num * head.row, head.bytes_of(question, rows, keeps_graph)) for question, rows in asked],
+        token_row=num_tokens * head.row,
+    )
+
+
+def _forward(slot: _Slot, live: float) -> tuple[float, float]:
+    """What lives after it, and the most that did. `live`: before it."""
+    gathering = slot.kept + slot.token_row + slot.hidden + slot.joining
+    height = live + slot.table + max(slot.trunk.forward.at(slot.num_tokens) + slot.mask_bytes, gathering)
+    live += slot.kept + slot.hidden
+    for _, answer in slot.heads:
+        height = max(height, live + answer.forward)
+        live += answer.outputs + answer.graph
+    return live - (0 if slot.keeps_graph or slot.hidden_is_held else slot.hidden), height
+
+
+def _backward(slots: Sequence[_Slot], live: float, in_step: bool) -> float:
+    """The most that lives. `live`: once the loss has made the gradients of all outputs; `slots`: the newest first."""
+    height = live
+    for slot in slots:
+        for rows, answer in reversed(slot.heads):
+            height = max(height, live + answer.backward)
+            live += rows - answer.graph - answer.gradient
+        if len(slot.heads) > 1:
+            height = max(height, live + slot.hidden)
+        if not in_step:
+            live, most = _trunk_backward(slot, live, 0.0)
+            height = max(height, most)
+    for slot in slots if in_step else ():
+        live, most = _trunk_backward(slot, live, 2 * slot.hidden)
+        height = max(height, most)
+    return height
+
+
+def _trunk_backward(slot: _Slot, live: float, held: float) -> tuple[float, float]:
+    """What lives after it, and the most that did. `held`: of hidden states and their gradient, to its end."""
+    height = live + slot.token_row + slot.joining
+    live -= slot.kept + slot.hidden + (0 if slot.hidden_is_held else slot.hidden)
+    return live, max(height, live + held + slot.mask_bytes + slot.trunk.backward.at(slot.num_tokens))
+
+
+def total_tokens(loads: Sequence[SlotLoad]) -> tuple[int, int]:
     """Packed tokens, and what they would be without sharing."""
     packed = sum(load.size.num_tokens for load in loads)
-    return packed, packed + int(np.sum([load.size.num_shared for load in loads]))
+    return packed, packed + sum(load.size.num_shared for load in loads)

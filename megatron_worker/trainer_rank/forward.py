@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Outputs
-from megatron_worker.head import VocabShard, score_targets
-from megatron_worker.trainer_rank.heads import logits_of, logprobs_of, top_ids
+from megatron_worker.head import NO_LABEL, VocabShard, score_targets
+from megatron_worker.trainer_rank.heads import logits_of, ranked
 from megatron_worker.trainer_rank.inputs import ForwardOutput, Ints, Request, TopK
 from megatron_worker.trainer_rank.packing import Pack, pack
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
@@ -30,6 +30,7 @@ class _Rows:
     kind: str
     entropy: bool = False
     temperature: float = 1.0
+    top_k: int = 0
     indices: list[Ints] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
 
@@ -41,32 +42,37 @@ class _Rows:
 def forward_slot(
     engine: SlotEngine, requests: Sequence[Request], min_shared_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
-    """Outputs of requests of the slot that is active, each of which asks for something. `watch` sees the trunk's."""
+    """Outputs of requests of the slot that is active, each of which asks for something. `watch` sees the trunk's.
+
+    Of no requests an empty pack goes through the trunk, for ranks that go in step.
+    """
     packed = pack([request.token_L for request in requests], min_shared_tokens)
     questions = _questions(requests, packed)
     hidden_NH = watch(engine.hidden_states(_batch(requests, packed, questions, engine.facts.device)))
+    weight_VH, shard = engine.output_head
     outputs = [ForwardOutput() for _ in requests]
-    parts = [hidden_NH]
-    if len(questions) > 1:
-        parts = list(hidden_NH.split([sum(rows.sizes) for rows in questions]))
+    parts = [hidden_NH] if len(questions) == 1 else hidden_NH.split([sum(rows.sizes) for rows in questions])
     for rows, rows_NH in zip(questions, parts, strict=True):
-        _answer(rows, rows_NH, requests, outputs, *engine.output_head)
+        _answer(rows, rows_NH, requests, outputs, weight_VH, shard)
     return outputs
 
 
 def _questions(requests: Sequence[Request], packed: Pack) -> list[_Rows]:
-    """By kind; those of one head that differ in a setting stand apart."""
-    found: dict[tuple[str, bool, float], _Rows] = {}
+    """By kind; those of one head that differ in a setting stand apart. In an order that the planner knows, in which
+    whole logits come after the heads that need much for a moment.
+    """
+    found: dict[tuple[str, bool, float, int], _Rows] = {}
     for number in packed.order:
         request = requests[number]
         index_P = packed.index_of[number][request.position_P]
         for kind in sorted(request.kinds):
             entropy = request.asked.entropy and kind == "scores"
             temperature = request.asked.temperature if kind in ("scores", "ranks") else 1.0
-            rows = found.setdefault((kind, entropy, temperature), _Rows(kind, entropy, temperature))
+            setting = (kind, entropy, temperature, request.asked.top_k if kind == "ranks" else 0)
+            rows = found.setdefault(setting, _Rows(*setting))
             rows.indices.append(index_P)
             rows.requests.append(number)
-    return list(found.values())
+    return [found[setting] for setting in sorted(found, reverse=True)]
 
 
 def _batch(requests: Sequence[Request], packed: Pack, questions: Sequence[_Rows], device: torch.device) -> Batch:
@@ -75,7 +81,8 @@ def _batch(requests: Sequence[Request], packed: Pack, questions: Sequence[_Rows]
     def on_device(array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    index_N = np.concatenate([index_P for rows in questions for index_P in rows.indices])
+    nothing = np.zeros(0, dtype=np.int64)
+    index_N = np.concatenate([nothing, *(index_P for rows in questions for index_P in rows.indices)])
     zeros_N = torch.zeros(len(index_N), device=device)
     return Batch(
         token_id_T=on_device(packed.token_id_T),
@@ -133,28 +140,24 @@ def _scored(
 def _ranked(
     rows: _Rows, rows_NH: Tensor, asked: Sequence[Request], weight_VH: Tensor, shard: VocabShard
 ) -> list[dict[str, Tensor | TopK]]:
-    """Labels and top-k of a row meet the head together; rows of fewer ids than others are filled up, and cut again."""
-    parts = zip(asked, rows_NH.split(rows.sizes), strict=True)
-    ids = [_wanted(request, part_PH, weight_VH, shard) for request, part_PH in parts]
-    widest = max(id_PK.shape[1] for id_PK in ids)
-    id_NK = torch.cat([torch.nn.functional.pad(id_PK, (0, widest - id_PK.shape[1])) for id_PK in ids])
-    logprob_NK = logprobs_of(rows_NH, weight_VH, id_NK, shard, rows.temperature)
+    """Labels and top-k of all rows meet the head together; rows of fewer labels than others are filled up."""
+    labels = [_labels(request) for request in asked]
+    widest = max(label_PK.shape[1] for label_PK in labels)
+    filled = [np.pad(x, ((0, 0), (0, widest - x.shape[1])), constant_values=NO_LABEL) for x in labels]
+    label_NK = torch.from_numpy(np.concatenate(filled)).to(rows_NH.device)
+    found = ranked(rows_NH, weight_VH, label_NK, rows.top_k, shard, rows.temperature)
     answers = []
-    for request, id_PK, part_PK in zip(asked, ids, logprob_NK.split(rows.sizes), strict=True):
-        num_labels, width, answer = id_PK.shape[1] - request.asked.top_k, id_PK.shape[1], {}
+    for request, *parts in zip(asked, *(x.split(rows.sizes) for x in found), strict=True):
+        label_logprob_PK, top_id_PK, top_logprob_PK = parts
+        answer: dict[str, Tensor | TopK] = {}
         if request.label_PK is not None:
-            answer["label_logprob_PK"] = part_PK[:, :num_labels]
+            answer["label_logprob_PK"] = label_logprob_PK[:, : request.label_PK.shape[1]]
         if request.asked.top_k:
-            answer["top_k"] = TopK(id_PK[:, num_labels:], part_PK[:, num_labels:width])
+            answer["top_k"] = TopK(top_id_PK, top_logprob_PK)
         answers.append(answer)
     return answers
 
 
-def _wanted(request: Request, part_PH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
-    """The labels of an input and behind them its top ids, [P, K]."""
-    num_labels = 0 if request.label_PK is None else request.label_PK.shape[1]
-    label_PK = request.label_PK if num_labels else np.zeros((len(request.position_P), 0), dtype=np.int64)
-    id_PK = torch.from_numpy(label_PK).to(part_PH.device)
-    if not request.asked.top_k:
-        return id_PK
-    return torch.cat([id_PK, top_ids(part_PH, weight_VH, request.asked.top_k, shard)], dim=1)
+def _labels(request: Request) -> Ints:
+    """[P, K], K 0 where it has none."""
+    return np.zeros((len(request.position_P), 0), dtype=np.int64) if request.label_PK is None else request.label_PK

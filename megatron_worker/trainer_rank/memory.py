@@ -28,11 +28,19 @@ class Meter(Protocol):
     def live_bytes(self) -> int: ...
 
     def mark(self) -> int:
-        """Begin anew to look for a height. Returns what lives now."""
+        """Begin anew to look for a peak and a height. Returns what lives now."""
         ...
 
-    def height(self) -> int:
-        """The most that lived since the last `mark`, less what is older than it and lives now."""
+    def peak(self) -> int:
+        """The most that lived at once since the last `mark`."""
+        ...
+
+    def height(self, held_bytes: int = 0) -> int:
+        """The same of what came to be since the last `mark` alone.
+
+        Args:
+            held_bytes: of that, what surely lives now. For devices that do not know how old anything is.
+        """
         ...
 
 
@@ -43,6 +51,7 @@ class CpuMeter(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._bytes = self._peak = self._num_marks = 0
+        self._young_bytes = self._height = 0  # of what came since the last mark
         self._is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,10 +69,15 @@ class CpuMeter(TorchDispatchMode):
                 gone = weakref.ref(storage, partial(self._forget, key))
                 self._live[key] = gone, size, self._num_marks
                 self._bytes += size
+                self._young_bytes += size
         self._peak = max(self._peak, self._bytes)
+        self._height = max(self._height, self._young_bytes)
 
     def _forget(self, key: int, _: object) -> None:
-        self._bytes -= self._live.pop(key)[1]
+        _gone, size, born = self._live.pop(key)
+        self._bytes -= size
+        if born == self._num_marks:
+            self._young_bytes -= size
 
     def start(self) -> None:
         self._is_on = True
@@ -85,10 +99,14 @@ class CpuMeter(TorchDispatchMode):
     def mark(self) -> int:
         self._num_marks += 1
         self._peak = self._bytes
+        self._young_bytes = self._height = 0
         return self._bytes
 
-    def height(self) -> int:
-        return self._peak - sum(size for _, size, born in self._live.values() if born < self._num_marks)
+    def peak(self) -> int:
+        return self._peak
+
+    def height(self, held_bytes: int = 0) -> int:
+        return self._height
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -107,7 +125,7 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = self._marked = 0
+        self._before = 0
 
     def start(self) -> None:
         self._before = torch.cuda.memory_allocated(self._device)
@@ -120,13 +138,14 @@ class CudaMeter:
 
     def mark(self) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._marked = self.live_bytes()
-        return self._marked
+        return self.live_bytes()
 
-    def height(self) -> int:
-        # The allocator knows no ages: what lived at the mark is taken to live still, as far as it can.
-        peak = torch.cuda.max_memory_allocated(self._device) - self._before
-        return peak - min(self._marked, self.live_bytes())
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+    def height(self, held_bytes: int = 0) -> int:
+        # The allocator knows no ages: what lives now, but for what is surely young, is taken to be old.
+        return self.peak() - max(0, self.live_bytes() - held_bytes)
 
 
 def new_meter(device: torch.device) -> Meter:

@@ -3,21 +3,22 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from megatron_worker.trainer_rank.costs import Head, Trunk, TrunkCost, measure_trunk
-from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request
+from megatron_worker.agreement import everyone
+from megatron_worker.head import kernels_do
+from megatron_worker.trainer_rank.head_costs import Head
+from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, TopK
 from megatron_worker.trainer_rank.memory import free_bytes, new_meter
+from megatron_worker.trainer_rank.packing import PackSize
 from megatron_worker.trainer_rank.planner import Experience, Height, Planner, Share, Slots
+from megatron_worker.trainer_rank.trunk_costs import Trunk, TrunkCost, measure_trunk
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:
     from megatron_worker.trainer_rank.rank import TrainerRank
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: what is free."""
     requests = _agreed_requests(rank, items)
-    planner = _new_planner(rank, requests, model)
+    world_size = rank.facts.layout.world_size
+    free = budget_bytes if budget_bytes is not None else free_bytes(rank.facts.device)
+    planner = _new_planner(rank, requests, model, min(everyone(world_size, free)))
     measures = budget_bytes is not None or rank.facts.device.type == "cuda"
     meter = new_meter(rank.facts.device)
     first, number, height = 0, 0, None
@@ -69,26 +72,24 @@ def micro_batches(
         while first < len(items):
             held = meter.mark() if measures else 0
             budget = (budget_bytes - held) if budget_bytes is not None else free_bytes(rank.facts.device)
-            budget, held = min(_everyone(rank, (budget, held)))
+            budget, held = min(everyone(world_size, (budget, held)))
             shares = planner.next_shares(requests, first, budget, held)
             first += sum(len(share.items) for share in shares)
             own = shares[rank.facts.dp_rank]
-            yield _forward(
-                rank,
-                items,
-                own,
-                Planning(
-                    number,
-                    len(items) - first,
-                    own.num_tokens,
-                    own.num_logical_tokens,
-                    int(own.corrected_bytes),
-                    int(budget),
-                    height,
-                ),
+            planning = Planning(
+                number,
+                len(items) - first,
+                own.num_tokens,
+                own.num_logical_tokens,
+                int(own.corrected_bytes),
+                int(budget),
+                height,
             )
+            to_hand_over = [_forward(rank, items, own, planning)]
+            output_bytes = _bytes_of(to_hand_over[0])
+            yield to_hand_over.pop()  # nothing here holds its outputs
             if measures:
-                height = meter.height()
+                height = meter.height(output_bytes)
                 _learn(rank, model.experience, own, height)
             number += 1
     finally:
@@ -105,8 +106,18 @@ def _forward(
     return MicroBatch(inputs, by_item, own.items, planning)
 
 
+def _bytes_of(micro_batch: MicroBatch) -> int:
+    """Of the outputs' storages, views of one counted once."""
+    answers = [vars(output).values() for item in micro_batch.outputs for output in item]
+    tensors = [t for values in answers for v in values for t in (vars(v).values() if isinstance(v, TopK) else (v,))]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 def _learn(rank: "TrainerRank", experience: Experience, own: Share, height: int) -> None:
-    for heights in _everyone(rank, Height(own.kind, own.estimated_bytes, height) if own.items else None):
+    for heights in everyone(
+        rank.facts.layout.world_size, Height(own.kind, own.estimated_bytes, height) if own.items else None
+    ):
         if heights is not None and heights.estimated_bytes:
             experience.learn(heights)
 
@@ -115,7 +126,7 @@ def _agreed_requests(rank: "TrainerRank", items: Sequence[Sequence[ForwardInput]
     """Checked items. Raises InvalidInput on every rank when they differ between ranks, or one of them is wrong."""
     with rank.agreement():
         requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
-    if len(set(_everyone(rank, _digest(requests)))) > 1:
+    if len(set(everyone(rank.facts.layout.world_size, _digest(requests)))) > 1:
         raise InvalidInput("every rank must give the same items; they are dealt out here", "items")
     return requests
 
@@ -132,28 +143,39 @@ def _digest(requests: list[list[Request]]) -> int:
     return digest
 
 
-def _new_planner(rank: "TrainerRank", requests: list[list[Request]], model: MemoryModel) -> Planner:
+def _new_planner(
+    rank: "TrainerRank", requests: list[list[Request]], model: MemoryModel, budget_bytes: float
+) -> Planner:
     """With the cost of every trunk that may be met, measured where it is not known yet."""
     keeps_graph = torch.is_grad_enabled()
     slots: Slots = {}
-    for name in sorted({r.adapter for item in requests for r in item}, key=str):
+    by_name: dict[str | None, list[Request]] = {}
+    for request in (r for item in requests for r in item):
+        by_name.setdefault(request.adapter, []).append(request)
+    for name in sorted(by_name, key=lambda name: (name is not None, name or "")):  # as forwards go
         lora, trainable = rank.lora_of(name)
         slots[name] = lora, trainable and keeps_graph
-        for branches in (False, True):
+        size = PackSize(rank.min_shared_tokens)
+        for request in by_name[name]:
+            size.add(request.token_L)
+        for branches in (False, True)[: 1 + (size.num_shared > 0)]:
             trunk = Trunk(lora, trainable and keeps_graph, branches)
             if trunk not in model.costs:
                 with rank.adapter(name):
-                    costs = _everyone(rank, measure_trunk(rank.engine, trunk))
-                model.costs[trunk] = max(costs, key=lambda cost: (cost.height.token_bytes, cost.height.fixed_bytes))
+                    model.costs[trunk] = measure_trunk(rank.engine, trunk, budget_bytes)
+    min_shared, in_step = rank.min_shared_tokens, rank.engine.in_step
+    return Planner(_head(rank), slots, model.costs, model.experience, rank.facts.dp_size, min_shared, in_step)
+
+
+def _head(rank: "TrainerRank") -> Head:
     weight_VH, shard = rank.engine.output_head
-    head = Head(weight_VH.shape[1], shard.vocab_size, shard.size, weight_VH.element_size())
-    return Planner(head, slots, model.costs, model.experience, rank.facts.dp_size, rank.min_shared_tokens)
-
-
-def _everyone(rank: "TrainerRank", value: T) -> list[T]:
-    """The value of every rank, in their order."""
-    if rank.facts.layout.world_size == 1:
-        return [value]
-    everyone: list[Any] = [None] * rank.facts.layout.world_size
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return Head(
+        hidden_size=weight_VH.shape[1],
+        vocab_size=shard.vocab_size,
+        shard_size=shard.size,
+        dtype=weight_VH.dtype,
+        num_shards=1 if shard.group is None else shard.group.size(),
+        kernels=kernels_do(weight_VH),
+        on_device=weight_VH.is_cuda,
+        is_cut=rank.facts.layout.cp > 1,
+    )

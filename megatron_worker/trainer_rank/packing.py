@@ -31,8 +31,9 @@ class Pack:
 def pack(sequences: Sequence[Ints], min_shared_tokens: int) -> Pack:
     """All sequences in one pack. Those that begin with the same `min_shared_tokens` or more share a tree."""
     units = _units(sequences, min_shared_tokens)
-    tokens, positions, parents = [], [], []
-    index_of: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(sequences)
+    nothing = np.zeros(0, dtype=np.int64)
+    tokens, positions, parents = [nothing], [nothing], [nothing]
+    index_of: list[Ints] = [nothing] * len(sequences)
     start = 0
     for members in units:
         order, nodes = grow([sequences[member] for member in members])
@@ -89,6 +90,15 @@ class PackSize:
     @property
     def num_sequences(self) -> int:
         return len(self._keys)
+
+    def trees(self) -> list[list[Ints]]:
+        """Sequences that share something, by what they share; in the order of their tokens."""
+        units: list[list[Ints]] = [[]]
+        for token_L in self._sequences:
+            if units[-1] and not self._shared(units[-1][-1], token_L):
+                units.append([])
+            units[-1].append(token_L)
+        return [unit for unit in units if len(unit) > 1]
 
     def add(self, token_L: Ints) -> None:
         key = _key(token_L)

@@ -9,15 +9,20 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_worker.trainer_rank.costs import Head, Rows, SlotLoad, Trunk, TrunkCost, estimate, total_tokens
-from megatron_worker.trainer_rank.inputs import Request
-from megatron_worker.trainer_rank.packing import PackSize
+import numpy as np
+
+from megatron_worker.trainer_rank.costs import SlotLoad, estimate, total_tokens
+from megatron_worker.trainer_rank.head_costs import Head
+from megatron_worker.trainer_rank.inputs import Ints, Request
+from megatron_worker.trainer_rank.packing import PackSize, pack
+from megatron_worker.trainer_rank.trunk_costs import Trunk, TrunkCost, mask_bytes
 from shared.errors import InvalidInput
 from shared.jobs import Lora
 
-_MARGIN = 0.02  # on an estimate corrected by many heights
-_DOUBT = 0.08  # on top, on one that no height has been measured for; less the more there were
+_MARGIN = 0.01  # on an estimate corrected by many heights
+_DOUBT = 0.04  # on top, on one that no height has been measured for; less the more there were
 _SPREAD = 0.5  # on top, of how far measured heights differ in this from each other
+_LEAST = 0.9  # of an estimate: what a loss did without before it may want again
 _MEMORY = 16  # heights that are remembered of a kind
 _COMPARABLE = 4  # a height says nothing of a micro-batch more than so many times as large
 
@@ -45,8 +50,8 @@ class Experience:
     def corrected(self, kind: str, estimated_bytes: float) -> float:
         """An estimate as it should have been, with a margin."""
         ratios = [
-            height.measured_bytes / height.estimated_bytes
-            for height in self._heights[kind]
+            max(_LEAST, height.measured_bytes / height.estimated_bytes)
+            for height in self._heights.get(kind, ())
             if height.estimated_bytes * _COMPARABLE >= estimated_bytes
         ]
         if not ratios:
@@ -73,20 +78,17 @@ class _Load:
     def __init__(self, planner: "Planner") -> None:
         self._planner = planner
         self.items: list[int] = []
-        self.slots: dict[str | None, SlotLoad] = {}
+        self.slots = planner.new_slots()
         self.kinds: set[str] = set()
         self.estimated_bytes = self.corrected_bytes = 0.0
 
     def grown(self, item: int, requests: Sequence[Request]) -> "_Load":
         load = _Load(self._planner)
         load.items, load.kinds = [*self.items, item], self.kinds.copy()
-        load.slots = {name: SlotLoad(slot.size.copy(), Rows(**vars(slot.rows))) for name, slot in self.slots.items()}
-        for request in requests:
-            if not request.is_empty:
-                slot = load.slots.setdefault(request.adapter, SlotLoad(self._planner.new_size(), Rows()))
-                slot.size.add(request.token_L)
-                slot.rows.add(request)
-                load.kinds |= request.kinds
+        load.slots = self.slots.copy()
+        for name in {request.adapter for request in requests if not request.is_empty}:
+            load.slots[name] = self._planner.grown(self.slots.get(name), [r for r in requests if r.adapter == name])
+        load.kinds |= {kind for request in requests if not request.is_empty for kind in request.kinds}
         load.estimated_bytes = self._planner.estimate(load.slots)
         load.corrected_bytes = self._planner.experience.corrected(load.kind, load.estimated_bytes)
         return load
@@ -105,8 +107,9 @@ class Planner:
     """Plans for `num_ranks` data-parallel ranks.
 
     Args:
-        slots: of each adapter's name its shape, and whether a graph of it will be kept.
+        slots: of each adapter's name its shape, and whether a graph of it will be kept, in the order of their forwards.
         costs: of every trunk that may be met.
+        in_step: every rank sends all slots' trunks forward, if with nothing.
     """
 
     def __init__(
@@ -117,20 +120,49 @@ class Planner:
         experience: Experience,
         num_ranks: int,
         min_shared_tokens: int,
+        in_step: bool = False,
     ) -> None:
         self._head, self._slots, self._costs = head, slots, costs
-        self._num_ranks, self._min_shared = num_ranks, min_shared_tokens
+        self._num_ranks, self._min_shared, self._in_step = num_ranks, min_shared_tokens, in_step
+        self._mask_bytes: dict[tuple[bytes, ...], float] = {}
         self.experience = experience
 
-    def new_size(self) -> PackSize:
+    def new_slots(self) -> dict[str | None, SlotLoad]:
+        return {name: SlotLoad(self._new_size()) for name in self._slots} if self._in_step else {}
+
+    def _new_size(self) -> PackSize:
         return PackSize(self._min_shared)
+
+    def grown(self, before: SlotLoad | None, requests: Sequence[Request]) -> SlotLoad:
+        load = SlotLoad(self._new_size()) if before is None else before.copy()
+        for request in requests:
+            if not request.is_empty:
+                load.add(request)
+        load.mask_bytes = self._masks(load.size)
+        return load
+
+    def _masks(self, size: PackSize) -> float:
+        """Of all trees of a pack; on a device, of the pack."""
+        if not size.num_shared:
+            return 0.0
+        if self._head.on_device:
+            return mask_bytes(np.zeros(size.num_tokens, dtype=np.int64), self._head.element, "cuda")
+        return sum(self._tree_masks(unit) for unit in size.trees())
+
+    def _tree_masks(self, unit: list[Ints]) -> float:
+        key = tuple(token_L.tobytes() for token_L in unit)
+        if key not in self._mask_bytes:
+            parent_T = pack(unit, self._min_shared).parent_T
+            self._mask_bytes[key] = mask_bytes(parent_T, self._head.element, "cpu")
+        return self._mask_bytes[key]
 
     def estimate(self, loads: dict[str | None, SlotLoad]) -> float:
         slots = []
-        for name, load in loads.items():
-            lora, keeps_graph = self._slots[name]
-            slots.append((load, self._costs[Trunk(lora, keeps_graph, load.branches)], keeps_graph))
-        return estimate(slots, self._head)
+        for name in self._slots:
+            if (load := loads.get(name)) is not None:
+                lora, keeps_graph = self._slots[name]
+                slots.append((load, self._costs[Trunk(lora, keeps_graph, load.branches)], keeps_graph))
+        return estimate(slots, self._head, self._in_step)
 
     def next_shares(
         self, items: Sequence[Sequence[Request]], first: int, budget_bytes: float, held_bytes: float = 0.0

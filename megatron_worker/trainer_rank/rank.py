@@ -1,7 +1,8 @@
 """TrainerRank: what custom training code holds on a rank. Forwards on this rank's own inputs, adapters by name.
 
 Everything but `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of one
-tensor-parallel group call everything alike, with equal arguments.
+tensor-parallel group call everything alike, with equal arguments. Where ranks go in step (in_step.py) those three are
+collective as well, each rank with inputs and a loss of its own, or none.
 """
 
 import math
@@ -17,6 +18,7 @@ from megatron_worker.agreement import agreement
 from megatron_worker.engine import Facts, Norms
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
+from megatron_worker.trainer_rank.in_step import InStep
 from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, check
 from megatron_worker.trainer_rank.micro_batches import MemoryModel, MicroBatch, micro_batches
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
@@ -44,17 +46,18 @@ class TrainerRank:
         min_shared_tokens: sequences that begin with so many equal tokens share them in a pack.
 
     Raises:
-        InvalidInput: the engine's layout cannot give a loss the outputs of all of its inputs.
+        InvalidInput: the layout is a pipeline, which cannot give a loss the outputs of all of its inputs.
     """
 
     def __init__(self, engine: SlotEngine, memory_budget_bytes: int | None = None, min_shared_tokens: int = 16) -> None:
-        _refuse_layout(engine)
+        _refuse_pipelines(engine)
         self.engine = engine
         self.min_shared_tokens = min_shared_tokens
         self.memory_budget_bytes = memory_budget_bytes
         self._adapters: dict[str, _Adapter] = {}
         self._active: str | None = None
         self._graphs = Graphs()
+        self._in_step = InStep(engine.facts.layout.world_size, engine.facts.device) if engine.in_step else None
         self._num_slots = 0
         self._memory = MemoryModel()
 
@@ -134,22 +137,32 @@ class TrainerRank:
 
         Inputs are grouped by adapter: one packed forward for each. Raises InvalidInput naming the input and the rule.
         """
-        requests = self.checked(inputs, "inputs")
+        requests, slots = self._to_answer(inputs)
         outputs = [ForwardOutput() for _ in requests]
-        for name in sorted({request.adapter for request in requests}, key=str):
+        for name in sorted(slots, key=_base_first):
             places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
-            if not places:
-                continue
             with self.adapter(name):
                 answers = forward_slot(
                     self.engine,
                     [requests[i] for i in places],
                     self.min_shared_tokens,
-                    partial(self._graphs.watch, slot=str(name)),
+                    partial(self._watched, name=name),
                 )
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
         return outputs
+
+    def _to_answer(self, inputs: Sequence[ForwardInput]) -> tuple[list[Request], set[str | None]]:
+        """Checked inputs, and the slots whose trunk is to be run."""
+        if self._in_step is None:
+            requests = self.checked(inputs, "inputs")
+            return requests, _asked_of(requests)
+        with self.agreement():
+            requests = self.checked(inputs, "inputs")
+        return requests, self._in_step.slots(_asked_of(requests))
+
+    def _watched(self, hidden_NH: Tensor, name: str | None) -> Tensor:
+        return self._graphs.watch(hidden_NH if self._in_step is None else self._in_step.cut(hidden_NH), str(name))
 
     def forward_micro_batches(self, items: Sequence[Sequence[ForwardInput]]) -> Iterator[MicroBatch]:
         """All items, dealt out over data-parallel ranks and over micro-batches that fit the memory, as outputs.
@@ -174,8 +187,14 @@ class TrainerRank:
         """Add the gradients of a scalar to what its adapters have accumulated: sums, not means.
 
         A loss of nothing, as of an empty micro-batch, has none to add. Raises InvalidInput when the loss has no graph
-        though one is alive.
+        though one is alive; where ranks go in step, on every rank.
         """
+        if self._in_step is None:
+            self._backward(loss)
+        else:
+            self._in_step.backward(partial(self._backward, loss))
+
+    def _backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
             loss.backward()
         elif any(self._graphs.is_alive(name) for name in self._adapters):
@@ -199,6 +218,8 @@ class TrainerRank:
             slots = [self._to_step(name) for name in names]
             if not (math.isfinite(denominator) and denominator > 0):
                 raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
+        if self._in_step is not None:
+            self._in_step.release()
         norms = {}
         for name in slots:
             with self.adapter(name):
@@ -308,11 +329,16 @@ class TrainerRank:
             raise InvalidInput(message, f"adapter {name!r}")
 
 
-def _refuse_layout(engine: SlotEngine) -> None:
-    layout = engine.facts.layout
-    if layout.pp > 1:
-        message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp and dp"
+def _asked_of(requests: Sequence[Request]) -> set[str | None]:
+    return {request.adapter for request in requests if not request.is_empty}
+
+
+def _base_first(name: str | None) -> tuple[bool, str]:
+    """What slots are sorted by, the same on every rank whatever their names."""
+    return name is not None, name or ""
+
+
+def _refuse_pipelines(engine: SlotEngine) -> None:
+    if engine.facts.layout.pp > 1:
+        message = "a pipeline's ranks never hold all outputs for a loss written outside the engine: use tp, cp, ep, dp"
         raise InvalidInput(message, "layout.pp")
-    if layout.ep > 1:
-        message = "ranks that share experts must do equally many forwards; here each does its own: use tp, cp and dp"
-        raise InvalidInput(message, "layout.ep")

@@ -13,6 +13,14 @@ from shared.jobs import Adam
 class SlotEngine(Engine, Protocol):
     """Any number of slots may be trainable at once; calls of a step go to the active one."""
 
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks of other data must do the same forwards and backwards, in the same order, if of empty batches.
+
+        Then `output_head` is collective, too.
+        """
+        ...
+
     def hidden_states(self, batch: Batch) -> Tensor:
         """After the final norm, of the batch's targets: [N, H], the same on all ranks that share a vocabulary.
 

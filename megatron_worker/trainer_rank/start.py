@@ -6,15 +6,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_worker.process_group import backend
 from megatron_worker.trainer_rank.rank import TrainerRank
+from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.jobs import Dtype
-from shared.layout import Layout
+from shared.layout import EngineName, Layout
 
 
 def start(
-    model: Path, layout: Layout | None = None, dtype: Dtype = "float32", memory_budget_bytes: int | None = None
+    model: Path,
+    layout: Layout | None = None,
+    dtype: Dtype = "float32",
+    memory_budget_bytes: int | None = None,
+    engine: EngineName = "megatron",
 ) -> TrainerRank:
-    """A TrainerRank around a fresh Megatron engine. Collective.
+    """A TrainerRank around a fresh engine. Collective.
 
     Args:
         model: a Hugging Face folder.
@@ -23,12 +29,21 @@ def start(
     Raises:
         InvalidInput: the folder or the layout cannot be used.
     """
-    from megatron_worker.megatron.engine import MegatronEngine  # slow to load
-
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if num_ranks > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    engine = MegatronEngine(model, layout or Layout(dp=num_ranks), dtype)
-    return TrainerRank(engine, memory_budget_bytes)
+        dist.init_process_group(backend())
+    return TrainerRank(_new_engine(engine, model, layout or Layout(dp=num_ranks), dtype), memory_budget_bytes)
+
+
+def _new_engine(engine: EngineName, model: Path, layout: Layout, dtype: Dtype) -> SlotEngine:
+    match engine:  # each is slow to load
+        case "megatron":
+            from megatron_worker.megatron.engine import MegatronEngine
+
+            return MegatronEngine(model, layout, dtype)
+        case "fsdp":
+            from megatron_worker.fsdp.engine import FsdpEngine
+
+            return FsdpEngine(model, layout, dtype)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter
 
-from service.cli.exits import FAILED, NOT_FOUND, Stop, Unreachable
-from service.run_views import EventPage, Metrics, RunPage, RunView, StepPage
+from service.cli.exits import FAILED, NOT_FOUND, Refused, Stop, Unreachable
+from service.runs.run_views import EventPage, Metrics, RunPage, RunView, StepPage
 from shared.run_events import RunEvent
 from shared.runs import CheckpointRef, Run, StepStatus
 
 if TYPE_CHECKING:
+    from service.automation.schedule_views import ScheduleView
+    from shared.graders import Grader
+    from shared.schedules import ScheduledRun
     from workflows.preview import Preview, PreviewRequest
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -24,21 +27,26 @@ _CHUNK_BYTES = 1 << 20
 _RETRY_EVERY_S = 0.5
 _LONG_POLL_S = 10.0
 _STEP_POLL_S = 1.0
+_TIMEOUT_S = 60.0
+_CONNECT_S = 5.0
 _PREVIEW_TIMEOUT_S = 310.0
 
 
 class Client:
     """Calls of the API, as models. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
 
-    def __init__(self, api_url: str, api_key: str | None, patience_s: float = 2.0) -> None:
+    def __init__(
+        self, api_url: str, api_key: str | None, patience_s: float = 2.0, timeout_s: float = _TIMEOUT_S
+    ) -> None:
         """
         Args:
             patience_s: how long calls that may be repeated are repeated while the service is away.
+            timeout_s: how long a service that was reached may be silent.
         """
         self._patience_s = patience_s
         self.api_url = api_url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(60, connect=5)
+        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
         # A proxy from the environment has no business between a user and their own machine's service.
         self._http = httpx.Client(
             base_url=self.api_url, headers=headers, timeout=timeout, trust_env=not _is_loopback(self.api_url)
@@ -97,8 +105,16 @@ class Client:
     def run(self, run_id: str) -> RunView:
         return RunView.model_validate(self._retried("GET", f"/runs/{run_id}"))
 
-    def runs(self, limit: int, state: str | None, after: str | None = None) -> RunPage:
-        query = {"limit": limit, "state": state, "after": after}
+    def runs(
+        self,
+        limit: int,
+        state: str | None,
+        after: str | None = None,
+        *,
+        kind: str | None = None,
+        words: str | None = None,
+    ) -> RunPage:
+        query = {"limit": limit, "state": state, "after": after, "kind": kind, "words": words}
         params = {name: value for name, value in query.items() if value is not None}
         return RunPage.model_validate(self._retried("GET", "/runs", params=params))
 
@@ -107,6 +123,13 @@ class Client:
 
     def resume(self, run_id: str) -> RunView:
         return RunView.model_validate(self._call("POST", f"/runs/{run_id}/resume"))
+
+    def pause(self, run_id: str) -> RunView:
+        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/pause"))
+
+    def retry(self, run_id: str) -> RunView:
+        """Its request as a new run."""
+        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/retry"))
 
     def events(self, run_id: str, after: str | None, wait_s: float = 0) -> EventPage:
         params = {"wait_s": wait_s} | ({"after": after} if after else {})
@@ -130,17 +153,26 @@ class Client:
 
     def download(self, run_id: str, tar: Path) -> None:
         """Everything that a run published, as a tar."""
-        with self._stream("GET", f"/runs/{run_id}/download") as answer, tar.open("wb") as file:
+        self.save(f"/runs/{run_id}/download", tar)
+
+    def save(self, path: str, target: Path) -> None:
+        """Write an answer's body to a file."""
+        with self._stream("GET", path) as answer, target.open("wb") as file:
             for chunk in answer.iter_bytes(_CHUNK_BYTES):
                 file.write(chunk)
 
     def upload(self, path: Path) -> str:
         """Stream a file into the store. Returns its URI."""
+        return str(self.upload_file(path)["uri"])
+
+    def upload_file(self, path: Path) -> dict[str, Any]:
+        """Stream a file into the store. Returns its record."""
         with path.open("rb") as file:
             body = iter(lambda: file.read(_CHUNK_BYTES), b"")
             headers = {"content-length": str(path.stat().st_size)}
-            answer = self._call("POST", "/files", params={"name": _plain_name(path)}, content=body, headers=headers)
-        return str(answer["uri"])
+            params = {"name": _plain_name(path)}
+            record: dict[str, Any] = self._call("POST", "/files", params=params, content=body, headers=headers)
+        return record
 
     def preview(self, request: "PreviewRequest") -> "Preview":
         from workflows.preview import Preview
@@ -153,6 +185,41 @@ class Client:
 
         answer = self._call("POST", "/validate", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
         return Preview.model_validate(answer)
+
+    def grade(self, grader: "Grader", sample: dict[str, Any] | None) -> dict[str, Any]:
+        """A sample's grade, or the reason why it has none; without a sample, whether the grader can be used."""
+        body = {"grader": grader.model_dump(mode="json"), "sample": sample}
+        grade: dict[str, Any] = self._call("POST", "/graders/run", json=body, timeout=_PREVIEW_TIMEOUT_S)
+        return grade
+
+    def create_schedule(self, scheduled: "ScheduledRun") -> "ScheduleView":
+        """May be repeated: the same request is the same schedule."""
+        return _schedule(self._retried("POST", "/schedules", json=scheduled.model_dump()))
+
+    def schedules(self) -> "tuple[ScheduleView, ...]":
+        return tuple(_schedule(item) for item in self._retried("GET", "/schedules"))
+
+    def schedule(self, name: str) -> "ScheduleView":
+        return _schedule(self._retried("GET", f"/schedules/{name}"))
+
+    def tell_schedule(self, name: str, verb: str, **options: Any) -> "ScheduleView":
+        """`pause`, `resume`, `trigger` or `backfill` it."""
+        return _schedule(self._call("POST", f"/schedules/{name}/{verb}", **options))
+
+    def delete_schedule(self, name: str) -> "ScheduleView":
+        return _schedule(self._call("DELETE", f"/schedules/{name}"))
+
+    def webhooks(self, method: str = "GET", path: str = "", **options: Any) -> Any:
+        return self.ask(method, f"/webhooks{path}", **options)
+
+    def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Any call, as parsed JSON: of small things that are shown as they are."""
+        call = self._retried if method == "GET" else self._call
+        return call(method, path, **options)
+
+    def places(self) -> dict[str, int]:
+        """The places in the installation's queue of the tenant's runs that wait for a worker, from 1."""
+        return dict(self._retried("GET", "/overview")["waiting"])
 
     def health(self) -> dict[str, Any]:
         """Also when the service is degraded. Raises Unreachable when nobody answers."""
@@ -200,26 +267,51 @@ class Client:
             raise Stop(f"{self.api_url} is no Longshore service: its answer is no JSON") from None
 
 
+def _schedule(answer: Any) -> "ScheduleView":
+    from service.automation.schedule_views import ScheduleView
+
+    return ScheduleView.model_validate(answer)
+
+
 def _problem(answer: httpx.Response) -> Stop:
     """An error's body as the end of the command."""
     try:
-        error = answer.json()["error"]
-        message = f"{error['place']}: {error['message']}" if error["place"] else error["message"]
+        rule, place = (answer.json()["error"][name] for name in ("message", "place"))
     except (ValueError, KeyError, TypeError):
-        message = f"{answer.url} answered {answer.status_code}"
+        rule, place = f"{answer.url} answered {answer.status_code}", None
+    message = f"{place}: {rule}" if place else rule
     match answer.status_code:
         case 401:
+            advice = "`longshore login` keeps a key; or set LONGSHORE_API_KEY, or give --api-key"
+            if "authorization" in answer.request.headers:
+                advice = f"`longshore config show --origin` says where it comes from; {advice}"
+            return Stop(message, FAILED, advice)
+        case 422:
+            return Refused(rule, place)
+        case 403:
             return Stop(
-                message, FAILED, "set LONGSHORE_API_KEY or give --api-key; `longshore dev` keeps one in its folder"
+                message, FAILED, "`longshore whoami` shows your scopes; an admin's `longshore keys create` gives others"
             )
         case 404:
-            return Stop(message, NOT_FOUND, "`longshore ls` shows the runs")
+            return Stop(message, NOT_FOUND, _where_to_look(answer.url.path))
+        case 429 if "quota" in message or answer.headers.get("x-should-retry") == "false":
+            return Stop(message, FAILED, "`longshore usage` shows what is used, and the quotas")
+        case 429:
+            return Stop(message, FAILED, f"ask again in {answer.headers.get('retry-after', 'a few')} seconds")
         case 502 | 503 | 504:
             return Unreachable(message, FAILED, "`longshore doctor` says what is away")
         case 500:
             return Stop(f"{message} ({answer.headers.get('x-request-id')})")
         case _:
             return Stop(message)
+
+
+def _where_to_look(path: str) -> str:
+    """Which command lists what there is of a kind."""
+    kinds = {"files": "files", "keys": "keys", "tenants": "tenants", "schedules": "schedule", "webhooks": "webhook"}
+    kind = path.removeprefix("/api/v1/").partition("/")[0]
+    command = f"longshore {kinds[kind]} ls" if kind in kinds else "longshore ls"
+    return f"`{command}` shows what there is"
 
 
 def _plain_name(path: Path) -> str:

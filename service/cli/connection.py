@@ -1,12 +1,18 @@
-"""Which service a command talks to: flag > environment > project file > user file > the dev stack of this root."""
+"""Which service a command talks to: flag > profile that is named > environment > project file > profile that was logged
+in to > user file > the dev stack of this root.
+"""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from service.cli.client import Client
+    from shared.runs import Run
     from shared.settings import Settings
 
 _MEND = "mend the LONGSHORE_ variable, ./longshore.toml or the user's configuration file"
@@ -20,29 +26,69 @@ class Globals:
     as_json: bool = False
     api_url: str | None = None
     api_key: str | None = None
+    profile: str | None = None
+    take_run: "Callable[[Run], None] | None" = None  # of a command that wants the run that `submit` would start
+
+
+@dataclass(frozen=True)
+class Address:
+    """A service and the key to ask it with, each with the place that names it."""
+
+    url: str
+    url_origin: str
+    key: str | None
+    key_origin: str | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one place says. `is_bound`: its key is for its own address alone."""
+
+    url: str | None
+    key: str | None
+    origin: str
+    key_origin: str | None = None
+    is_bound: bool = False
 
 
 def connect(context: typer.Context, patience_s: float = 2.0) -> "Client":
     """A client of the service that this command should talk to, and how long it bears that the service is away."""
     from service.cli.client import Client
 
-    given: Globals = context.obj
-    url, key = address(given.api_url, given.api_key)
-    return Client(url, key, patience_s)
+    found = address(context.obj)
+    return Client(found.url, found.key, patience_s)
 
 
-def address(api_url: str | None, api_key: str | None) -> tuple[str, str | None]:
+def address(given: Globals) -> Address:
     """The URL and key of the service, each from the first place that has one."""
-    from service.dev_connection import Connection
-
     settings = read_settings()
-    dev = Connection.read(settings.root_path)
-    explicit_url = api_url or (settings.api_url if "api_url" in settings.model_fields_set else None)
-    url = explicit_url or (dev.api_url if dev else settings.api_url)
-    key = api_key or settings.api_key
-    if key is None and dev is not None and url == dev.api_url:  # the dev stack's key is for the dev stack alone
-        key = dev.api_key
-    return url, key
+    places = list(_places(given, settings))
+    url, url_origin = next(((p.url, p.origin) for p in places if p.url), (settings.api_url, "default"))
+    for place in places:
+        if place.key and (not place.is_bound or place.url == url):
+            return Address(url, url_origin, place.key, place.key_origin or place.origin)
+    return Address(url, url_origin, None, None)
+
+
+def _places(given: Globals, settings: "Settings") -> Iterator[_Place]:
+    from service.cli.profiles import Profiles
+    from service.cli.setting_origins import layers
+    from service.dev.connection import Connection
+
+    yield _Place(given.api_url, given.api_key, "--api-url", "--api-key")
+    profiles = Profiles.read()
+    if given.profile:
+        named = profiles.named(given.profile)
+        yield _Place(named.api_url, named.api_key, f"profile {given.profile}", is_bound=True)
+    environment, project, user = (_Place(said.get("api_url"), said.get("api_key"), origin) for origin, said in layers())
+    yield _Place(environment.url, environment.key, "LONGSHORE_API_URL", "LONGSHORE_API_KEY")
+    yield project
+    current = profiles.profiles.get(profiles.current or "")
+    if current and not given.profile:
+        yield _Place(current.api_url, current.api_key, f"profile {profiles.current}", is_bound=True)
+    yield user
+    if dev := Connection.read(settings.root_path):
+        yield _Place(dev.api_url, dev.api_key, f"the dev stack of {settings.root_path}", is_bound=True)
 
 
 def read_settings() -> "Settings":

@@ -19,6 +19,7 @@ from service.cli.submit_commands import (
     Truncation,
     dataset_uri,
     model_uri,
+    naming_options,
     usage,
 )
 
@@ -49,7 +50,9 @@ def validate(
     """Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it."""
     reading = (format, prompt_field, completion_field)
     with connect(context) as client:
-        found = client.validate(_request(client, model, dataset, reading, max_tokens, too_long, num_rows=0))
+        request = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=0)
+        with naming_options(request.model_uri):
+            found = client.validate(request)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json", exclude={"rows"}))
     else:
@@ -73,7 +76,9 @@ def preview(
     """Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧."""
     reading = (format, prompt_field, completion_field)
     with connect(context) as client:
-        found = client.preview(_request(client, model, dataset, reading, max_tokens, too_long, num_rows=num_rows))
+        request = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=num_rows)
+        with naming_options(request.model_uri):
+            found = client.preview(request)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json"))
         return

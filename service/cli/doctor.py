@@ -65,7 +65,7 @@ def _packages(name: str, wanted: tuple[str, ...]) -> Check:
 
 
 def _temporal_program() -> Check:
-    from service.dev import DevError, temporal_binary
+    from service.dev.supervisor import DevError, temporal_binary
 
     try:
         binary = temporal_binary()

@@ -8,7 +8,13 @@ NOT_FOUND = 102
 CANCELLED = 103
 INTERRUPTED = 130
 
-OF_STATE = {"running": NOT_FINISHED, "succeeded": DONE, "failed": FAILED, "cancelled": CANCELLED}
+OF_STATE = {
+    "running": NOT_FINISHED,
+    "paused": NOT_FINISHED,
+    "succeeded": DONE,
+    "failed": FAILED,
+    "cancelled": CANCELLED,
+}
 
 
 class Stop(Exception):
@@ -25,6 +31,15 @@ class Stop(Exception):
         self.code = code
         self.advice = advice
         super().__init__(message)
+
+
+class Refused(Stop):
+    """The service cannot use what was sent. `place`: the field, where it named one; `rule`: what it says of it."""
+
+    def __init__(self, rule: str, place: str | None) -> None:
+        self.rule = rule
+        self.place = place
+        super().__init__(f"{place}: {rule}" if place else rule)
 
 
 class Unreachable(Stop):

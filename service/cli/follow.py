@@ -5,12 +5,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from service.cli.exits import INTERRUPTED, NOT_FINISHED, Stop, Unreachable
-from service.cli.render import Display, display
+from service.cli.live import Display, display
 from service.cli.step_table import step_line
 
 if TYPE_CHECKING:
     from service.cli.client import Client
-    from service.run_views import RunView
+    from service.runs.run_views import RunView
     from shared.runs import StepStatus
 
 _LONG_POLL_S = 1.0
@@ -39,7 +39,7 @@ def follow(client: "Client", view: "RunView", timeout_s: float | None) -> "RunVi
     end = None if timeout_s is None else time.monotonic() + timeout_s
     followed = _Followed(client, view)
     try:
-        with display() as shown:
+        with display(view) as shown:
             while not followed.look(shown):
                 if end is not None and time.monotonic() > end:
                     raise Detached(followed.view, NOT_FINISHED)

@@ -6,13 +6,42 @@ from typing import Annotated
 
 import typer
 
-from service.cli import data_commands, rl_commands, run_commands, stack_commands, submit_commands
+from service.cli import (
+    account_commands,
+    data_commands,
+    db_commands,
+    estimate,
+    file_commands,
+    grader_commands,
+    rl_commands,
+    run_commands,
+    schedule_commands,
+    sign_in_commands,
+    stack_commands,
+    submit_commands,
+    webhook_commands,
+)
+from service.cli.completion import profile_names
 from service.cli.connection import Globals, Json
 from service.cli.exits import FAILED, INTERRUPTED, Stop
+from service.cli.help_groups import HeadedHelp
 from service.cli.render import say
+
+_EXAMPLES = """\b
+Examples:
+  longshore dev --detach
+  longshore preview -m org/model -d train.jsonl
+  longshore estimate sft -m org/model -d train.jsonl --epochs 3
+  longshore submit sft -m org/model -d train.jsonl --epochs 3 --wait
+  longshore ls --state running --json
+
+Exit codes: 0 done, 2 wrong usage, 100 failed, 101 not finished in time, 102 not found, 103 cancelled, 130 Ctrl-C.
+"""
 
 app = typer.Typer(
     name="longshore",
+    cls=HeadedHelp,
+    epilog=_EXAMPLES,
     help="Train language models on your own machines: a dataset in, a trained adapter out.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -26,9 +55,18 @@ def _globals(
     context: typer.Context,
     as_json: Json = False,
     api_url: Annotated[str | None, typer.Option("--api-url", help="The service, as http://host:port.")] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="Better: LONGSHORE_API_KEY.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Better: longshore login.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            envvar="LONGSHORE_PROFILE",
+            help="A service that was logged in to, by its name.",
+            autocompletion=profile_names,
+        ),
+    ] = None,
 ) -> None:
-    context.obj = Globals(as_json, api_url, api_key)
+    context.obj = Globals(as_json, api_url, api_key, profile)
 
 
 stack_commands.register(app)
@@ -36,12 +74,21 @@ app.add_typer(submit_commands.app, name="submit")
 run_commands.register(app)
 rl_commands.register(app, submit_commands.app)
 data_commands.register(app)
+estimate.register(app)
+sign_in_commands.register(app)
+account_commands.register(app)
+app.add_typer(sign_in_commands.app, name="config")
+app.add_typer(grader_commands.app, name="grader")
+app.add_typer(file_commands.app, name="files")
+app.add_typer(db_commands.app, name="db")
+app.add_typer(schedule_commands.app, name="schedule")
+app.add_typer(webhook_commands.app, name="webhook")
 
 
 def main() -> None:
     """Run the command line; every error that a user can meet ends as a plain line and an exit code."""
     try:
-        app()
+        app(prog_name="longshore")
     except Stop as stop:
         say(f"error: {stop.message}")
         if stop.advice:

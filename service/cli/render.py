@@ -1,29 +1,42 @@
-"""What people see: tables on stdout, progress on stderr."""
+"""What people see on stdout: tables, a run's state and its details in words."""
 
 import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
+
+from service.cli.durations import span
+from service.cli.timeline import phases, took
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
 
-    from service.run_views import RunView
-    from shared.run_events import RunEvent
+    from service.runs.run_views import RunView
 
 _COLOURS = {
     "running": "cyan",
     "succeeded": "green",
     "failed": "red",
     "cancelled": "yellow",
+    "paused": "yellow",
     "done": "green",
     "skipped": "yellow",
 }
 
 _WIDTH_OF_FILES = 1000
+_RESUME = "go on: longshore resume {0}"
+# What may be done about a run that has not come to a good end; of failed ones by their problem's kind, or _LOOK.
+_NEXT = {"paused": _RESUME, "cancelled": _RESUME}
+_LOOK = "look: longshore logs {0}; go on: longshore resume {0}; begin anew: longshore retry {0}"
+_SAME_AGAIN = "resume would fail the same way: "
+_AFTER = {
+    "invalid_input": _SAME_AGAIN + "mend what is named and submit again; mended where it lies: longshore retry {0}",
+    "corrupt_artifact": _SAME_AGAIN + "the bytes are not what was published; put them back, then longshore retry {0}",
+    "not_finite": _SAME_AGAIN + "look at longshore metrics {0}, and submit with a smaller --learning-rate",
+    "sampler_mismatch": _SAME_AGAIN + "let the sampler serve the run's model in its dtype, then longshore retry {0}",
+    "disk_full": "make room on the host's disk; then go on: longshore resume {0}",
+}
 
 
 def outcome(view: "RunView") -> dict[str, Any]:
@@ -53,7 +66,7 @@ def say(text: str) -> None:
 def console() -> "Console":
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, emoji=False)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -66,14 +79,26 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     out = console()
-    if not out.is_terminal:  # a file or a program has no width: nothing is folded for it
-        out.width = _WIDTH_OF_FILES
-    out.print(table)
+    if out.is_terminal:
+        out.print(table)
+        return
+    out.width = _WIDTH_OF_FILES  # a file or a program has no width: nothing is folded for it, and nothing filled up
+    with out.capture() as printed:
+        out.print(table)
+    for line in printed.get().splitlines():
+        print(line.rstrip())
 
 
 def coloured(state: str) -> str:
     """A state with its colour, in Rich's markup."""
     return f"[{_COLOURS[state]}]{state}[/]"
+
+
+def plain(text: str | None) -> str:
+    """A text of somebody's in a table's cell, with nothing in it taken for markup."""
+    from rich.markup import escape
+
+    return escape(text or "")
 
 
 def ago(moment: float) -> str:
@@ -85,120 +110,65 @@ def ago(moment: float) -> str:
     return f"{seconds}s ago"
 
 
-def summary(view: "RunView") -> str:
-    """How a run stands, in one or two plain lines."""
+def size(num_bytes: float) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit, length in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def summary(view: "RunView", place: int | None = None) -> str:
+    """How a run stands, in a few plain lines. `place`: in the queue for workers."""
+    from service.runs.run_views import glance, seconds_left
+
     lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
     if view.state == "running":
-        lines[0] += f", {view.phase.replace('_', ' ')}"
-    if view.metrics:
-        from service.run_views import brief
-
-        lines[0] += f", {brief(view.metrics)}"
+        lines[0] += f", {doing(view, place)}"
+    if (left_s := seconds_left(view, time.time())) is not None:
+        lines[0] += f", about {span(left_s)} left"
+    lines[0] = ", ".join([lines[0], *glance(view.metrics)])
     if view.problem:
         lines.append(view.problem.message)
     if view.adapter:
         lines.append(f"published: {view.adapter}")
+    if advice := next_of(view):
+        lines.append(advice)
     return "\n".join(lines)
 
 
-class Display(Protocol):
-    """Shows a run while it is followed."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def event(self, event: "RunEvent") -> None: ...
-
-    def status(self, view: "RunView") -> None: ...
-
-    def note(self, text: str) -> None: ...
+def doing(view: "RunView", place: int | None = None) -> str:
+    """The phase of a run that has not ended, with its place in the queue for workers where it has one."""
+    return view.phase.replace("_", " ") + (f", place {place} in the queue" if place is not None else "")
 
 
-def display() -> Display:
-    """A progress bar on a terminal, lines elsewhere."""
-    return Bar() if sys.stderr.isatty() else Lines()
+def next_of(view: "RunView") -> str | None:
+    """What may be done about a run that has not come to a good end."""
+    kind = view.problem.kind if view.problem else ""
+    advice = _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state)
+    return advice.format(view.run_id) if advice else None
 
 
-class Lines:
-    """One line a change of phase and an event; of steps, at most one a second."""
-
-    _STEP_EVERY_S = 1.0
-
-    def __init__(self) -> None:
-        self._phase = ""
-        self._last_step_at = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def event(self, event: "RunEvent") -> None:
-        if event.event.event == "step":
-            if time.monotonic() - self._last_step_at < self._STEP_EVERY_S:
-                return
-            self._last_step_at = time.monotonic()
-        from service.run_views import log_line
-
-        say(log_line(event))
-
-    def status(self, view: "RunView") -> None:
-        if view.state == "running" and view.phase != self._phase:
-            self._phase = view.phase
-            say(view.phase.replace("_", " "))
-
-    def note(self, text: str) -> None:
-        say(text)
-
-
-class Bar:
-    """A bar of steps with the newest loss; other events scroll above it."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._progress: Progress = Progress(
-            TextColumn("{task.description:<20}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=Console(stderr=True, highlight=False),
-        )
-        self._task: TaskID = self._progress.add_task("queued", total=None, numbers="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def event(self, event: "RunEvent") -> None:
-        from rich.markup import escape
-
-        from service.run_views import brief, describe
-
-        body = event.event
-        if body.event == "step":
-            self._progress.update(self._task, completed=body.step, numbers=brief(body.metrics))
-        elif body.event not in ("offloaded", "probed"):
-            self._progress.console.print(escape(describe(body)))
-
-    def status(self, view: "RunView") -> None:
-        self._progress.update(
-            self._task, description=view.phase.replace("_", " "), total=view.num_steps, completed=view.step
-        )
-
-    def note(self, text: str) -> None:
-        from rich.markup import escape
-
-        self._progress.console.print(escape(text))
+def print_details(view: "RunView") -> None:
+    """Everything about a run that stands in its status, and the way that it took."""
+    run, owner = view.run, f", by {view.owner}" if view.owner else ""
+    rows = [
+        (
+            "kind",
+            f"{view.kind}, {run.trainable.kind}"
+            + (f", schedule {view.source.schedule}" if view.source.schedule else ""),
+        ),
+        ("model", run.model),
+        ("name", run.name),
+        ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
+        ("submitted", f"{ago(view.created_at)}{owner}"),
+        ("took", took(view)),
+        ("GPU time", span(view.gpu_seconds) if view.gpu_seconds else None),
+        ("checkpoint", f"of step {view.checkpoint.step}" if view.checkpoint else None),
+        ("workers lost", str(view.workers_lost) if view.workers_lost else None),
+    ]
+    print_table(("", ""), [(name, plain(text)) for name, text in rows if text])
+    if view.timeline:
+        end = view.ended_at or time.time()
+        spans = [(label, span((ended or end) - began), ago(began)) for label, began, ended in phases(view)]
+        print_table(("phase", "took", "began"), spans)

@@ -14,18 +14,28 @@ from service.cli.exits import FAILED, NOT_FINISHED, USAGE, Stop
 from service.cli.render import outcome, print_json, say
 from service.cli.run_commands import RunId, Timeout
 from service.cli.submit_commands import (
+    BinTokens,
+    ClipNorm,
     DataParallel,
     DtypeName,
     Engine,
     EngineChoice,
+    IdempotencyKey,
+    InitialAdapter,
     LayoutLabel,
+    LearningRate,
+    LoraAlpha,
+    LoraRank,
+    LoraTargets,
     Model,
+    Name,
     TensorParallel,
+    Wait,
     dataset_uri,
-    finish,
     layout_of,
     lora_of,
     model_uri,
+    start_run,
     usage,
 )
 
@@ -90,13 +100,11 @@ def rl(
     advantages: Annotated[
         AdvantagesName | None, typer.Option(help="Instead of --algorithm's; group_mean without either.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What adapters are published as; the run's id if absent.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Default 16.")] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="Default 32.")] = None,
-    lora_targets: Annotated[
-        str | None, typer.Option(help="Comma-separated, such as q_proj,v_proj; default all.")
-    ] = None,
-    initial_adapter: Annotated[str | None, typer.Option(help="URI of a published adapter to go on from.")] = None,
+    name: Name = None,
+    lora_rank: LoraRank = None,
+    lora_alpha: LoraAlpha = None,
+    lora_targets: LoraTargets = None,
+    initial_adapter: InitialAdapter = None,
     equal_rewards: Annotated[EqualRewards, typer.Option(help="Groups whose rewards are all the same.")] = (
         EqualRewards.drop
     ),
@@ -104,12 +112,12 @@ def rl(
     max_staleness: Annotated[int | None, typer.Option(help="Policy versions a trajectory may be behind.")] = None,
     mini_batches: Annotated[int, typer.Option(help="Optimizer steps a pass over a step's groups.")] = 1,
     epochs: Annotated[int, typer.Option(help="Passes over a step's groups.")] = 1,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr")] = 1e-5,
+    learning_rate: LearningRate = 1e-5,
     warmup: Annotated[int, typer.Option(help="Optimizer steps of linear warm-up.")] = 0,
     weight_decay: float = 0.0,
-    clip_norm: Annotated[float, typer.Option(help="Bound of the global gradient norm; 0 for none.")] = 1.0,
+    clip_norm: ClipNorm = 1.0,
     max_tokens: Annotated[int, typer.Option(help="The longest trajectory.")] = 2048,
-    bin_tokens: Annotated[int | None, typer.Option(help="Tokens of a micro-batch; --max-tokens if absent.")] = None,
+    bin_tokens: BinTokens = None,
     seed: int = 0,
     engine: Engine = EngineChoice.megatron,
     tp: TensorParallel = 1,
@@ -138,9 +146,9 @@ def rl(
     eval_temperature: own.EvalTemperature = None,
     target: own.Target = None,
     temperature: Annotated[float, typer.Option(help="That trajectories are sampled at.")] = 1.0,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    wait: Wait = False,
     timeout: Timeout = None,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same run.")] = None,
+    idempotency_key: IdempotencyKey = None,
     as_json: Json = False,
 ) -> None:
     """Start a reinforcement-learning run: on its own rollouts with --prompts, else it waits for `longshore step`."""
@@ -197,8 +205,9 @@ def rl(
     with connect(context, patience_s=20) as client:
         sent = own.rollouts_of(rollouts, lambda uri, option: dataset_uri(client, uri, option))
         run = _checked(fields | {"rollouts": sent})
-        view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
-        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
+        start_run(
+            context, client, run, idempotency_key, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json)
+        )
 
 
 def step(
@@ -221,10 +230,13 @@ def step(
     end = None if timeout is None else time.monotonic() + timeout
     with connect(context, patience_s=20) as client:
         uri = dataset_uri(client, groups, "groups")
-        found = client.train_step(run_id, key or f"cli-{secrets.token_hex(16)}", uri)
+        key = key or f"cli-{secrets.token_hex(16)}"
+        found = client.train_step(run_id, key, uri)
         while wait and not found.is_final and (end is None or time.monotonic() < end):
             left = _LONG_POLL_S if end is None else min(_LONG_POLL_S, max(0.0, end - time.monotonic()))
             found = client.step(run_id, found.step, left)
+            if found.key != key:  # it was resumed meanwhile, and the number is another's
+                raise Stop("the run ended before this step, and was resumed: send it again", FAILED)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json"))
     else:

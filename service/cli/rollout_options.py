@@ -53,18 +53,19 @@ def rollouts_of(given: dict[str, Any], uri_of: Callable[[str, str], str]) -> dic
         uri = uri_of(held_out.pop("prompts"), "--eval-prompts")
         held_out = {_FIELDS.get(name, name): value for name, value in held_out.items()}
         told["held_out"] = {"prompts": {"uri": uri, **field}, **held_out}
-    return {**told, "grader": _grader(told["grader"])}
+    return {**told, "grader": grader_of(told["grader"], "--grader")}
 
 
 _HELD_OUT = ("eval_prompts", "eval_every", "eval_samples", "eval_temperature", "target")
 _FIELDS = {"every": "every_steps", "samples": "samples_per_prompt"}
 
 
-def _grader(given: str) -> Any:
+def grader_of(given: str, option: str) -> Any:
+    """A grader's fields, not checked: of a JSON file, or of the JSON itself."""
     try:
         text = given if given.lstrip().startswith("{") else Path(given).read_text()
         return json.loads(text)
     except OSError as error:
-        raise Stop(f"--grader: {given}: {error.strerror}", USAGE) from None
+        raise Stop(f"{option}: {given}: {error.strerror}", USAGE) from None
     except ValueError as error:
-        raise Stop(f"--grader: no JSON: {error}", USAGE) from None
+        raise Stop(f"{option}: no JSON: {error}", USAGE) from None

@@ -1,62 +1,102 @@
 """Commands about runs that exist."""
 
+import time
 from enum import StrEnum
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from service.cli.completion import run_ids
 from service.cli.connection import Json, connect, wants_json
+from service.cli.durations import span
 from service.cli.exits import INTERRUPTED, USAGE, Stop
-from service.cli.render import ago, coloured, outcome, print_json, print_table, say, summary
+from service.cli.render import (
+    ago,
+    coloured,
+    doing,
+    outcome,
+    plain,
+    print_details,
+    print_json,
+    print_table,
+    say,
+    summary,
+)
 from service.cli.step_table import print_step_metrics, print_steps, step_line
 
 if TYPE_CHECKING:
     from service.cli.client import Client
+    from service.runs.run_views import RunView
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.")]
+_LONGEST_REASON = 72
+_GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean"}  # what a list shows of how runs do
+RunId = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids),
+]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
 
 
 class StateName(StrEnum):
     running = "running"
+    paused = "paused"
     succeeded = "succeeded"
     failed = "failed"
     cancelled = "cancelled"
 
 
+class KindName(StrEnum):
+    sft = "sft"
+    dpo = "dpo"
+    rl = "rl"
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to an app."""
-    for command in (ls, get, watch, logs, events, steps, metrics, checkpoints, cancel, resume, download):
+    looking = (ls, get, watch, logs, events, steps, metrics, checkpoints)
+    for command in (*looking, pause, cancel, resume, retry, download):
         app.command()(command)
 
 
 def ls(
     context: typer.Context,
     state: Annotated[StateName | None, typer.Option(help="These alone.")] = None,
+    kind: Annotated[KindName | None, typer.Option(help="These alone.")] = None,
+    words: Annotated[str | None, typer.Option("--search", help="That stand in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     as_json: Json = False,
 ) -> None:
     """List runs, newest first."""
     with connect(context) as client:
-        page = client.runs(limit, state.value if state else None)
+        page = client.runs(limit, state.value if state else None, kind=kind.value if kind else None, words=words)
+        places = client.places() if not wants_json(context, as_json) and any(map(_waits, page.runs)) else {}
     if wants_json(context, as_json):
         print_json([outcome(view) for view in page.runs])
         return
+    if not page.runs:
+        say("there is none; longshore submit starts one")
+        return
+    from service.runs.run_views import seconds_left
+
+    now = time.time()
     rows = (
         (
             view.run_id,
             coloured(view.state),
-            view.phase.replace("_", " ") if view.state == "running" else "",
+            plain(_why(view, places.get(view.run_id))),
             f"{view.step}/{view.num_steps or '?'}",
-            f"{view.metrics['loss']:.4g}" if "loss" in view.metrics else "",
-            view.run.name or "",
+            "" if (left_s := seconds_left(view, now)) is None else span(left_s),
+            f"{view.metrics[goal]:.4g}" if (goal := _GOALS[view.kind]) in view.metrics else "",
+            plain(view.run.name),
             ago(view.created_at),
         )
         for view in page.runs
     )
-    print_table(("run", "state", "phase", "step", "loss", "name", "submitted"), rows)
+    print_table(("run", "state", "phase, or why", "step", "left", "loss/reward", "name", "submitted"), rows)
     if page.has_more:
         say(f"there are more: --limit shows up to 200, {limit} now")
 
@@ -65,10 +105,13 @@ def get(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """Show a run."""
     with connect(context) as client:
         view = client.run(run_id)
-    if wants_json(context, as_json):
+        as_json = wants_json(context, as_json)
+        place = client.places().get(run_id) if _waits(view) and not as_json else None
+    if as_json:
         print_json(outcome(view) | {"run": view.run.model_dump(mode="json")})
     else:
-        print(summary(view))
+        print(summary(view, place))
+        print_details(view)
 
 
 def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_json: Json = False) -> None:
@@ -81,7 +124,7 @@ def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_jso
 
 def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """What happened, in lines for people."""
-    from service.run_views import last_lines, log_line
+    from service.runs.run_views import last_lines, log_line
 
     with connect(context, patience_s=20 if follow else 2) as client:
         try:
@@ -139,7 +182,7 @@ def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
 
 def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """The metrics that people look for, of every step and evaluation; with --json, all."""
-    from service.run_views import brief, looked_for
+    from service.runs.run_views import brief, looked_for
 
     with connect(context) as client:
         found = client.metrics(run_id)
@@ -168,27 +211,44 @@ def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) ->
 
 
 def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """End a run at its next step, with a checkpoint."""
+    """End a run: at its next step, with a checkpoint, or at once where it does not train."""
     with connect(context) as client:
         view = client.cancel(run_id)
     if wants_json(context, as_json):
         print_json(outcome(view))
     else:
-        say(f"{run_id} ends at its next step; `longshore resume {run_id}` goes on from there")
+        say(f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there")
+
+
+def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+    """End a run at its next step, with a checkpoint, to go on later. Paused, it takes no place in a quota."""
+    with connect(context) as client:
+        view = client.pause(run_id)
+    if wants_json(context, as_json):
+        print_json(outcome(view))
+    else:
+        say(f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there")
 
 
 def resume(
-    context: typer.Context,
-    run_id: RunId,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
-    timeout: Timeout = None,
-    as_json: Json = False,
+    context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
 ) -> None:
-    """Go on with a cancelled or failed run from its last checkpoint."""
+    """Go on with a paused, cancelled or failed run from its last checkpoint."""
     from service.cli.submit_commands import finish
 
     with connect(context) as client:
         view = client.resume(run_id)
+        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
+
+
+def retry(
+    context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
+) -> None:
+    """Start a failed or cancelled run's request as a new run, from the beginning. Prints the new run's id."""
+    from service.cli.submit_commands import finish
+
+    with connect(context) as client:
+        view = client.retry(run_id)
         finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
@@ -210,6 +270,27 @@ def download(
         print_json({"run_id": run_id, "folder": str(target.resolve()), "files": manifest.model_dump()["files"]})
     else:
         print(target)
+
+
+def _waits(view: "RunView") -> bool:
+    from service.runs.run_views import IN_QUEUE
+
+    return view.state == "running" and view.phase in IN_QUEUE
+
+
+def _why(view: "RunView", place: int | None) -> str:
+    """What a run does, or the first words of why it failed."""
+    if view.state == "running":
+        return doing(view, place)
+    return shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
+
+
+def _ending(view: "RunView", done: str, doing: str) -> str:
+    """What asking a run to end comes to: it trains to its next step; anything else is left at once."""
+    if view.state != "running":
+        return f"{view.run_id} {done}"
+    when = "at its next step, with a checkpoint" if view.phase == "training" else "at once: no step runs"
+    return f"{view.run_id} {doing} {when}"
 
 
 def _left(command: str) -> None:

@@ -25,7 +25,7 @@ def dev(
     port: Annotated[int | None, typer.Option(help="The web service's port; another if it is taken.")] = None,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
-    from service import dev as stack
+    from service.dev import supervisor as stack
 
     settings = read_settings()
     if root is not None:
@@ -47,9 +47,9 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Check this machine and the service, and say what to do about what is wrong."""
     from service.cli.doctor import checks
 
-    url, key = address(context.obj.api_url, context.obj.api_key)
+    service = address(context.obj)
     found = []
-    for check in checks(read_settings(), url, key):
+    for check in checks(read_settings(), service.url, service.key):
         found.append(check)
         if not wants_json(context, as_json):
             print(f"{check.verdict:<5} {check.name}: {check.text}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from service.cli.render import coloured, print_table
 
 if TYPE_CHECKING:
-    from service.run_views import TrainStepMetrics
+    from service.runs.run_views import TrainStepMetrics
     from shared.runs import StepStatus
 
 _TIMED = ("sampling", "grading", "training", "publishing")

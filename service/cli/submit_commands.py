@@ -2,13 +2,15 @@
 
 import secrets
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.connection import Json, connect, wants_json
+from service.cli.connection import Globals, Json, connect, wants_json
 from service.cli.exits import OF_STATE, USAGE, Stop
 from service.cli.follow import Detached, attach_again, follow
 from service.cli.render import outcome, print_json, say, summary
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
     from service.cli.client import Client
-    from service.run_views import RunView
-    from shared.runs import DPORun, SFTRun
+    from service.runs.run_views import RunView
+    from shared.runs import DPORun, Run, SFTRun
 
 # Fields whose option has another name.
 _OPTIONS = {
@@ -37,7 +39,13 @@ _OPTIONS = {
 }
 # Parts of a run that are no options, but have them.
 _GROUPS = ("trainable", "lora", "full", "layout", "rollouts")
-app = typer.Typer(help="Start a run.", no_args_is_help=True, rich_markup_mode=None)
+_EXAMPLES = """\b
+Examples:
+  longshore submit sft -m org/model -d train.jsonl --epochs 3 --wait
+  longshore submit dpo -m org/model -d pairs.jsonl --beta 0.1
+  longshore submit rl -m org/model --prompts prompts.jsonl --grader grader.json --algorithm grpo --steps 100
+"""
+app = typer.Typer(help="Start a run: sft, dpo or rl.", no_args_is_help=True, rich_markup_mode=None, epilog=_EXAMPLES)
 
 
 class ScheduleName(StrEnum):
@@ -257,8 +265,29 @@ def _submit(kind: Literal["sft", "dpo"], options: dict[str, Any]) -> None:
     with connect(context, patience_s=20) as client:
         uris = {name: dataset_uri(client, uri, f"--{name.replace('_', '-')}") for name, uri in sources.items() if uri}
         run = _checked(kind, fields | {name: {"uri": uri, **reading} for name, uri in uris.items()})
-        view = client.submit(run, key or f"cli-{secrets.token_hex(16)}")
-        finish(client, view, wait=wait, timeout_s=timeout, as_json=as_json)
+        start_run(context, client, run, key, wait=wait, timeout_s=timeout, as_json=as_json)
+
+
+def start_run(
+    context: typer.Context,
+    client: "Client",
+    run: "Run",
+    idempotency_key: str | None,
+    *,
+    wait: bool,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Start a run, and follow it if that was asked for; or hand it to the command that wants it for later."""
+    given: Globals = context.obj
+    if given.take_run is not None:
+        if wait or idempotency_key:
+            raise Stop("--wait and --idempotency-key have no meaning here: nothing is started now", USAGE)
+        given.take_run(run)
+        return
+    with naming_options(run.model):
+        view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
+    finish(client, view, wait=wait, timeout_s=timeout_s, as_json=as_json)
 
 
 def layout_of(label: str | None, tp: int, dp: int) -> dict[str, Any]:
@@ -306,8 +335,9 @@ def model_uri(model: str) -> str:
         return model
     if path.is_dir():
         return path.resolve().as_uri()
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise Stop(f"--model: there is no folder {model}", USAGE)
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        advice = "give a folder, a file:// or s3:// URI, or a hub id such as org/name"
+        raise Stop(f"--model: there is no folder {model}", USAGE, advice)
     return model
 
 
@@ -357,9 +387,34 @@ def _checked(kind: Literal["sft", "dpo"], fields: dict[str, Any]) -> "SFTRun | D
 
 def usage(error: "ValidationError") -> Stop:
     """Pydantic's first error in the words of the command line."""
+    from shared.field_rules import rule_in_words
+
     first = error.errors()[0]
-    parts = [str(part) for part in first["loc"] if part not in _GROUPS]
-    rule = first["msg"].removeprefix("Value error, ")
+    return _wrong(_option(first["loc"]), rule_in_words(first))
+
+
+@contextmanager
+def naming_options(model: str) -> Iterator[None]:
+    """What the service refuses of a request, in the words of the command line. `model`: the one that was named."""
+    from service.cli.exits import Refused
+
+    try:
+        yield
+    except Refused as refused:
+        # The folder, or a file in it: by its URI or its path.
+        if str(refused).startswith((model, model.removeprefix("file://"))):
+            raise _wrong("--model", str(refused)) from None
+        if refused.place is None or refused.place == "Idempotency-Key":
+            raise
+        raise _wrong(_option(refused.place.split(".")), refused.rule) from None
+
+
+def _wrong(option: str, rule: str) -> Stop:
+    return Stop(f"{option}: {rule}" if option else rule, USAGE, "--help lists the options")
+
+
+def _option(place: Sequence[int | str]) -> str:
+    """The option that a field has; nothing for the whole."""
+    parts = [str(part) for part in place if part not in _GROUPS]
     name = ".".join(parts[:2]) if parts[:1] == ["held_out"] else next(iter(parts), "")
-    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}: " if name else ""
-    return Stop(f"{option}{rule}", USAGE, "--help lists the options")
+    return f"--{_OPTIONS.get(name, name).replace('_', '-')}" if name else ""

@@ -252,12 +252,12 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def test_a_template_that_never_ends_is_stopped_and_the_row_named() -> None:
     endless = CHATML + "{% if messages[0]['content'] == 'forever' %}" + ENDLESS + "{% endif %}"
-    with TemplateProcess(source(endless), "model", row_limit_s=0.3) as process:
+    with TemplateProcess(source(endless), "model", row_limit_s=1.5) as process:
         process.spans([chat(user("q"), assistant("a"))])
         started = time.monotonic()
-        with pytest.raises(InvalidInput, match=r"rows.jsonl:7: .*longer than 0.3 s"):
+        with pytest.raises(InvalidInput, match=r"rows.jsonl:7: .*longer than 1.5 s"):
             process.spans([chat(user("forever"), assistant("a"))])
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     with pytest.raises(InvalidInput, match=r"model: .*longer than 0.3 s"):
         TemplateProcess(source(CHATML + ENDLESS), "model", row_limit_s=0.3)
 

@@ -320,7 +320,7 @@ def test_groups_may_mix_both_forms_and_arts_json_is_read(
     ours = trajectory(0.0, policy_version=4)
     bad = {"messages": broken(server, "another_word"), "reward": 0.0}
     path = tmp_path / "g.jsonl"
-    write_groups(path, {"trajectories": [arts, ours, bad], "exceptions": [], "metadata": {}})
+    write_groups(path, {"trajectories": [arts, ours, bad], "exceptions": [], "metadata": {}, "metrics": {}, "logs": []})
     rules = Rules(rl_run(max_tokens=MAX_TOKENS, broken="drop"), 4, 1000, readers["chatml"])
     found = read_groups(parse_groups(path, path.name), rules)
     [group] = found.groups

@@ -107,7 +107,7 @@ def test_a_file_outside_the_roots_is_refused(settings, tmp_path) -> None:
 
 def test_without_roots_only_uploads_are_open(settings, tmp_path) -> None:
     (tmp_path / "data" / "rows.jsonl").write_bytes(ROWS)
-    upload = settings.root_path / "store" / "uploads" / "abc" / "rows.jsonl"
+    upload = settings.root_path / "store" / "tenants" / "default" / "uploads" / "abc" / "rows.jsonl"
     upload.parent.mkdir(parents=True)
     upload.write_bytes(ROWS)
     closed = with_limits(settings, file_roots=())
@@ -220,6 +220,15 @@ def test_a_page(settings, web) -> None:
 def test_a_page_with_an_odd_name(settings, web, length) -> None:
     web.pages["/"] = Page(ROWS, etag=None, length=length)
     assert files_of(settings, download(settings, web.uri)) == {"dataset": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a%00b.jsonl", "a_b.jsonl"), ("%C3%A9" * 80, "\xe9" * 48), ("x" * 300 + ".txt", "x" * 44 + ".txt")],
+)
+def test_a_url_of_any_name_becomes_a_file(settings, web, name, expected) -> None:
+    web.pages[f"/{name}"] = Page(ROWS)
+    assert files_of(settings, download(settings, f"{web.uri}/{name}")) == {expected: ROWS}
 
 
 def test_a_broken_transfer_goes_on_where_it_stopped(settings, web) -> None:

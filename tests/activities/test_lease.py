@@ -4,16 +4,17 @@ import os
 import subprocess
 import sys
 import time
+from collections import UserDict
 from pathlib import Path
 
 import psutil
 import pytest
 
 import activities.lease
-from activities.worker_process import end_leftovers, processes_of
+from activities.worker_process import end_leftovers, end_processes, launch, processes_of
 from shared.errors import WorkerLost
 from shared.jobs import Lora
-from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerRecord
+from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, RunKeys, WorkerPaths, write_atomically
 from shared.store import LocalStore
 from tests.activities.lease_on_thread import HeldLease, Host
@@ -73,6 +74,45 @@ def test_an_idle_worker_ends_after_its_time_and_its_folder_goes(tmp_path: Path, 
         assert host.worker_ids() == []
 
 
+def test_a_worker_that_cannot_be_asked_to_stop_is_ended_all_the_same(tmp_path: Path, plan) -> None:
+    """As when the disk is full: nobody would know of it any more, and it would keep its device."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with Host(tmp_path, idle_s=0, command=lambda folder, key: command) as host:
+        worker = host.pool.acquire(WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype))
+        worker.paths.stop.mkdir()  # so that no file can take its name
+        try:
+            host.pool.release(worker)
+            assert host.worker_ids() == [] and host.num_processes(worker.worker_id) == 0
+        finally:
+            worker.end()
+
+
+def test_a_worker_that_cannot_be_put_on_record_is_ended(tmp_path: Path, plan) -> None:
+    """As when the disk is full when it has just been started: its error leaves nothing behind."""
+    paths = HostPaths(tmp_path / "host")
+    key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    worker_ids: list[str] = []
+
+    class Environment(UserDict[str, str]):
+        """It is looked into right before the process is started."""
+
+        def keys(self):
+            for record in paths.workers.glob("*/worker.json"):
+                worker_ids.append(record.parent.name)
+                record.unlink()
+                record.mkdir()
+            return super().keys()
+
+    with pytest.raises(IsADirectoryError):
+        launch(paths, key, lambda folder, key: command, Environment())
+    [worker_id] = worker_ids
+    try:
+        assert processes_of(worker_id) == [] and not paths.worker(worker_id).root.exists()
+    finally:
+        end_processes(worker_id)
+
+
 def test_a_worker_that_dies_loses_its_lease(tmp_path: Path, plan) -> None:
     with Host(tmp_path) as host:
         lease = HeldLease(host, plan, epoch=1)
@@ -124,10 +164,10 @@ def test_a_worker_that_is_never_ready_is_ended_with_its_whole_group(tmp_path: Pa
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True); {deaf}"
     )
     with Host(tmp_path, command=lambda folder, key: [sys.executable, "-c", parent]) as host:
-        lease = HeldLease(host, plan, epoch=1, ready_timeout_s=1.0)
+        lease = HeldLease(host, plan, epoch=1, ready_timeout_s=5.0)
         worker_id = wait_until(lambda: host.worker_ids(), "a worker")[0]
         wait_until(lambda: host.num_processes(worker_id) == 2, "parent and child")
-        assert "no worker within 1 s" in str(lease.ended())
+        assert "no worker within 5 s" in str(lease.ended())
         assert host.num_processes(worker_id) == 0
         assert host.worker_ids() == []
 
@@ -173,8 +213,6 @@ def orphan(paths: WorkerPaths, host_pid: int, host_started_at: float, key, with_
 
 @pytest.mark.parametrize("with_pid", [True, False])
 def test_a_new_host_ends_what_a_killed_one_left(tmp_path: Path, plan, with_pid: bool) -> None:
-    from shared.leases import WorkerKey
-
     key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
     paths = HostPaths(tmp_path / "host")
     me = psutil.Process()

@@ -61,7 +61,7 @@ def test_packing_holds_every_unit_once_and_never_takes_more_bins_than_first_fit(
     assert all(bins)
     fewest = -(-sum(tokens) // capacity)
     assert fewest <= len(bins) <= first_fit_decreasing(tokens, capacity) + 1
-    assert len(bins) <= len(best_fit_decreasing(tokens, capacity)) <= fewest * 11 / 9 + 4
+    assert len(bins) <= len(best_fit_decreasing(tokens, capacity)) <= len(bins) * 11 / 9 + 4
     assert bins == pack(tokens, capacity)
 
 

@@ -62,7 +62,9 @@ def request_for(store: ObjectStore, tmp_path: Path, run_id: str = "r1", name: st
 
 def test_every_step_of_a_run_has_a_version_and_the_same_step_the_same_one(store) -> None:
     def claim(step: int, sha256: str = "a", run_id: str = "r1") -> int:
-        return claim_version(store, "adapters", "harbour", Claim(run_id=run_id, step=step, checkpoint_sha256=sha256))
+        return claim_version(
+            store, "default", "adapters", "harbour", Claim(run_id=run_id, step=step, checkpoint_sha256=sha256)
+        )
 
     assert [claim(1), claim(2), claim(1, run_id="r2"), claim(3)] == [1, 2, 3, 4]
     assert [claim(3), claim(1, run_id="r2"), claim(2)] == [4, 3, 2], "however often it is tried"
@@ -72,7 +74,7 @@ def test_every_step_of_a_run_has_a_version_and_the_same_step_the_same_one(store)
 def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, store, tmp_path: Path) -> None:
     published = Publish(settings).publish(request_for(store, tmp_path))
     assert (published.name, published.version) == ("harbour", 1)
-    assert published.uri == f"{store.uri}/{published_version('adapters', 'harbour', 1)}"
+    assert published.uri == f"{store.uri}/{published_version('default', 'adapters', 'harbour', 1)}"
     folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
     assert (folder / "adapter_model.safetensors").read_bytes() == adapter_bytes(7, 20)
     config = json.loads((folder / "adapter_config.json").read_bytes())
@@ -103,9 +105,9 @@ def test_publishing_again_is_the_same_version_and_another_run_gets_the_next(sett
 
 
 def test_a_claim_that_was_never_filled_is_filled_by_its_run(settings, store, tmp_path: Path) -> None:
-    assert claim_version(store, "adapters", "harbour", Claim(run_id="r1")) == 1
-    assert claim_version(store, "adapters", "harbour", Claim(run_id="r2")) == 2
-    assert claim_version(store, "adapters", "harbour", Claim(run_id="r3")) == 3
+    assert claim_version(store, "default", "adapters", "harbour", Claim(run_id="r1")) == 1
+    assert claim_version(store, "default", "adapters", "harbour", Claim(run_id="r2")) == 2
+    assert claim_version(store, "default", "adapters", "harbour", Claim(run_id="r3")) == 3
     published = Publish(settings).publish(request_for(store, tmp_path, run_id="r2"))
     assert published.version == 2
 
@@ -132,7 +134,7 @@ def test_a_fully_trained_model_takes_the_rest_of_its_folder_from_the_base(settin
         request.model_copy(update={"checkpoint": ref, "model": upload(store, "base", base)})
     )
     folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
-    assert "/models/published/harbour/v000001" in published.uri
+    assert "/tenants/default/models/harbour/v000001" in published.uri
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "README.md",

@@ -22,16 +22,16 @@ from activities.safetensors_header import read_header
 from shared import artifacts
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs import Lora
-from shared.layout import Layout, ModelShape
-from shared.settings import Settings
+from shared.layout import EngineName, Layout, ModelShape
+from shared.settings import DownloadSettings, Settings
 from shared.store import open_store
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def config(tmp_path) -> Settings:
-    return Settings(root=tmp_path / "root")
+def config(tmp_path, tiny_model) -> Settings:
+    return Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path, tiny_model.parent)))
 
 
 @pytest.fixture
@@ -40,8 +40,10 @@ def model(tiny_model, tmp_path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "a model"))
 
 
-def resolve(config: Settings, uri: str | Path, layout: Layout | None = None) -> ResolvedModel:
-    request = ModelRequest(uri=str(uri), layout=layout or Layout())
+def resolve(
+    config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron"
+) -> ResolvedModel:
+    request = ModelRequest(uri=str(uri), layout=layout or Layout(), engine=engine)
     return ActivityEnvironment().run(ResolveModel(config).resolve_model, request)
 
 
@@ -50,9 +52,9 @@ def stage(config: Settings, resolved: ResolvedModel | ResolvedAdapter) -> Path:
     return artifacts.stage(artifact, config.root_path / "cache", config.s3)
 
 
-def refusal(config: Settings, uri: str | Path, layout: Layout | None = None) -> str:
+def refusal(config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron") -> str:
     with pytest.raises(InvalidInput) as refused:
-        resolve(config, uri, layout)
+        resolve(config, uri, layout, engine)
     return str(refused.value)
 
 
@@ -84,6 +86,29 @@ def test_a_file_uri_and_a_link_are_the_same_model(config, model, tmp_path) -> No
     resolved = resolve(config, model)
     assert resolve(config, f"file://{tmp_path}/a%20model") == resolved
     assert resolve(config, tmp_path / "link") == resolved
+
+
+def test_a_folder_that_users_may_not_name_is_refused_whether_it_exists_or_not(config, model, tmp_path) -> None:
+    """By the rule that holds for datasets. A link does not lead around it; our store needs no such folder."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link").symlink_to(model)
+    narrow = config.model_copy(update={"download": DownloadSettings(file_roots=(inside,))})
+    for place in (
+        model,
+        f"file://{tmp_path}/a%20model",
+        inside / "link",
+        inside / ".." / model.name,
+        tmp_path / "none",
+    ):
+        with pytest.raises(InvalidInput, match=r"open only below the folders of download\.file_roots"):
+            resolve(narrow, place)
+    closed = config.model_copy(update={"download": DownloadSettings()})
+    with pytest.raises(InvalidInput, match="file_roots"):
+        resolve(closed, model)
+    ours = resolve(config, model).model
+    assert ours.uri.startswith((config.root_path / "store").as_uri())
+    assert resolve(closed, ours.uri).model == ours
 
 
 def test_a_folder_that_changes_later_is_noticed_and_can_be_resolved_again(config, model) -> None:
@@ -140,14 +165,14 @@ def test_a_tokenizer_alone_can_be_staged(config, model, s3_server) -> None:
 def test_a_published_model_is_itself(config, model) -> None:
     artifacts.seal(model)
     store = open_store(config.store, config.s3)
-    published = artifacts.upload(store, "models/published/mine/v000001", model)
+    published = artifacts.upload(store, "tenants/default/models/mine/v000001", model)
     assert resolve(config, published.uri).model == published
     assert resolve(config, published.uri.removeprefix("file://")).model == published
 
 
 def test_a_half_published_model_is_refused(config, model) -> None:
-    shutil.copytree(model, config.root_path / "store/models/published/mine/v000001")
-    message = refusal(config, f"{config.store}/models/published/mine/v000001")
+    shutil.copytree(model, config.root_path / "store/tenants/default/models/mine/v000001")
+    message = refusal(config, f"{config.store}/tenants/default/models/mine/v000001")
     assert "nothing was completed there" in message
 
 
@@ -255,6 +280,15 @@ def test_a_tokenizer_larger_than_the_model_is_refused(config, model) -> None:
 
 def test_a_layout_that_does_not_fit_is_refused(config, model) -> None:
     assert "layout.tp: tp=3 does not divide" in refusal(config, model, Layout(tp=3))
+
+
+def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
+    resolve(config, model, engine="fsdp")
+    edit(model / "config.json", model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64)
+    resolve(config, model)
+    assert refusal(config, model, engine="fsdp") == (
+        "engine: the engine fsdp trains qwen3, qwen2, llama, not qwen3_moe: use megatron"
+    )
 
 
 def test_truncated_weights_are_named(config, model) -> None:

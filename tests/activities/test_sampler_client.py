@@ -1,7 +1,9 @@
 """The client against servers that misbehave. Against those that behave: test_sampler_conformance.py of the worker."""
 
 import json
+import socket
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -176,3 +178,24 @@ def test_an_adapter_that_an_earlier_attempt_loaded_is_loaded(scripted):
     scripted((0, b""), refusal, (200, models)).client().load_adapter("a", "/a")
     with pytest.raises(InvalidInput, match="already been loaded"):
         scripted(refusal, (200, models)).client().load_adapter("a", "/another")
+
+
+def test_closing_hangs_up_on_a_request_of_another_thread():
+    """A server that draws for somebody sees that nobody waits any more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Sampler(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def ask():
+            with suppress(RuntimeError, SamplerUnavailable):
+                client.models()
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(10)
+            assert connection.recv(65536).startswith(b"GET /v1/models")
+            client.close()
+            assert connection.recv(1) == b""
+    asking.join(30)
+    assert not asking.is_alive()

@@ -21,7 +21,7 @@ from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Su
 from shared.jobs import Fence, Lora
 from shared.paths import RunKeys
 from shared.run_events import read_run_events
-from shared.runs import DatasetSource, RLRun, SFTRun, StepStatus
+from shared.runs import DatasetSource, RLRun, RunRecord, SFTRun, Source, StepStatus, WandbRun
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store
 
@@ -153,7 +153,23 @@ def named(history: list[dict], name: str) -> dict[int, float]:
     return dict(found)
 
 
+def place_in_wandb(folder: Path) -> tuple[str, str, str, list[str]]:
+    """Entity, project, name and tags of the one offline run below a folder."""
+    from wandb.proto import wandb_internal_pb2
+
+    [file] = folder.rglob("*.wandb")
+    for data in read_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            return record.run.entity, record.run.project, record.run.display_name, list(record.run.tags)
+    raise AssertionError("no run was written")
+
+
 def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store: ObjectStore) -> None:
+    place = WandbRun(project="harbour", entity="port", name="night", tags=("crane", "quay"))
+    record = RunRecord(run_id="sft-1", source=Source(wandb=place), run=RUN, created_at=0)
+    store.put_bytes(RunKeys("sft-1").record, record.model_dump_json().encode())
     put_log(store, "sft-1", FIRST, WHOLE_RUN)
     end_run(store, "sft-1")
     tracked = track(Track(settings), "sft-1")
@@ -170,6 +186,7 @@ def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store:
     assert config["learning_rate"] == 0.002 and config["trainable"]["rank"] == 4
     tables = [path.read_text() for path in folder.rglob("*.table.json")]
     assert len(tables) == 2 and all("ahoy" in table for table in tables)
+    assert place_in_wandb(folder) == ("port", "harbour", "night", ["crane", "quay"])
 
 
 def test_train_steps_stand_beside_the_workers_numbers(settings: Settings, store: ObjectStore) -> None:
@@ -308,8 +325,8 @@ def test_unreachable_wandb_is_a_warning_and_an_offline_run(
     online = settings.model_copy(update={"wandb_mode": "online"})
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        tracked = track(Track(online, init_timeout_s=2.0, finish_timeout_s=8.0), "sft-6")
-    assert time.monotonic() - begun < 20
+        tracked = track(Track(online, init_timeout_s=2.0, finish_timeout_s=30.0), "sft-6")
+    assert time.monotonic() - begun < 90, "W&B would try for hours"
     assert tracked.warning is not None and "online" in tracked.warning
     assert "sft-6" in caplog.text and "0" * 40 not in caplog.text
     history = read_offline(settings.root_path / "wandb" / "sft-6")[1]
@@ -346,7 +363,7 @@ def test_cancelled_activity_writes_what_is_there(settings: Settings, store: Obje
     timer = threading.Timer(1.0, environment.cancel)
     timer.start()
     with pytest.raises(CancelledError):
-        environment.run(Track(settings, finish_timeout_s=2.0).track, TrackRequest(run_id="sft-8", run=RUN))
+        environment.run(Track(settings, finish_timeout_s=10.0).track, TrackRequest(run_id="sft-8", run=RUN))
     timer.join()
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-8")[1], "train/loss")) == {1, 2, 3, 4, 5}
 

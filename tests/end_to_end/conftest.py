@@ -14,8 +14,17 @@ from tests.end_to_end.stack import Answer, Stack, started
 QUICK = {
     "LONGSHORE_HEARTBEAT_TIMEOUT_S": "5",
     "LONGSHORE_WORKER_IDLE_S": "8",
+    "LONGSHORE_SERVING__IDLE_S": "4",  # a run that samples waits for the sampler that answered the last question
     "LONGSHORE_CANCEL_GRACE_S": "30",
     "LONGSHORE_CPU_THREADS": "1",
+}
+
+# What a stack is trusted with, and test_secrets.py looks for in everything that it leaves behind.
+SECRETS = {
+    "LONGSHORE_GRADING__SCORE_MODEL_KEY": "canary-of-the-judge-5d1c7a",
+    "LONGSHORE_SAMPLING__API_KEY": "canary-of-the-sampler-9e02bf",
+    "WANDB_API_KEY": "0123456789abcdefcanary0123456789abcdef00",
+    "AWS_SECRET_ACCESS_KEY": "canary/of/aws/77aa31",
 }
 
 # A grader of something that an untrained model's samples differ in: how many letters of the answer are an e.
@@ -37,7 +46,7 @@ def chance(record_property: Callable[[str, object], None]) -> random.Random:
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with started(tmp_path_factory.mktemp("stack"), **QUICK) as stack:
+    with started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS) as stack:
         yield stack
 
 

@@ -62,7 +62,7 @@ def submit(stack: Stack, model: Path, dataset: Path, *more: str, check: bool = T
 def trained(stack: Stack, tiny_model: Path, folder: Path) -> Answer:
     return submit(
         *(stack, tiny_model, folder / "train.jsonl", "--eval-dataset", str(folder / "held-out.jsonl")),
-        *("--steps", "20", "--batch-size", "32", "--learning-rate", "0.005", "--samples", "1", "--name", "crates"),
+        *("--steps", "20", "--batch-size", "32", "--learning-rate", "0.005", "--samples", "1", "--name", "preferred"),
     )
 
 

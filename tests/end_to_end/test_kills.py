@@ -65,7 +65,10 @@ def after_save(stack: Stack, run_id: str) -> bool:
 
 
 def at_the_sentinel(stack: Stack, run_id: str) -> bool:
-    return any('"event":"succeeded"' in line for line in _log_lines(stack, run_id))
+    """On the host, or a moment later in the store alone."""
+    carried = (stack.root / "store" / "runs" / run_id / "logs").glob("*/*/log.jsonl")
+    lines = [*_log_lines(stack, run_id), *(_read(log) for log in carried)]
+    return any('"event":"succeeded"' in line for line in lines)
 
 
 def between_save_and_manifest(stack: Stack, run_id: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.client import Client
-from service.dev_connection import Connection
+from service.dev.connection import Connection
 from shared.jobs import Lora, Reinforce
 from shared.runs import RLRun, StepStatus
 from tests.activities.groups import random_groups, write_groups

@@ -132,6 +132,8 @@ def test_kills_at_random_moments_change_nothing(
     chance: random.Random,
 ) -> None:
     """Under another name, the first step's samples are found, and all others are drawn anew."""
+    for left in fresh_stack.cli("ls", "--state", "running", "--json").json:  # it would keep the only sampler
+        fresh_stack.cli("cancel", left["run_id"], check=False)
     run_id = fresh_stack.cli(*rollout_options).json["run_id"]
     for _ in range(3):
         time.sleep(chance.uniform(1, 8))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.offload import HostCopy
 from shared.layout import Layout
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.rows import distinct_model
@@ -45,3 +46,21 @@ def test_offloading_frees_the_device_and_reloading_brings_every_bit_back(model):
         engine.reload()
         for name, tensor in engine.named_weights():
             assert torch.equal(tensor.cpu(), weights[name]), name
+
+
+def test_copies_wait_for_the_device_and_the_device_for_them():
+    """Work is queued before an offload and after a reload, and no call in between waits for it."""
+    weights = torch.zeros(64 << 20, device="cuda")
+    slow = torch.randn(8192, 8192, device="cuda")
+    copy = HostCopy([weights], chunk_bytes=1 << 20)
+    for number in range(1, 4):
+        for _ in range(20):
+            slow = (slow @ slow).clamp(-1, 1)
+        weights.add_(1)
+        copy.offload()
+        assert weights.untyped_storage().nbytes() == 0
+        filler = torch.full_like(slow, -1.0)  # may lie where the weights were, or where they come back to
+        del filler
+        copy.reload()
+        doubled = weights * 2
+        assert bool((doubled == 2 * number).all())

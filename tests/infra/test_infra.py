@@ -145,7 +145,7 @@ def test_roles_are_those_of_the_host() -> None:
 
 
 def test_ports_agree() -> None:
-    from service.dev import API_PORT, TEMPORAL_PORT
+    from service.dev.supervisor import API_PORT, TEMPORAL_PORT
 
     services = compose()["services"]
     assert services["service"]["ports"] == [f"127.0.0.1:{API_PORT}:{API_PORT}"]
@@ -211,3 +211,17 @@ def test_state_is_mounted_where_the_images_keep_it() -> None:
     pods = [m["spec"]["template"]["spec"] for m in manifests() if m["kind"] == "Deployment"]
     assert len(pods) == 4
     assert all(pod["containers"][0]["volumeMounts"][0]["mountPath"] == root for pod in pods)
+
+
+def test_hosts_offer_the_shape_that_the_service_asks_for() -> None:
+    """Or its runs would wait for ever. Compose: one for all; Kubernetes: the settings that all processes share."""
+    services = compose()["services"]
+    ours = ("service", "gpu-host", "sampler-host")
+    [shape] = {services[name]["environment"]["LONGSHORE_SHAPE"] for name in ours}
+    assert shape == "${LONGSHORE_SHAPE:-gpu1}"
+    [settings] = [m["data"] for m in manifests() if m["kind"] == "ConfigMap"]
+    assert settings["LONGSHORE_SHAPE"]
+    for deployment in (m for m in manifests() if m["kind"] == "Deployment"):
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            assert {"configMapRef": {"name": "longshore-settings"}} in container["envFrom"], container["name"]
+            assert "LONGSHORE_SHAPE" not in {entry["name"] for entry in container.get("env", ())}

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_worker.kernels import tiles
-from megatron_worker.kernels.head import blocks_for
+from megatron_worker.kernels.workspace import blocks_for
 
 CAPABILITY = 90
 POINTERS = {"label": "i64", "top_id": "i32"}

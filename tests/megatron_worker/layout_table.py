@@ -1,10 +1,8 @@
-"""Every layout of some numbers of ranks against one rank, measured: a table of the largest differences.
+"""Every layout of some numbers of ranks against one rank, measured: a line of JSON for each, as it is done.
 
-    python -m tests.megatron_worker.layout_table [--worlds 2 4] [--models dense experts] [--out layouts.json]
+    python -m tests.megatron_worker.layout_table [--worlds 2 4] [--models dense experts] [--skip dense/tp2 ...]
 
-Columns, each the largest over ranks and over adapters and full training: log-probabilities and entropies (nats); loss
-and gradient norm (relative, three steps); gradients on rows (SFT) and on prefix trees (RL), a tensor's difference by
-its norm; weights and moments after three steps (absolute); whether a checkpoint goes on to the same bits.
+`python -m benchmarks.layouts` runs it, and says what its figures mean.
 """
 
 import argparse
@@ -20,9 +18,12 @@ from megatron_worker.families import read_architecture
 from megatron_worker.megatron.engine import shape_of
 from shared.errors import InvalidInput
 from shared.layout import Layout, ModelShape, check_layout
-from tests.megatron_worker.launch import torchrun
-from tests.megatron_worker.parallel_ranks import KINDS, Trial
-from tests.megatron_worker.test_parallel import furthest, furthest_gradient, make_single, notes
+from tests.megatron_worker import layout_ranks
+from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, notes, rounding, scores_of
+from tests.megatron_worker.layout_ranks import OBJECTIVES
+from tests.megatron_worker.parallel_ranks import KINDS, Trial, round_weights
+from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.trials import run_trials
 
 MODELS = {
     "dense": {"num_layers": 4, "num_kv_heads": 4},
@@ -46,59 +47,75 @@ def layouts(world: int, shape: ModelShape) -> Iterator[Layout]:
             yield layout
 
 
-def differences(folder: Path, single: Path) -> dict[str, float | bool]:
-    """The largest of a layout's, adapters and full training together."""
-    found: dict[str, list[float]] = {}
-    is_same = True
-    for kind in KINDS:
-        ours, theirs = folder / kind, single / kind
-        expected = torch.tensor(notes(theirs, "history")[0], dtype=torch.float64)
-        for history in notes(ours, "history"):
-            relative = (torch.tensor(history, dtype=torch.float64) / expected - 1).abs().amax(0)
-            found.setdefault("loss", []).append(float(relative[0]))
-            found.setdefault("norm", []).append(float(relative[1]))
-        for scores in notes(ours, "scores"):
-            for mine, other in zip(scores, notes(theirs, "scores")[0], strict=True):
-                found.setdefault("scores", []).append(float((torch.tensor(mine) - torch.tensor(other)).abs().max()))
-        for data in ("sft", "rl"):
-            path = f"from-single/{data}-gradients.safetensors"
-            found.setdefault(f"{data} gradient", []).append(furthest_gradient(ours / path, theirs / path))
-        found.setdefault("state", []).append(furthest(ours / "end", theirs / "end"))
-        for file in (p for p in (ours / "end").rglob("*") if p.is_file()):
-            is_same &= file.read_bytes() == (ours / "resumed" / "end" / file.relative_to(ours / "end")).read_bytes()
-    return {name: max(values) for name, values in found.items()} | {"resumes": is_same}
+def make_single(out: Path, name: str) -> Path:
+    """The model, its weights such that bfloat16 can say them, and one rank's results."""
+    model, single = distinct_model(out / "models" / name, **MODELS[name]), out / name / "single"
+    round_weights(model / "model.safetensors")
+    layout_ranks.make_beginning(model, single)
+    layout_ranks.measure(model, Layout(), single, single / "float32")
+    layout_ranks.measure_rounded(model, Layout(), single, single / "bfloat16")
+    layout_ranks.measure_rounded(model, Layout(), single, single / "exact", "float32")
+    return model
+
+
+def differences(ours: Path, theirs: Path) -> dict[str, float | bool]:
+    """Of one kind and objective, from one rank in float32: the largest over ranks, tokens, steps and tensors."""
+    expected = torch.tensor(notes(theirs, "history")[0], dtype=torch.float64)
+    histories = torch.tensor(notes(ours, "history"), dtype=torch.float64)
+    loss, norm = (histories / expected - 1).abs().amax((0, 1)).tolist()
+    files = [path.relative_to(ours / "end") for path in (ours / "end").rglob("*") if path.is_file()]
+    return {
+        "logprob": furthest_score(ours, theirs, 0),
+        "entropy": furthest_score(ours, theirs, 1),
+        "loss": loss,
+        "norm": norm,
+        "gradient": furthest_gradient(ours / GRADIENTS, theirs / GRADIENTS),
+        "weights": furthest(ours / "end" / "weights", theirs / "end" / "weights"),
+        "moments": furthest(ours / "end" / "optimizer", theirs / "end" / "optimizer"),
+        "resumes": all((ours / "end" / f).read_bytes() == (ours / "again" / f).read_bytes() for f in files),
+    }
+
+
+def furthest_score(ours: Path, theirs: Path, column: int) -> float:
+    expected = scores_of(notes(theirs, "scores")[0], column)
+    return max(float((scores_of(noted, column) - expected).abs().max()) for noted in notes(ours, "scores"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure every layout against one rank.")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--skip", nargs="*", default=[], help="such as dense/tp2-dp2")
     options = parser.parse_args()
-    rows = []
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         for name in options.models:
-            model = make_single(out, name, **MODELS[name])
+            model = make_single(out, name)
             for world in options.worlds:
                 own = list(layouts(world, shape_of(read_architecture(model))))
+                own = [layout for layout in own if f"{name}/{layout.label}" not in options.skip]
                 for some in (own[i : i + _AT_ONCE] for i in range(0, len(own), _AT_ONCE)):
-                    trials = [Trial(model=model, layout=layout).model_dump(mode="json") for layout in some]
-                    module = "tests.megatron_worker.parallel_ranks"
-                    torchrun(module, str(out), json.dumps(trials), num_ranks=world, timeout_s=3600)
+                    trials = [Trial(model=model, layout=layout) for layout in some]
+                    run_trials("layout_ranks", out, trials, num_ranks=world, timeout_s=3600)
                     for layout in some:
-                        found = differences(out / name / layout.label, out / name / "single")
-                        rows.append({"model": name, "layout": layout.label, **found})
-                        print_row(rows[-1], with_head=len(rows) == 1)
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+                        print(json.dumps(row(out, name, layout)), flush=True)
 
 
-def print_row(row: dict, with_head: bool) -> None:
-    if with_head:
-        print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
-    cells = [f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()]
-    print("| " + " | ".join(cells) + " |", flush=True)
+def row(out: Path, name: str, layout: Layout) -> dict[str, object]:
+    """All that is known of a layout; kinds within objectives."""
+    ours, single = out / name / layout.label, out / name / "single"
+    of = {f"{objective} {kind}": Path(kind) / objective for objective in OBJECTIVES for kind in KINDS}
+    return {
+        "model": name,
+        "layout": layout.label,
+        "ranks": layout.world_size,
+        "float32": {key: differences(ours / "float32" / p, single / "float32" / p) for key, p in of.items()},
+        "bfloat16": {
+            key: rounding(layout, ours / "bfloat16" / p, single / "bfloat16" / p, single / "exact" / p)
+            for key, p in of.items()
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self._live)
         return result
 
+    def take_peak(self) -> int:
+        """The peak so far; the next one is looked for from here on."""
+        peak, self.peak = self.peak, self._live
+        return peak
+
     def _gone(self, num_bytes):
         self._live -= num_bytes
 

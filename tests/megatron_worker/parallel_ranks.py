@@ -4,17 +4,16 @@
 compares them with those of one rank, which it makes with the same functions in its own process.
 """
 
-import argparse
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.pieces import Piece
@@ -25,11 +24,13 @@ from megatron_worker.megatron.mesh import Group
 from megatron_worker.megatron.model import Model
 from megatron_worker.weights import whole_tensor
 from shared.errors import InvalidInput
-from shared.jobs import Adam, CrossEntropy, Full, Lora
+from shared.jobs import Adam, CrossEntropy, Dtype, Full, Lora
 from shared.layout import Layout
+from tests.megatron_worker.differences import GRADIENTS
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_tree, random_sequences
+from tests.megatron_worker.trials import given_trials
 
 LORA = Lora(rank=3, alpha=6)
 # Where a gradient is as small as float32 rounds, Adam's first step has the size of the rate and the rounding's sign.
@@ -46,6 +47,7 @@ class Trial(BaseModel):
     model: Path
     layout: Layout
     faults: tuple[str, ...] = ()
+    rounds: bool = False  # in bfloat16, too
 
     @property
     def name(self) -> str:
@@ -107,8 +109,7 @@ def train(engine: MegatronEngine, kind: str, first: int, end: int) -> list[tuple
 def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[str, torch.Tensor]:
     """Whole tensors by their Hugging Face or PEFT names, summed over all bins. Nothing is left accumulated."""
     accumulate(engine, bins, loss)
-    training = engine._training
-    assert training is not None
+    training = engine._slots.training
     optimizer = training.optimizer
     optimizer.reduce(1.0)
     whole = optimizer.grad.like(torch.float32)
@@ -123,6 +124,14 @@ def scores(engine: MegatronEngine, batch: Batch) -> list[list[float]]:
         found = engine.forward(batch, Outputs(entropy=True))
     assert found.logprob_N is not None and found.entropy_N is not None
     return [found.logprob_N.tolist(), found.entropy_N.tolist()]
+
+
+def note_step(engine: MegatronEngine, bins: Bins, loss: LossFunction, out: Path) -> None:
+    """Scores and gradients of a step's bins; no weight changes."""
+    note(engine, out / "scores.json", [scores(engine, batch) for batch in bins])
+    found = gradients(engine, bins, loss)
+    if engine.facts.rank == 0:
+        save_file(found, out / GRADIENTS)
 
 
 def run(model: Path, layout: Layout, out: Path) -> None:
@@ -167,6 +176,31 @@ def note(engine: MegatronEngine, path: Path, value: Any) -> None:
     path = path.with_name(f"{path.stem}-{engine.facts.rank}{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
+
+
+def round_weights(path: Path) -> None:
+    """To what bfloat16 can say, so that both dtypes compute the same function."""
+    save_file({n: t.bfloat16().float() for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def round_adapter(adapter: Path, out: Path) -> None:
+    shutil.copytree(adapter, out)
+    round_weights(out / "adapter_model.safetensors")
+
+
+def start_rounded(model: Path, layout: Layout, kind: str, adapter: Path, dtype: Dtype = "bfloat16") -> MegatronEngine:
+    """With the adapter, or with all weights of the model, in training."""
+    engine = MegatronEngine(model, layout, dtype)
+    if kind == "full":
+        engine.train_full(Full())
+    else:
+        engine.load_adapter("run", adapter, LORA, trainable=True)
+    return engine
+
+
+def run_rounded(model: Path, layout: Layout, adapter: Path, out: Path, dtype: Dtype = "bfloat16") -> None:
+    for kind in KINDS:
+        note_step(start_rounded(model, layout, kind, adapter, dtype), STEPS[0][0], SFT_LOSS, out / kind)
 
 
 def refuse(model: Path, layout: Layout, out: Path, adapter: Path, damaged: Path) -> None:
@@ -220,11 +254,22 @@ def _holding(of: str, instead: str) -> Change:
     return change
 
 
+def _kept(_: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Only what this rank sent itself has a gradient."""
+        own, rows = grad.split(ctx.received)[ctx.group.rank], [grad.new_zeros(n, *grad.shape[1:]) for n in ctx.sent]
+        rows[ctx.group.rank] = own
+        return torch.cat(rows), None, None, None
+
+    return staticmethod(backward)
+
+
 FAULTS: dict[str, tuple[Any, str, Change]] = {
     "skip-reduce": (Group, "sum_shares", _own_alone),
     "average-for-sum": (Group, "sum_shares", lambda original: lambda self, x: original(self, x) / self.size),
     "drop-shard": (Group, "gather", lambda _: lambda self, x: [x] * self.size),
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
+    "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
     "same-shard": (Piece, "local", _same_shard),
     "forget-finalize": (Model, "_holding", _holding("partial", "whole")),
     "forget-tied": (Model, "_holding", _holding("tied", "split")),
@@ -234,6 +279,7 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
         "backward",
         lambda _: staticmethod(lambda ctx, grad: (grad.chunk(ctx.group.size)[ctx.group.rank].clone(), None)),
     ),
+    "own-tokens": (collectives._Exchange, "backward", _kept),
 }
 
 
@@ -259,26 +305,19 @@ def run_with_fault(name: str, trial: Trial, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("trials")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for number, values in enumerate(json.loads(arguments.trials)):
-        trial = Trial.model_validate(values)
-        out = arguments.out / trial.name
-        single = arguments.out / trial.model.name / "single"
+    for number, (trial, results) in enumerate(given_trials(Trial)):
+        out, single = results / trial.name, results / trial.model.name / "single"
         run(trial.model, trial.layout, out)
         for kind in KINDS:
             resume(trial.model, trial.layout, out / kind / "middle", kind, out / kind / "resumed")
             go_on(trial.model, trial.layout, single / kind / "middle", kind, out / kind / "from-single")
+        if trial.rounds:
+            run_rounded(trial.model, trial.layout, single / "rounded", out / "bfloat16")
         for name in trial.faults:
             run_with_fault(name, trial, out / "faults" / name)
         if number == 0:
             refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
             fail_to_save(trial.model, trial.layout, out)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

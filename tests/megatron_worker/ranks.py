@@ -90,4 +90,4 @@ def some_loss(outputs: Sequence[ForwardOutput]) -> Tensor:
 def gradient(rank: TrainerRank, name: str) -> Tensor:
     """What an adapter has accumulated on this rank."""
     slot = rank._adapters[name].slot
-    return rank.engine._trainings[slot].optimizer.grad.buffer.clone()
+    return rank.engine._slots.trainings[slot].optimizer.grad.buffer.clone()

@@ -30,17 +30,6 @@ from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
 STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step % 4) for step in range(20)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return distinct_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    """A line of the table."""
-    return request.param
-
-
 def as_bins(rows):
     return [rows[:2], rows[2:]]
 

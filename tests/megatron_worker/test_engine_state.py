@@ -11,23 +11,12 @@ from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
 from shared.jobs import Full, Lora
 from tests.megatron_worker.driving import train
-from tests.megatron_worker.engines import ENGINES, LORA, checkpoint_bytes, start
+from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
 ROWS = random_rows([40, 17, 90])
 STEPS = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25], seed=s % 3) for s in range(6))]
 RATES = {"lora": 3e-3, "full": 3e-4}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return distinct_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    """A line of the table."""
-    return request.param
 
 
 def logprobs(engine):
@@ -218,6 +207,7 @@ def test_dropping_a_job_leaves_the_base_alone(model, engine):
 
 @pytest.mark.parametrize("offloaded_before", [False, True])
 def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_one(model, engine, offloaded_before):
+    before = storages_alive()
     driven = start(engine, model)
     published = {name: weight.clone() for name, weight in driven.named_weights()}
     if offloaded_before:
@@ -225,6 +215,9 @@ def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_o
         driven.reload()
     driven.train_full(Full())
     train(driven, [[ROWS]], learning_rate=RATES["full"])
+    if offloaded_before:
+        driven.offload()
+        driven.reload()
     driven.drop_training_state()
     assert driven.memory().device_bytes == 0
     driven.offload()
@@ -232,6 +225,11 @@ def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_o
     driven.reload()
     driven.add_adapter("next", Lora(rank=2), seed=0)
     assert all(torch.equal(weight, published[name]) for name, weight in driven.named_weights())
+    driven.drop_training_state()
+    driven.offload()
+    known = before | {weight.data_ptr(): weight.nbytes for weight in published.values()}
+    alive = {address: size for address, size in storages_alive().items() if address not in known}
+    assert sum(alive.values()) == driven.memory().host_bytes  # of what was trained, nothing is left
 
 
 def test_memory_is_counted(model, engine):

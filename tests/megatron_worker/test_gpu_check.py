@@ -5,9 +5,16 @@ import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_check import run_tests
 from benchmarks.head_kernel import CASES, measure
+from benchmarks.qwen3_8b import TINY_WORK, rl_step, run, sft_step
+from benchmarks.qwen3_8b import main as train_qwen3_8b
+from benchmarks.qwen3_8b import measure as measure_training
+from benchmarks.random_model import QWEN3_8B, TINY, RandomFsdp, RandomMegatron, flops, write_config
+from shared.jobs import Lora
+from shared.layout import Layout
 from tests.megatron_worker.launch import REPOSITORY
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and this is about having none")
@@ -50,3 +57,67 @@ def test_all_ways_of_the_benchmark_come_to_the_same_sum(case):
         else:
             assert row["logprob_sum"] == pytest.approx(rows["kernel"]["logprob_sum"], rel=1e-2)
             assert row["ms"] > 0
+
+
+# The training of Qwen3-8B's shape, on a shape that is tiny.
+
+CPU = torch.device("cpu")
+
+
+@NO_CUDA
+def test_training_says_that_it_was_not_measured(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["qwen3_8b"])
+    with pytest.raises(SystemExit, match=r"^not measured: there is no CUDA device here$"):
+        train_qwen3_8b()
+    assert not capsys.readouterr().out
+
+
+def test_training_and_offload_are_measured_by_the_same_code_on_a_tiny_shape():
+    figures = measure_training(TINY, TINY_WORK, 2, CPU, peak_tflops=0.5)
+    for name in ("sft", "rl"):
+        part = figures[name]
+        assert "failed" not in part
+        seconds = part["step_s"]["median"]
+        assert part["tokens_per_s"] == pytest.approx(part["tokens"] / seconds)
+        assert part["mfu"] == pytest.approx(sum(part["flop"].values()) / seconds / 0.5e12)
+    group = TINY_WORK.prompt + TINY_WORK.group * TINY_WORK.completion
+    assert figures["rl"]["tokens"] == TINY_WORK.bins * group
+    unshared = TINY_WORK.group * (TINY_WORK.prompt + TINY_WORK.completion)
+    assert figures["rl"]["logical_tokens_per_s"] / figures["rl"]["tokens_per_s"] == pytest.approx(unshared / group)
+    offload = figures["offload"]
+    assert offload["device_gb_after"] == 0
+    assert offload["host_gb"] == pytest.approx(offload["device_gb_before"])
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch):
+    monkeypatch.setattr(RandomMegatron, "reload", lambda engine: torch.empty(-1))
+    figures = measure_training(TINY, TINY_WORK, 1, CPU, None)
+    assert set(figures["offload"]) == {"failed"}
+    assert figures["rl"]["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("make", [sft_step, rl_step])
+def test_flops_are_those_that_torch_counts(make, tmp_path):
+    """But for attention, products added in place (it sees neither), and zeros between the fused linears' adapters."""
+    engine = RandomMegatron(write_config(tmp_path, TINY), Layout(), "float32", CPU)
+    engine.add_adapter("run", Lora(rank=16, alpha=32), seed=0)
+    step = make(TINY_WORK, TINY.vocab, CPU)
+    with FlopCounterMode(display=False) as counter:
+        run(engine, step)
+    ours = flops(TINY, 16, step.num_tokens, step.num_pairs, step.num_targets)
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    assert ours["linears"] + ours["head"] == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize("engine", [RandomMegatron, RandomFsdp])
+def test_drawn_weights_are_as_many_as_the_shape_says_and_come_again(engine, tmp_path):
+    folder = write_config(tmp_path, TINY)
+    drawn = [
+        {name: weight.clone() for name, weight in engine(folder, Layout(), "float32").named_weights()} for _ in range(2)
+    ]
+    assert all(torch.equal(weight, drawn[1][name]) for name, weight in drawn[0].items())
+    matrices = [weight for weight in drawn[0].values() if weight.dim() == 2]
+    assert sum(weight.numel() for weight in matrices) == TINY.num_weights
+    assert all(0.015 < float(weight.std()) < 0.025 for weight in matrices)
+    assert all(bool((weight == 1).all()) for weight in drawn[0].values() if weight.dim() == 1)
+    assert 8.1e9 < QWEN3_8B.num_weights < 8.2e9

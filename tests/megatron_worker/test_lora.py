@@ -20,11 +20,6 @@ LORA = Lora(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return distinct_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
     """A checkpoint whose B are not zero."""
     folder = tmp_path_factory.mktemp("trained")

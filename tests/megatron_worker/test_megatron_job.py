@@ -1,6 +1,5 @@
 """The runner around the real engine: a tiny Qwen3 through LoRA, full training, resume and reuse, in a warm process."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.artifacts import sha256_file
 from shared.events import Evaluated, Offloaded, Saved, Step, Succeeded
-from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
 from shared.settings import S3Settings
-from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan, write_units
+from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 NUM_STEPS = 4
 
@@ -23,16 +22,7 @@ NUM_STEPS = 4
 @pytest.fixture(scope="module")
 def workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     root = tmp_path_factory.mktemp("megatron")
-    for name, num_units in (("units", 6 * NUM_STEPS), ("held-out-units", 4)):
-        write_units(root / name, num_units, seed=num_units, vocab_size=512)
-    prompts = [{"prompt_ids": [300, 301, 302], "prompt": "three tokens", "reference": "four"}]
-    (root / "held-out-units" / "prompts.json").write_text(json.dumps(prompts))
-    bins = [[[6 * s, 6 * s + 1], [6 * s + 2, 6 * s + 3, 6 * s + 4], [6 * s + 5]] for s in range(NUM_STEPS)]
-    write_plan(root / "plan", root / "units", bins)
-    write_plan(root / "held-out-plan", root / "held-out-units", [[[0, 1], [2, 3]]])
-    data = PackedData(units=sealed(root / "units"), plan=sealed(root / "plan"))
-    held_out = PackedData(units=sealed(root / "held-out-units"), plan=sealed(root / "held-out-plan"))
-    return Workshop(root, sealed(tiny_model), data, held_out, NUM_STEPS)
+    return workshop_of_ids(root, tiny_model, 512, NUM_STEPS, held_out=[[0, 1], [2, 3]], prompt_ids=[300, 301, 302])
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,20 @@
 """Two and four ranks give what one gives, under every layout: scores, losses, gradients, norms, weights, files.
 
-One launch for each number of ranks. `python -m tests.megatron_worker.layout_table` measures many more layouts.
+One launch for each number of ranks. `python -m benchmarks.layouts` measures many more layouts.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from shared.layout import Layout
 from tests.megatron_worker import parallel_ranks
-from tests.megatron_worker.launch import torchrun
+from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of
 from tests.megatron_worker.parallel_ranks import KINDS, Trial
 from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.trials import run_trials
 
 DENSE = {
     2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)],
@@ -39,12 +38,12 @@ EXPERTS = {
 }
 # By model and layout: what is broken there, and in what it must show.
 FAULTS = {
-    ("dense", "dp2"): {"skip-reduce": "history", "average-for-sum": "history"},
+    ("dense", "dp2"): {"skip-reduce": "history", "average-for-sum": "history", "local-count": "history"},
     ("dense", "tp2"): {"drop-shard": "weights", "local-norm": "history", "same-shard": "lora history"},
     ("dense", "tp2-sp"): {"forget-finalize": "full history"},
     ("dense", "pp2"): {"forget-tied": "full history", "local-norm": "history"},
     ("dense", "cp2"): {"skip-reduce": "history", "own-context": "history"},
-    ("experts", "ep2-dp2"): {"forget-copies": "full history", "own-context": "history"},
+    ("experts", "ep2-dp2"): {"forget-copies": "full history", "own-tokens": "history"},
     ("experts", "tp2-sp-etp2"): {"forget-finalize": "full history", "drop-shard": "weights"},
     ("dense", "tp2-dp2"): {"skip-reduce": "history", "drop-shard": "weights"},
     ("dense", "pp2-cp2"): {"average-for-sum": "history"},
@@ -56,17 +55,22 @@ TRIALS = [
     for layout in own
 ]
 NAMES = [f"{name}/{layout.label}" for name, layout in TRIALS]
+ROUNDED = [f"{name}/{layout.label}" for name, layout in TRIALS if layout.world_size == 2]  # in bfloat16, too
 FIRST = {2: "dense/tp2", 4: "dense/tp2-dp2"}  # where what does not depend on the layout is tried
 
 
 def make_single(out: Path, name: str, **model: object) -> Path:
     """The model, and one rank's results."""
     folder = distinct_model(out / "models" / name, **model)
+    parallel_ranks.round_weights(folder / "model.safetensors")
     threads, single = torch.get_num_threads(), out / name / "single"
     torch.set_num_threads(1)
     parallel_ranks.run(folder, Layout(), single)
     for kind in KINDS:
         parallel_ranks.go_on(folder, Layout(), single / kind / "middle", kind, single / kind / "from-single")
+    parallel_ranks.round_adapter(single / "lora" / "end" / "weights", single / "rounded")
+    for folder_name, dtype in (("bfloat16", "bfloat16"), ("exact", "float32")):
+        parallel_ranks.run_rounded(folder, Layout(), single / "rounded", single / folder_name, dtype)
     torch.set_num_threads(threads)
     shutil.copytree(single / "lora" / "end" / "weights", single / "damaged")
     weights = single / "damaged" / "adapter_model.safetensors"
@@ -84,43 +88,21 @@ def results(tmp_path_factory):
     }
     for world in (2, 4):
         trials = [
-            Trial(model=models[name], layout=layout, faults=tuple(FAULTS.get((name, layout.label), {})))
+            Trial(
+                model=models[name],
+                layout=layout,
+                faults=tuple(FAULTS.get((name, layout.label), {})),
+                rounds=f"{name}/{layout.label}" in ROUNDED,
+            )
             for name, layout in TRIALS
             if layout.world_size == world
         ]
-        arguments = json.dumps([trial.model_dump(mode="json") for trial in trials])
-        torchrun("tests.megatron_worker.parallel_ranks", str(out), arguments, num_ranks=world, timeout_s=900)
+        run_trials("parallel_ranks", out, trials, num_ranks=world, timeout_s=900)
     return out
 
 
 def single_of(results: Path, name: str) -> Path:
     return results / name.split("/")[0] / "single"
-
-
-def notes(folder: Path, name: str) -> list:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    merged = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        merged |= load_file(path)
-    assert merged
-    return merged
-
-
-def furthest(folder: Path, other: Path) -> float:
-    """The largest difference of any tensor of two checkpoints."""
-    ours, theirs = tensors(folder), tensors(other)
-    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
-
-
-def furthest_gradient(path: Path, other: Path) -> float:
-    """The largest norm of a tensor's difference, by the tensor's norm."""
-    ours, theirs = load_file(path), load_file(other)
-    assert set(ours) == set(theirs)
-    return max(float((ours[n] - t).norm() / t.norm().clamp(min=1e-7)) for n, t in theirs.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,6 +149,26 @@ class TestAgainstOneRank:
         for history in notes(ours, "history"):
             for step, expected in zip(history, notes(theirs, "history")[0], strict=True):
                 assert step == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_bfloat16_rounds_no_worse_than_on_one_rank(results, name, kind):
+    ours, single = results / name / "bfloat16" / kind, single_of(results, name)
+    layout = dict(zip(NAMES, TRIALS, strict=True))[name][1]
+    found = rounding(layout, ours, single / "bfloat16" / kind, single / "exact" / kind)
+    print(name, kind, found)
+    for what in ("logprob", "gradient"):
+        assert 1e-4 < found[what] <= found["bound"] * found[f"one_rank_{what}"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["dense/pp2", "dense/dp2"])
+def test_stages_and_data_add_no_rounding(results, name, kind):
+    """What crosses ranks there is handed on as it is, or summed in float32."""
+    expected = scores_of(notes(single_of(results, name) / "bfloat16" / kind, "scores")[0], 0)
+    for noted in notes(results / name / "bfloat16" / kind, "scores"):
+        assert torch.equal(scores_of(noted, 0), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

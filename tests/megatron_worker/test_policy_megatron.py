@@ -36,7 +36,7 @@ from shared.jobs import (
 from shared.layout import Layout
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.launch import torchrun
-from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows
+from tests.megatron_worker.rows import Row, bin_of, random_rows
 from tests.megatron_worker.test_megatron_job import new_worker
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan
@@ -54,17 +54,12 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return distinct_model(tmp_path_factory.mktemp("qwen3"))
-
-
 def fresh(model: Path, dtype: str = "float32") -> MegatronEngine:
     """An adapter whose B is not zero, so that both of its matrices have gradients."""
     engine = MegatronEngine(model, Layout(), dtype)
     engine.add_adapter("run", LORA, seed=0)
     generator = torch.Generator().manual_seed(1)
-    optimizer = engine._training.optimizer
+    optimizer = engine._slots.training.optimizer
     noise = torch.randn(optimizer.master.buffer.shape, generator=generator) * 0.02
     optimizer.master.buffer.add_(noise)
     optimizer.refresh_working()
@@ -112,7 +107,7 @@ def gradient(engine: MegatronEngine, loss: LossFunction, bins: list[Batch]) -> t
     sums = [engine.forward_backward(batch, loss) for batch in bins]
     weight = sum(s["weight"].double() for s in sums)
     total = sum(s["loss"].double() for s in sums)
-    return float(total / weight), engine._training.optimizer.grad.buffer.double().clone() / weight
+    return float(total / weight), engine._slots.training.optimizer.grad.buffer.double().clone() / weight
 
 
 def cuts(batches: list[Batch]) -> list[list[Batch]]:

@@ -17,7 +17,7 @@ from shared.packed import Plan, Units
 from shared.runs import RLRun, StepStatus
 from shared.trajectories import Trajectory
 from tests.activities.groups import rl_run
-from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
+from tests.megatron_worker.rows import VOCAB_SIZE
 from tests.megatron_worker.test_policy_megatron import fresh, gradient
 from tests.megatron_worker.trees import as_batch
 
@@ -49,11 +49,6 @@ def groups_with_a_system_prompt(num_groups: int = 6, size: int = 4) -> list[tupl
     system = ids(48)
     prompts = [system + ids(12) for _ in range(num_groups)]
     return [tuple(one(prompt) for _ in range(size)) for prompt in prompts]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return distinct_model(tmp_path_factory.mktemp("qwen3"))
 
 
 def run_of() -> RLRun:

@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from benchmarks import trainer_rank_step
+from benchmarks.random_model import TINY
+from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Scores
+from megatron_worker.kernels.choice import policy
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
 from shared.jobs import PPO, Adam, Lora
 from shared.layout import Layout
+from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import (
     LORAS,
     gradient,
@@ -35,11 +42,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return distinct_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +391,7 @@ def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders
     engine = MegatronEngine(model, Layout(), "float32")
     engine.load_adapter("one", folders["one"], None, trainable=True)
     sums = engine.forward_backward(batch, loss)
-    expected = engine._training.optimizer.grad.buffer
+    expected = engine._slots.training.optimizer.grad.buffer
     rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), min_shared_tokens=1)
     load_adapters(rank, folders)
     outputs = rank.forward(
@@ -412,15 +414,74 @@ def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders
     assert expected.any() and torch.equal(gradient(rank, "one"), expected)
 
 
-@pytest.mark.parametrize(
-    ("degree", "rule"), [("pp", "never hold all outputs"), ("ep", "must do equally many forwards")]
-)
-def test_layouts_that_cannot_be_are_refused_with_a_reason(model, degree, rule):
+def test_a_pipeline_is_refused_with_a_reason(model):
     engine = MegatronEngine(model, Layout(), "float32")
-    object.__setattr__(engine.facts, "layout", Layout.model_construct(**{degree: 2}))
-    with pytest.raises(InvalidInput, match=rule) as refused:
+    object.__setattr__(engine.facts, "layout", Layout.model_construct(pp=2))
+    with pytest.raises(InvalidInput, match="never hold all outputs") as refused:
         TrainerRank(engine)
-    assert refused.value.place == f"layout.{degree}"
+    assert refused.value.place == "layout.pp"
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path):
+    """Neither forward nor backward, of a pack of several chunks, of a vocabulary wider than the model's own tensors."""
+    folder = make_tiny_model(tmp_path, ["hello there"], vocab_size=1500)
+    rank = TrainerRank(MegatronEngine(folder, Layout(), "float32"))
+    rank.create_adapter("one", LORAS["one"], seed=0)
+    generator = np.random.default_rng(4)
+    ids, labels = random_ids(generator, 1200), generator.integers(0, VOCAB_SIZE, (1199, 3))
+
+    def largest(asked):
+        with Largest() as seen:
+            rank.backward(some_loss(rank.forward([asked])))
+        return seen.num_elements
+
+    everything = ForwardInput(ids, range(1199), True, True, labels, 5, False, True, temperature=0.7)
+    assert largest(everything) < 1199 * 1500 / 3
+    assert largest(ForwardInput(ids, logits=True)) >= 1199 * 1500
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_heads_take_kernels_where_there_are_some(rank):
+    """Labels, top-k and targets by Triton's head (on the CPU interpreted) as by torch's, and their gradients."""
+    generator = np.random.default_rng(5)
+    ids = random_ids(generator, 25)
+    labels = generator.integers(0, VOCAB_SIZE, (24, 3))
+    asked = [
+        ForwardInput(ids, range(24), True, True, labels, 4, adapter="one", temperature=0.7),
+        ForwardInput(ids[:9], labels=labels[:9, :1], adapter="two"),
+        ForwardInput(ids[:9], top_k=VOCAB_SIZE, adapter="two"),
+    ]
+
+    def answers(kernels):
+        rank.zero_grad()
+        with policy(kernels):
+            outputs = rank.forward(asked)
+            rank.backward(some_loss(outputs))
+        return outputs, [gradient(rank, name) for name in ("one", "two")]
+
+    outputs, gradients = answers("strict")
+    expected, expected_gradients = answers("torch")
+    for ours, theirs in zip(outputs, expected, strict=True):
+        for name, tensor in tensors_of(ours).items():
+            assert (tensor - tensors_of(theirs)[name]).abs().max() <= 1e-5, name
+        if ours.top_k is not None:
+            assert torch.equal(ours.top_k.id_PK, theirs.top_k.id_PK)
+            assert (ours.top_k.logprob_PK.diff(dim=1) <= 0).all()
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_a_fresh_adapter_changes_nothing_until_it_is_stepped(own_rank):
@@ -450,3 +511,34 @@ def test_bfloat16_answers_in_float32_and_learns(rank, model, folders):
     rounded.backward(some_loss([near]))
     ours, theirs = gradient(rounded, "one"), gradient(rank, "one")
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) >= 0.95
+
+
+@pytest.mark.parametrize("case", trainer_rank_step.CASES)
+def test_the_benchmark_s_two_steps_do_the_same(case, benchmark_rank):
+    """It says so itself where loss or norm differ; what is shared is computed once by both, or by TrainerRank alone."""
+    found = trainer_rank_step.measure(benchmark_rank, case, trainer_rank_step.LITTLE, bin_tokens=44, rounds=1)
+    assert found["tokens"]["native_bins"] > 1 and found["ratio"]["wall"] > 0
+    assert benchmark_rank.adapters == {}
+
+
+@pytest.fixture(scope="module")
+def benchmark_rank():
+    return trainer_rank_step.start(TINY, "float32")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_starts_around_either_engine(model, folders, engine):
+    """Both say the same, of slots side by side; fsdp refuses what it cannot split."""
+    rank = start(model, engine=engine)
+    load_adapters(rank, folders)
+    outputs = rank.forward([ForwardInput([5, 6, 7, 8], logits=True, adapter=name) for name in ("one", "two")])
+    for output, name in zip(outputs, ("one", "two"), strict=True):
+        assert (output.logit_PV - reference_logits(model, folders[name], [5, 6, 7, 8])).abs().max() <= 2e-5
+    rank.backward(some_loss(outputs))
+    norms = rank.optim_step(Adam(), 1e-3, adapters=["one", "two"])
+    assert all(norm.grad_norm > 0 for norm in norms.values())
+    rank.drop_adapter("one")
+    assert rank.adapters == {"two": True, "frozen": False}
+    if engine == "fsdp":
+        with pytest.raises(InvalidInput, match="dp alone"):
+            start(model, Layout(tp=2), engine=engine)

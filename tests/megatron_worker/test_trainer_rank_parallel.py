@@ -8,30 +8,50 @@ from safetensors.torch import load_file
 
 from shared.layout import Layout
 from tests.megatron_worker import trainer_ranks
-from tests.megatron_worker.launch import torchrun
 from tests.megatron_worker.ranks import write_adapters
 from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.trainer_ranks import Trial
+from tests.megatron_worker.trials import run_trials
 
-LAYOUTS = {2: [Layout(dp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2), Layout(tp=2, cp=2)]}
-pytestmark = pytest.mark.timeout(600)  # two launches of several ranks
-LABELS = [layout.label for layouts in LAYOUTS.values() for layout in layouts]
+# The experts' layouts, and all of fsdp's, are of ranks that go in step.
+TRIALS = [
+    *(Trial(model="dense", layout=layout) for layout in (Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True))),
+    *(Trial(model="dense", layout=layout) for layout in (Layout(cp=2), Layout(dp=4), Layout(tp=2, dp=2))),
+    Trial(model="dense", layout=Layout(tp=2, cp=2)),
+    Trial(model="dense", engine="fsdp", layout=Layout(dp=2)),
+    Trial(model="dense", engine="fsdp", layout=Layout(dp=4)),
+    Trial(model="experts", layout=Layout(ep=2, dp=2)),
+    Trial(model="experts", layout=Layout(ep=2, dp=4)),
+    Trial(model="experts", layout=Layout(tp=2, sp=True, ep=4, dp=2)),
+]
+MODELS = {"dense": {}, "experts": {"family": "qwen3_moe", "tied": False}}
+pytestmark = pytest.mark.timeout(1200)  # two launches of several ranks
+
+
+def single(name: str) -> str:
+    """The results of one rank that a trial's are to be like."""
+    return Trial(model=name.split("/")[0]).name
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder of results for each layout, `single` among them. One launch for each number of ranks."""
+    """A folder of results for each trial, those of one rank among them. One launch for each number of ranks."""
     out = tmp_path_factory.mktemp("ranks")
-    model = distinct_model(out / "model")
-    folders = write_adapters(model, out / "adapters")
-    trainer_ranks.run(model, folders, Layout(), out / "single")
-    for world, layouts in LAYOUTS.items():
-        arguments = [str(model), str(out / "adapters"), str(out), *(layout.model_dump_json() for layout in layouts)]
-        torchrun("tests.megatron_worker.trainer_ranks", *arguments, num_ranks=world, timeout_s=240)
+    for name, options in MODELS.items():
+        model = distinct_model(out / name / "model", **options)
+        write_adapters(model, out / name / "adapters")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        trainer_ranks.run(Trial(model=name), out)
+        torch.set_num_threads(threads)
+    for world in (2, 4):
+        trials = [trial for trial in TRIALS if trial.layout.world_size == world]
+        run_trials("trainer_ranks", out, trials, num_ranks=world, timeout_s=800)
     return out
 
 
-def notes(results, label, name):
-    return [json.loads(path.read_text()) for path in sorted((results / label).glob(f"{name}-*.json"))]
+def notes(results, trial, name):
+    return [json.loads(path.read_text()) for path in sorted((results / trial).glob(f"{name}-*.json"))]
 
 
 def furthest(ours, theirs):
@@ -44,49 +64,50 @@ def furthest(ours, theirs):
     return max(differences)
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 class TestAgainstOneRank:
-    def test_outputs_of_own_inputs(self, results, label):
-        single, seen, relative = notes(results, "single", "own")[0], set(), []
-        for own in notes(results, label, "own"):
+    def test_outputs_of_own_inputs(self, results, trial):
+        expected, seen, relative = notes(results, single(trial.name), "own")[0], set(), []
+        for own in notes(results, trial.name, "own"):
             for place, outputs in own.items():
-                assert furthest(outputs, single[place]) <= 2e-5
+                assert furthest(outputs, expected[place]) <= 2e-5
                 seen.add(place)
                 if "target_logprob_P" in outputs:
-                    ours, theirs = (torch.tensor(x["target_logprob_P"]) for x in (outputs, single[place]))
+                    ours, theirs = (torch.tensor(x["target_logprob_P"]) for x in (outputs, expected[place]))
                     relative.append(((ours - theirs) / theirs).abs())
-        assert seen == set(single)
+        assert seen == set(expected)
         mean_relative = float(torch.cat(relative).mean())
-        print(label, "mean relative difference of target logprobs", mean_relative)
+        print(trial.name, "mean relative difference of target logprobs", mean_relative)
         assert mean_relative <= 2e-6
 
-    def test_micro_batches_deal_out_each_item_once_and_alike(self, results, label):
-        single = notes(results, "single", "micro_batches")[0]["outputs"]
-        everyone = notes(results, label, "micro_batches")
-        layout = next(x for layouts in LAYOUTS.values() for x in layouts if x.label == label)
+    def test_micro_batches_deal_out_each_item_once_and_alike(self, results, trial):
+        expected = notes(results, single(trial.name), "micro_batches")[0]["outputs"]
+        everyone = notes(results, trial.name, "micro_batches")
+        num_alike = trial.layout.tp * trial.layout.cp
         places = [place for ranks in everyone for place in ranks["outputs"]]
-        assert sorted(places) == sorted(list(single) * layout.tp * layout.cp)
-        assert len({len(rank["indices"]) for rank in everyone}) == 1 < len(everyone[0]["indices"])
+        assert sorted(places) == sorted(list(expected) * num_alike)
+        assert len({len(rank["indices"]) for rank in everyone}) == 1
+        assert len(everyone[0]["indices"]) > 1 or trial.layout.world_size > 2
         assert len({tuple(rank["budgets"]) for rank in everyone}) == 1
         for rank in everyone:
             for place, item in rank["outputs"].items():
-                for ours, theirs in zip(item, single[place], strict=True):
+                for ours, theirs in zip(item, expected[place], strict=True):
                     assert furthest(ours, theirs) <= 2e-5
 
-    def test_norms_and_stepped_weights(self, results, label):
-        expected = notes(results, "single", "norms")[0]
-        for norms in notes(results, label, "norms"):
+    def test_norms_and_stepped_weights(self, results, trial):
+        expected = notes(results, single(trial.name), "norms")[0]
+        for norms in notes(results, trial.name, "norms"):
             for (ours, clipped), (theirs, theirs_clipped) in zip(norms, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5) and clipped == theirs_clipped
         assert any(clipped for _, clipped in expected)
         for name in ("one", "two"):
             file = f"{name}/adapter_model.safetensors"
-            ours, theirs = load_file(results / label / file), load_file(results / "single" / file)
+            ours, theirs = load_file(results / trial.name / file), load_file(results / single(trial.name) / file)
             assert set(ours) == set(theirs)
             assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) <= 1e-5
 
-    def test_what_one_must_refuse_all_refuse(self, results, label):
-        everyone = notes(results, label, "refusals")
+    def test_what_one_must_refuse_all_refuse(self, results, trial):
+        everyone = notes(results, trial.name, "refusals")
         assert all(said == everyone[0] for said in everyone)
         assert everyone[0] == [
             "items[1]: it alone needs about ",
@@ -96,3 +117,22 @@ class TestAgainstOneRank:
             "adapter 'one': d, or let its outputs go",
             "adapter 'one': n; no weight has changed",
         ]
+
+    def test_forwards_and_backwards_need_not_be_alike(self, results, trial):
+        """Ranks ask different slots, drop outputs, and go backward with the later forward first."""
+        (size,) = notes(results, trial.name, "uneven")[0]
+        expected = notes(results, single(trial.name), "uneven")[0][size]
+        assert all(norm > 0.01 for norm in expected.values())
+        for norms in notes(results, trial.name, "uneven"):
+            assert norms[size] == pytest.approx(expected, rel=1e-5)
+
+    def test_a_rank_out_of_step_is_refused_by_all(self, results, trial):
+        everyone = notes(results, trial.name, "refused_in_step")
+        goes_in_step = trial.engine == "fsdp" or trial.model == "experts"
+        assert len(everyone) == (trial.layout.world_size if goes_in_step else 0)
+        for said in everyone:
+            assert said == [
+                "forward: some ranks keep a gra",
+                "loss: the trunk of these ou",
+                "inputs[0].tokens: 999 to 999 are not al",
+            ]

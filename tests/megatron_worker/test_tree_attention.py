@@ -16,7 +16,6 @@ from megatron_worker.megatron.tree_attention import Forest, block_mask, find_nod
 from shared.errors import InvalidInput
 from shared.jobs import Full, Lora
 from shared.layout import Layout
-from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 D = 8
@@ -243,18 +242,13 @@ def test_flex_attention_of_some_queries_is_that_of_all():
 # Whole engines.
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return distinct_model(tmp_path_factory.mktemp("qwen3"))
-
-
 def engine_of(model, kind, dtype="float32"):
     """An engine whose adapter is no longer zero, so that all of it has gradients."""
     engine = MegatronEngine(model, Layout(), dtype)
     engine.train_full(Full()) if kind == "full" else engine.add_adapter("run", Lora(rank=3, alpha=6), seed=5)
     if kind == "lora":
         generator = torch.Generator().manual_seed(0)
-        flat = engine._adapters["run"].flat
+        flat = engine._slots.adapters["run"].flat
         for name, view in flat.views.items():
             if ".B" in name:
                 view.copy_(0.05 * torch.randn(view.shape, generator=generator))
@@ -269,7 +263,7 @@ def scored(engine, batches):
         with torch.no_grad():
             logprobs.append(engine.forward(batch, Outputs()).logprob_N)
         engine.forward_backward(batch, LOSS)
-    return torch.cat(logprobs), engine._training.optimizer.grad.buffer.clone()
+    return torch.cat(logprobs), engine._slots.training.optimizer.grad.buffer.clone()
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])

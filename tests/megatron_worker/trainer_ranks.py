@@ -1,24 +1,38 @@
-"""What the ranks of a parallel TrainerRank do: `torchrun ... -m tests.megatron_worker.trainer_ranks MODEL ADAPTERS OUT
-LAYOUT...`. The test compares what they leave with the same functions in its own process.
+"""What the ranks of a parallel TrainerRank do: `torchrun ... -m tests.megatron_worker.trainer_ranks OUT TRIALS`. The
+test compares what they leave with the same functions in its own process.
 """
 
-import argparse
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
 from shared.jobs import Adam
-from shared.layout import Layout
+from shared.layout import EngineName, Layout
+from shared.models import Frozen
+from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
+from tests.megatron_worker.trials import given_trials
 
-BUDGET_BYTES = 3_000_000
+BUDGET_BYTES = 3_000_000  # two ranks need several micro-batches
+
+
+class Trial(Frozen):
+    """An engine around the model called `model`, whose folder and adapters lie where the results go."""
+
+    model: str
+    engine: EngineName = "megatron"
+    layout: Layout = Layout()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.engine}-{self.layout.label}"
 
 
 def items_of_all_kinds() -> list[list[ForwardInput]]:
@@ -31,17 +45,30 @@ def items_of_all_kinds() -> list[list[ForwardInput]]:
     return items
 
 
-def run(model: Path, folders: dict[str, Path], layout: Layout, out: Path) -> None:
-    rank = TrainerRank(MegatronEngine(model, layout, "float32"), memory_budget_bytes=BUDGET_BYTES)
-    load_adapters(rank, folders)
+def run(trial: Trial, out: Path) -> None:
+    rank = start(trial, out)
+    out = out / trial.name
     note(rank, out, "own", own_share(rank))
     note(rank, out, "micro_batches", dealt_out(rank))
     adapters = ["one", "two"]
-    norms = rank.optim_step(Adam(clip_norm=1.0), 1e-3, 50.0, adapters=adapters)
+    # Where a gradient is as small as Adam's usual eps, a step magnifies its rounding by learning rate / eps.
+    norms = rank.optim_step(Adam(clip_norm=1.0, eps=1e-5), 1e-3, 50.0, adapters=adapters)
     note(rank, out, "norms", [[norms[name].grad_norm, norms[name].clipped] for name in adapters])
     for name in adapters:
         rank.export(name, out / name)
     note(rank, out, "refusals", refusals(rank))
+    is_alone = trial.layout.world_size == 1
+    turns = {n: range(n) for n in (1, 2, 4)} if is_alone else {rank.facts.dp_size: [rank.facts.dp_rank]}
+    note(rank, out, "uneven", {str(dp_size): uneven(rank, dp_size, whose) for dp_size, whose in turns.items()})
+    if rank.engine.in_step:
+        note(rank, out, "refused_in_step", refused_in_step(rank))
+
+
+def start(trial: Trial, out: Path) -> TrainerRank:
+    engine = ENGINES[trial.engine](out / trial.model / "model", trial.layout, "float32")
+    rank = TrainerRank(engine, memory_budget_bytes=BUDGET_BYTES)
+    load_adapters(rank, {name: out / trial.model / "adapters" / name for name in LORAS})
+    return rank
 
 
 def own_share(rank: TrainerRank) -> dict[str, dict[str, list]]:
@@ -71,30 +98,68 @@ def refusals(rank: TrainerRank) -> list[str]:
     said = []
     row = [ForwardInput([5] * 40, target_logprobs=True)]
     huge = [ForwardInput([5] * 2000, target_logprobs=True, adapter="one")]
+
+    def ask(items: list[list[ForwardInput]]) -> None:
+        for _ in rank.forward_micro_batches(items):
+            pass
+
     for items in ([row, huge], [row, row[: rank.facts.rank]], [row, [ForwardInput([999])]]):
-        try:
-            for _ in rank.forward_micro_batches(items):
-                pass
-            said.append("accepted")
-        except InvalidInput as error:
-            said.append(f"{error.place}: {error.message[:21]}")
-    alive = rank.forward([ForwardInput([5, 6], logits=True, adapter="one")]) if rank.facts.dp_rank == 0 else []
-    for call in (lambda: rank.optim_step(Adam(), 1e-3, adapters=["one"]), lambda: rank.drop_adapter("one")):
-        try:
-            call()
-            said.append("accepted")
-        except InvalidInput as error:
-            said.append(f"{error.place}: {error.message[-24:]}")
+        said.append(refusal(partial(ask, items), slice(21)))
+    alive = rank.forward([ForwardInput([5, 6], logits=True, adapter="one")] if rank.facts.dp_rank == 0 else [])
+    calls = (lambda: rank.optim_step(Adam(), 1e-3, adapters=["one"]), lambda: rank.drop_adapter("one"))
+    said += [refusal(call, slice(-24, None)) for call in calls]
     del alive
     asked = [ForwardInput([5, 6], logits=True, adapter=name) for name in ("one", "two")]
     outputs = rank.forward(asked)
     rank.backward(sum((o.logit_PV.sum() for o in outputs), start=torch.zeros(())) * (rank.facts.dp_rank or torch.nan))
+    return [*said, refusal(lambda: rank.optim_step(Adam(), 1e-3, adapters=["one", "two"]), slice(-24, None))]
+
+
+def refusal(call: Callable[[], object], shown: slice) -> str:
+    """Where and why a call is refused, of the reason a part."""
     try:
-        rank.optim_step(Adam(), 1e-3, adapters=["one", "two"])
-        said.append("accepted")
+        call()
     except InvalidInput as error:
-        said.append(f"{error.place}: {error.message[-24:]}")
-    return said
+        return f"{error.place}: {error.message[shown]}"
+    return "accepted"
+
+
+def uneven(rank: TrainerRank, dp_size: int, whose: Sequence[int]) -> dict[str, float]:
+    """Norms of gradients: of two forwards for each of these data-parallel ranks, the later one backward first.
+
+    The first rank alone has a loss of its earlier forward; the others let the outputs go, or have none.
+    """
+    inputs = [asked for item in items_of_all_kinds() for asked in item]
+    for dp_rank in whose:
+        own = inputs[dp_rank::dp_size]
+        earlier = rank.forward(own[:4] if dp_rank < 2 else [])
+        always = ForwardInput([5, 6, 7], logits=True, adapter="two")
+        later = rank.forward([always, *(asked for asked in own[4:] if asked.adapter != "one" or dp_rank)])
+        if dp_rank:
+            del earlier
+        rank.backward(some_loss(later))
+        rank.backward(some_loss(earlier) if dp_rank == 0 else torch.zeros(()))
+    norms = rank.optim_step(Adam(clip_norm=0.0), 0.0, 50.0, adapters=["one", "two"])
+    return {name: norms[name].grad_norm for name in norms}
+
+
+def refused_in_step(rank: TrainerRank) -> list[str]:
+    """What all ranks say where one of them is out of step."""
+    row = ForwardInput([5, 6, 7], target_logprobs=True, hidden=True, adapter="one", positions=[0, 1])
+
+    def keeps_no_graph() -> None:
+        with torch.set_grad_enabled(rank.facts.rank > 0):
+            rank.forward([row])
+
+    def twice() -> None:
+        (output,) = rank.forward([row])
+        rank.backward(output.target_logprob_P.sum())
+        rank.backward(output.hidden_PH.sum())
+
+    def wrong_input() -> None:
+        rank.forward([row if rank.facts.rank else ForwardInput([999])])
+
+    return [refusal(call, slice(21)) for call in (keeps_no_graph, twice, wrong_input)]
 
 
 def as_lists(tensors: dict[str, Tensor]) -> dict[str, list]:
@@ -107,18 +172,8 @@ def note(rank: TrainerRank, out: Path, name: str, value: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("adapters", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("layouts", nargs="+", type=Layout.model_validate_json)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for layout in arguments.layouts:
-        folders = {name: arguments.adapters / name for name in LORAS}
-        run(arguments.model, folders, layout, arguments.out / layout.label)
-    dist.destroy_process_group()
+    for trial, out in given_trials(Trial):
+        run(trial, out)
 
 
 if __name__ == "__main__":

@@ -79,17 +79,34 @@ class Workshop:
 def make_workshop(root: Path, num_steps: int = 6) -> Workshop:
     write_tiny_weights(root / "model")
     write_tokenizer(root / "model")
-    model = sealed(root / "model")
     write_units(root / "units", num_units=6 * num_steps)
-    six = [list(range(6 * step, 6 * step + 6)) for step in range(num_steps)]
-    write_plan(root / "plan", root / "units", [[u[:2], u[2:5], u[5:]] for u in six])
     write_units(root / "held-out-units", num_units=5, seed=1)
     prompts = [{"prompt_ids": [3, 5], "prompt": "c e", "reference": "g"}, {"prompt_ids": [9], "prompt": "i"}]
+    return workshop_around(root, root / "model", num_steps, [[0, 1], [2], [3, 4]], prompts)
+
+
+def workshop_of_ids(
+    root: Path, model: Path, vocab_size: int, num_steps: int, held_out: list[list[int]], prompt_ids: list[int]
+) -> Workshop:
+    """Around a model of this vocabulary; four units are held out."""
+    for name, num_units in (("units", 6 * num_steps), ("held-out-units", 4)):
+        write_units(root / name, num_units, seed=num_units, vocab_size=vocab_size)
+    prompts = [{"prompt_ids": prompt_ids, "prompt": "three tokens", "reference": "four"}]
+    return workshop_around(root, model, num_steps, held_out, prompts)
+
+
+def workshop_around(
+    root: Path, model: Path, num_steps: int, held_out: list[list[int]], prompts: list[dict[str, object]]
+) -> Workshop:
+    """Around units that stand there: six a step in three bins, those held out in these, with prompts to continue."""
+    bins = [[[6 * s, 6 * s + 1], [6 * s + 2, 6 * s + 3, 6 * s + 4], [6 * s + 5]] for s in range(num_steps)]
     (root / "held-out-units" / "prompts.json").write_text(json.dumps(prompts))
-    write_plan(root / "held-out-plan", root / "held-out-units", [[[0, 1], [2], [3, 4]]])
-    held_out = PackedData(units=sealed(root / "held-out-units"), plan=sealed(root / "held-out-plan"))
-    data = PackedData(units=sealed(root / "units"), plan=sealed(root / "plan"))
-    return Workshop(root, model, data, held_out, num_steps)
+    write_plan(root / "plan", root / "units", bins)
+    write_plan(root / "held-out-plan", root / "held-out-units", [held_out])
+    trained, evaluated = (
+        PackedData(units=sealed(root / f"{of}units"), plan=sealed(root / f"{of}plan")) for of in ("", "held-out-")
+    )
+    return Workshop(root, sealed(model), trained, evaluated, num_steps)
 
 
 def write_tokenizer(folder: Path) -> None:

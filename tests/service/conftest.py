@@ -22,14 +22,24 @@ from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
 
+from activities.download import Download
+from activities.grade_one import GradeOne
 from activities.preview import PreviewDataset
 from activities.record_result import RecordResult
 from service.app import create_app
-from service.auth import keys_path, remember_key
-from shared.settings import DownloadSettings, Settings
+from service.database.engine import open_database
+from service.database.rebuild import rebuild
+from service.host import webhook_worker
+from shared.artifacts import seal, upload
+from shared.paths import published_version, version_claim
+from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from shared.store import ObjectStore, open_store
+from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
+from workflows.grader import GraderWorkflow
 from workflows.preview import PreviewWorkflow
+from workflows.scheduled import ScheduledRunWorkflow
+from workflows.webhook import WebhookWorkflow
 
 KEY = "ls-test-key"
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
@@ -46,6 +56,9 @@ class Answer:
     @property
     def json(self) -> Any:
         return json.loads(self.stdout)
+
+
+Cli = Callable[..., Answer]
 
 
 def longshore(*arguments: str, env: dict[str, str], cwd: Path | None = None, timeout_s: float = 60) -> Answer:
@@ -73,6 +86,12 @@ class Service:
     def store(self) -> ObjectStore:
         return open_store(self.settings.store, self.settings.s3)
 
+    def rebuild(self) -> None:
+        """Let the index say what the store says, where a test has written there behind the service's back."""
+        database = open_database(self.settings)
+        rebuild(self.store, database)
+        database.close()
+
     def http(self, key: str | None = KEY) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30, trust_env=False)
@@ -83,6 +102,19 @@ class Service:
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
         return longshore(*arguments, env=self.environment | environment, cwd=self.settings.root_path)
+
+
+def put_versions(
+    store: ObjectStore, tenant: str, name: str, folder: Path, num_claimed: int, num_published: int
+) -> None:
+    """Versions of an adapter as runs leave them that nobody asks for: claims, and what stands of them."""
+    folder.mkdir(exist_ok=True)
+    for version in range(1, num_claimed + 1):
+        store.put_bytes(version_claim(tenant, "adapters", name, version), b'{"run_id":"r"}')
+    for version in range(1, num_published + 1):
+        (folder / "x").write_text(str(version))
+        seal(folder)
+        upload(store, published_version(tenant, "adapters", name, version), folder)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
@@ -101,8 +133,9 @@ def serving(settings: Settings, port: int = 0) -> Iterator[Service]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    remember_key(keys_path(settings.root_path), KEY)
-    config = uvicorn.Config(create_app(settings), log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        create_app(settings.model_copy(update={"api_key": KEY})), log_config=None, timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -123,13 +156,29 @@ def polling(settings: Settings) -> Iterator[None]:
     async def work() -> None:
         client = await Client.connect(settings.temporal_address, data_converter=pydantic_data_converter)
         record = RecordResult(settings)
-        with ThreadPoolExecutor(2) as threads:
-            async with Worker(
-                client,
-                task_queue=settings.control_queue,
-                workflows=[StandIn, RLStandIn, PreviewWorkflow],
-                activities=[record.record_result, record.reopen, PreviewDataset(settings).preview],
-                activity_executor=threads,
+        with ThreadPoolExecutor(8) as threads, ThreadPoolExecutor(8) as deliveries:
+            async with (
+                Worker(
+                    client,
+                    task_queue=settings.control_queue,
+                    workflows=[
+                        StandIn,
+                        RLStandIn,
+                        PreviewWorkflow,
+                        GraderWorkflow,
+                        ScheduledRunWorkflow,
+                        WebhookWorkflow,
+                    ],
+                    activities=[
+                        record.record_result,
+                        record.reopen,
+                        PreviewDataset(settings).preview,
+                        GradeOne(settings).grade_one,
+                        Download(settings).download,
+                    ],
+                    activity_executor=threads,
+                ),
+                webhook_worker(client, settings, deliveries),
             ):
                 ready.set()
                 await asyncio.to_thread(stopped.wait)
@@ -144,6 +193,20 @@ def polling(settings: Settings) -> Iterator[None]:
         thread.join(20)
 
 
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An empty database of either kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path_factory.mktemp('database')}/longshore.db"
+    return new_database(request.getfixturevalue("postgres_server"), f"test-{time.time_ns()}")
+
+
 @pytest.fixture(scope="module")
 def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     root = tmp_path_factory.mktemp("service")
@@ -152,6 +215,7 @@ def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) ->
         temporal_address=temporal_address,
         control_queue=f"control-{root.name}",
         download=DownloadSettings(file_roots=(root.parent,)),
+        rate_limit=RateLimitSettings(sign_in_burst=1000),  # every test of the page signs in
     )
 
 
@@ -159,6 +223,28 @@ def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) ->
 def service(settings: Settings) -> Iterator[Service]:
     with serving(settings) as service, polling(settings):
         yield service
+
+
+@pytest.fixture
+def cli(service: Service, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    """The command, in this process: tests/service/test_cli.py starts it as users do, for seconds each time."""
+    from service.cli.main import main
+
+    for name, value in service.environment.items():
+        monkeypatch.setenv(name, value)
+
+    def call(*arguments: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["longshore", *arguments])
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        said = capfd.readouterr()
+        return Answer(code, said.out, said.err)
+
+    return call
 
 
 @pytest.fixture
@@ -171,3 +257,38 @@ def sft(**changes: Any) -> dict[str, Any]:
     """The body of a small run."""
     body = {"model": "file:///models/tiny", "dataset": {"uri": "file:///data/train.jsonl"}, "steps": 4, "batch_size": 2}
     return body | changes
+
+
+@pytest.fixture(scope="module")
+def acme(service: Service) -> str:
+    """The key of another tenant's admin."""
+    with service.http() as api:
+        made = api.post("/tenants", json={"tenant": "acme", "title": "Acme"})
+        assert made.status_code == 201, made.text
+        return made.json()["key"]["key"]
+
+
+@pytest.fixture
+def theirs(service: Service, acme: str) -> Iterator[httpx.Client]:
+    with service.http(acme) as client:
+        yield client
+
+
+def new_key(api: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = api.post("/keys", json=fields)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def started(api: httpx.Client, **changes: Any) -> str:
+    answer = api.post("/runs/sft", json=sft(**changes))
+    assert answer.status_code == 201, answer.text
+    return answer.json()["run_id"]
+
+
+def reaches(api: httpx.Client, run_id: str, state: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        view = api.get(f"/runs/{run_id}").json()
+        return view if view["state"] == state else None
+
+    return wait_until(look, f"{run_id} is {state}", timeout_s=60)

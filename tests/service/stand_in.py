@@ -7,27 +7,42 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.record_result import Recorded, ReopenRequest
+    from activities.record_result import Recorded, Reopened, ReopenRequest
     from shared.models import Frozen
-    from shared.runs import Problem, RLStart, RunStart, RunStatus
+    from shared.runs import Problem, RLStart, RunStart, RunStatus, StepRequest, StepStatus
 
-SUCCEEDS, FAILS, WAITS = 0, 1, 2
-"""Seeds of runs: what the stand-in does with them. A resumed run succeeds."""
+SUCCEEDS, FAILS, WAITS, QUEUES, MUTE = 0, 1, 2, 3, 4
+"""Seeds of runs: what the stand-in does with them. A resumed run succeeds. A mute one waits, and cannot be queried."""
 
 
 @workflow.defn(name="SFTWorkflow")
 class StandIn:
     @workflow.init
     def __init__(self, start: RunStart) -> None:
-        self._status = RunStatus(run_id=start.run_id, name=start.run.name, num_steps=4, phase="training", step=1)
+        self._status = RunStatus(
+            run_id=start.run_id,
+            name=start.run.name,
+            num_steps=4,
+            phase="training",
+            step=1,
+            estimated_end=workflow.time() + 3600,
+            epoch=2,
+        )
+        if start.run.seed == QUEUES:
+            self._show(phase="waiting_for_worker")
+        self._is_pausing = False
+        self._is_mute = start.run.seed == MUTE
 
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
         if start.resumed:
-            await self._do("reopen", ReopenRequest(run_id=start.run_id))
+            await self._do("reopen", ReopenRequest(run_id=start.run_id), Reopened)
         try:
-            if start.run.seed == WAITS and not start.resumed:
-                await workflow.wait_condition(lambda: False)
+            if start.run.seed in (WAITS, QUEUES, MUTE) and not start.resumed:
+                await workflow.wait_condition(lambda: self._is_pausing)
+                self._show(state="paused", step=2)
+                await self._do("record_result", self._status)
+                return self._status
         except asyncio.CancelledError:
             self._show(state="cancelled")
             await self._do("record_result", self._status)
@@ -41,27 +56,32 @@ class StandIn:
         await self._do("record_result", self._status)
         return self._status
 
-    async def _do(self, name: str, request: Frozen) -> None:
-        await workflow.execute_activity(
-            name, request, result_type=Recorded, start_to_close_timeout=timedelta(seconds=20)
-        )
+    async def _do(self, name: str, request: Frozen, answer: type[Frozen] = Recorded) -> None:
+        await workflow.execute_activity(name, request, result_type=answer, start_to_close_timeout=timedelta(seconds=20))
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
 
+    @workflow.signal
+    def pause(self) -> None:
+        self._is_pausing = True
+
     @workflow.query
     def status(self) -> RunStatus:
+        if self._is_mute:
+            raise RuntimeError("this history was made by other code")
         return self._status
 
 
 @workflow.defn(name="RLWorkflow")
 class RLStandIn:
-    """Trains nothing: tests put its steps on record. It ends when it is finished."""
+    """Trains nothing: steps that are sent are skipped, and tests put others on record. It ends when it is finished."""
 
     @workflow.init
     def __init__(self, start: RLStart) -> None:
         self._status = RunStatus(run_id=start.run_id, kind="rl", name=start.run.name, phase="waiting_for_groups")
         self._is_finished = False
+        self._steps: list[StepStatus] = []
 
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
@@ -71,6 +91,19 @@ class RLStandIn:
             "record_result", self._status, result_type=Recorded, start_to_close_timeout=timedelta(seconds=20)
         )
         return self._status
+
+    @workflow.update
+    async def train_step(self, request: StepRequest) -> StepStatus:
+        before = [step for step in self._steps if step.key == request.key]
+        if not before:
+            step = StepStatus(step=len(self._steps) + 1, key=request.key, groups=request.groups, state="skipped")
+            before = [step]
+            self._steps += before
+        return before[0]
+
+    @workflow.query
+    def step(self, number: int) -> StepStatus | None:
+        return next((step for step in self._steps if step.step == number), None)
 
     @workflow.update
     async def finish(self) -> RunStatus:

@@ -1,8 +1,12 @@
 """The command line as a user runs it: processes, exit codes, what is on stdout and what on stderr."""
 
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
+import termios
 import time
 from pathlib import Path
 from typing import get_args
@@ -61,6 +65,34 @@ def test_a_run_that_does_not_end_in_time_ends_with_101(service: Service, options
     assert service.cli("watch", run_id).code == 103
     assert service.cli("cancel", run_id).code == 100
     assert service.cli("resume", run_id, "--wait").code == 0
+
+
+def test_a_terminal_shows_a_line_with_a_bar(service: Service, options) -> None:
+    run_id = service.cli(*options, "--seed", str(WAITS)).stdout.strip()
+
+    def training() -> dict | None:
+        view = service.cli("get", run_id, "--json").json
+        return view if view["phase"] == "training" else None
+
+    # An hour by Temporal's clock, which need not be this machine's.
+    left_s = wait_until(training, "the run trains")["estimated_end"] - time.time()
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    environment = service.environment | {"TERM": "xterm", "NO_COLOR": "1"}
+    command = [LONGSHORE, "watch", run_id, "--timeout", "0.5"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=end, stdin=subprocess.DEVNULL)
+    os.close(end)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    service.cli("cancel", run_id)
+    assert done.returncode == 101
+    left = re.search(r"training  ━+ *  1/4(?:  (?P<left>[\ddhms ]+) left)?", shown)
+    assert left, shown
+    if abs(left_s - 3600) < 60:
+        assert re.fullmatch(r"59m( \d+s)?|1h", left["left"] or ""), shown
+    else:
+        assert (left["left"] is not None) == (left_s > 0), shown
+    assert "queued" not in shown
 
 
 def test_ctrl_c_detaches_and_the_run_goes_on(service: Service, options) -> None:
@@ -281,10 +313,11 @@ def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
     artifacts.seal(folder)
-    artifact = artifacts.upload(service.store, f"adapters/published/{run_id}/v000001", folder)
+    artifact = artifacts.upload(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
     result = RunStatus.model_validate_json(service.store.get_bytes(RunKeys(run_id).result))
     result = result.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
     service.store.put_bytes(RunKeys(run_id).result, result.model_dump_json().encode())
+    service.rebuild()
 
     target = tmp_path / "here"
     assert service.cli("download", run_id, "--into", str(target)).code == 0

@@ -16,9 +16,10 @@ import httpx
 import psutil
 import pytest
 
-from service.children import MARK, Child, end_leftovers
-from service.dev import free_port, supervisor
-from service.dev_connection import Connection
+from service.dev.children import MARK, Child, end_leftovers
+from service.dev.connection import Connection
+from service.dev.supervisor import free_port, supervisor
+from tests.files_below import files_below
 from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
 
 
@@ -65,10 +66,10 @@ class Dev:
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
-    dev = Dev(tmp_path_factory.mktemp("dev"))
-    started = dev.cli("dev", "--detach")
-    assert started.code == 0, started
+    dev = Dev(tmp_path_factory.mktemp("dev") / "root")
     try:
+        started = dev.cli("dev", "--detach")
+        assert started.code == 0, started
         yield dev
     finally:
         dev.cli("dev", "--stop")
@@ -77,8 +78,9 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
 def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
     wait_until(dev.is_well, "the stack is well")
     assert stat.S_IMODE((dev.root / "dev.json").stat().st_mode) == 0o600
-    hashes = (dev.root / "service" / "api_keys.json").read_text()
-    assert dev.connection.api_key not in hashes and len(json.loads(hashes)) == 1
+    assert stat.S_IMODE(dev.root.stat().st_mode) == 0o700
+    kept = b"".join(data for path, data in files_below(dev.root) if path != "dev.json")
+    assert kept and dev.connection.api_key.encode() not in kept
     assert httpx.get(f"{dev.connection.api_url}/api/v1/runs").status_code == 401
     assert dev.cli("ls").code == 0  # finds address and key by itself
     assert all(dev.connection.api_key not in json.dumps(p.environ()) for p in dev.processes())

@@ -5,16 +5,18 @@ import json
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from service.run_views import RunView
+from service.runs.run_views import RunView
 from shared import artifacts
 from shared.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.jobs import Fence
 from shared.paths import RunKeys, run_index
 from shared.runs import DPORun, RunRecord, RunStatus, SFTRun
+from tests.files_below import files_below
 from tests.service.conftest import KEY, Service, sft, wait_until
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 
@@ -161,10 +163,60 @@ def test_a_bad_request_names_field_and_rule(api, body, place, word) -> None:
     assert word in error["message"]
 
 
-def test_what_is_no_json_is_refused(api) -> None:
-    answer = api.post("/runs/sft", content=b"{", headers={"content-type": "application/json"})
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b'{"model": "\xff"}', b"[" * 100_000])
+def test_what_is_no_json_is_refused(api, body: bytes) -> None:
+    answer = api.post("/runs/sft", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 422
     assert "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("steps", "4", "steps"),
+        ("steps", True, "steps"),
+        ("steps", 4.5, "steps"),
+        ("learning_rate", "1e-4", "learning_rate"),
+        ("name", 5, "name"),
+        ("layout", {"tp": "1"}, "layout.tp"),
+        ("layout", {"tp": 2, "sp": "yes"}, "layout.sp"),
+        ("trainable", {"kind": "lora", "targets": "q_proj"}, "trainable.targets"),
+        ("eval_dataset", [["uri", "file:///x"]], "eval_dataset"),
+        ("model", [[]] * 2, "model"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(api, field: str, value: Any, place: str) -> None:
+    """JSON has numbers, truths, lists and objects: nothing is guessed from text."""
+    answer = api.post("/runs/sft", json=sft(**{field: value}))
+    assert (answer.status_code, answer.json()["error"]["place"]) == (422, place), answer.text
+
+
+def test_a_whole_number_is_a_number_and_a_list_of_names_is_taken(api) -> None:
+    trainable = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+    answer = api.post("/runs/sft", json=sft(seed=float(SUCCEEDS), learning_rate=1, steps=4.0, trainable=trainable))
+    assert answer.status_code == 201 and answer.json()["run"]["trainable"]["targets"] == ["q_proj", "v_proj"]
+    assert type(answer.json()["run"]["steps"]) is int
+
+
+def test_an_rl_run_takes_lists_and_refuses_text_for_numbers(api) -> None:
+    """Its preset is filled in before its fields are looked at."""
+    body = {"model": "tiny", "algorithm": "gspo", "trainable": {"kind": "lora", "targets": ["q_proj"]}, "epochs": 2.0}
+    made = api.post("/runs/rl", json=body)
+    assert made.status_code == 201 and made.json()["run"]["trainable"]["targets"] == ["q_proj"], made.text
+    api.post(f"/runs/{made.json()['run_id']}/finish")
+    refused = api.post("/runs/rl", json=body | {"epochs": "2"})
+    assert (refused.status_code, refused.json()["error"]["place"]) == (422, "epochs")
+
+
+def test_what_is_not_sent_as_json_is_refused(api) -> None:
+    answer = api.post("/runs/sft", content=json.dumps(sft()), headers={"content-type": "text/plain"})
+    assert answer.status_code == 422 and "content-type application/json" in answer.json()["error"]["message"]
+
+
+def test_a_path_is_asked_with_the_methods_that_it_has(api) -> None:
+    for path, methods in (("/runs/sft", "POST"), ("/runs/sft-0-none", "GET"), ("/webhooks", "GET, POST")):
+        answer = api.request("OPTIONS", path)
+        assert (answer.status_code, answer.headers.get_list("allow")) == (405, [methods])
 
 
 @pytest.mark.parametrize("path", ["", "/events", "/metrics", "/logs", "/checkpoints", "/files", "/download"])
@@ -317,15 +369,16 @@ def test_checkpoints_are_listed_with_their_hashes(api, service: Service, tmp_pat
 @pytest.fixture
 def published(service: Service, api, tmp_path: Path) -> str:
     run_id = submitted(api, seed=SUCCEEDS).run_id
-    status = RunStatus.model_validate(ended(api, run_id).model_dump(exclude={"created_at", "run"}))
+    status = RunStatus.model_validate(ended(api, run_id).model_dump(include=set(RunStatus.model_fields)))
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 9000)
     (folder / "README.md").write_text("a card")
     artifacts.seal(folder)
-    artifact = artifacts.upload(service.store, f"adapters/published/{run_id}/v000001", folder)
+    artifact = artifacts.upload(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
     status = status.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
     service.store.put_bytes(RunKeys(run_id).result, status.model_dump_json().encode())
+    service.rebuild()
     return run_id
 
 
@@ -394,7 +447,7 @@ def test_without_a_key_nothing_is_told(service: Service, header) -> None:
 
 
 def test_only_the_hash_of_a_key_is_kept(service: Service) -> None:
-    kept = b"".join(p.read_bytes() for p in (service.settings.root_path / "service").rglob("*") if p.is_file())
+    kept = b"".join(data for _, data in files_below(service.settings.root_path / "service"))
     assert kept and KEY.encode() not in kept
 
 
@@ -420,7 +473,10 @@ def test_health_is_open_and_says_what_answers(service: Service) -> None:
 def test_the_api_is_described(api) -> None:
     document = api.get("/openapi.json").json()
     assert {"/api/v1/runs/sft", "/api/v1/runs/{run_id}/events", "/api/v1/files"} <= set(document["paths"])
-    assert "SFTRun" in document["components"]["schemas"]
+    schemas = document["components"]["schemas"]
+    assert "SFTRun" in schemas
+    assert schemas["ScheduledRun"]["properties"]["run"]["required"] == ["kind"], "the tag of a union has no default"
+    assert "kind" not in schemas["SFTRun"].get("required", ())
 
 
 def test_what_was_accepted_is_started_by_the_sweep(service: Service) -> None:

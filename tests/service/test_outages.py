@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from service.files import uploads_folder
-from service.run_views import RunView
+from service.backend import Backend
+from service.data.files import uploads_folder
+from service.database import migrate
+from service.database.engine import open_database
+from service.runs.run_views import RunView
+from shared.errors import StoreUnavailable
 from shared.paths import RunKeys, run_index
-from shared.runs import RunRecord, SFTRun
+from shared.runs import RunRecord, SFTRun, Source
 from shared.settings import S3Settings, Settings
-from shared.store import open_store
+from shared.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.service.conftest import polling, serving, sft, wait_until
-from tests.service.stand_in import SUCCEEDS, WAITS
+from tests.service.stand_in import MUTE, SUCCEEDS, WAITS
 
 TEMPORAL = str(Path(sys.executable).parent / "temporal")
 
@@ -52,7 +56,7 @@ def test_a_run_that_is_accepted_without_temporal_starts_when_it_is_back(tmp_path
         assert "Temporal" in refused.json()["error"]["message"]
 
         with temporal(port, tmp_path / "temporal.log"):
-            wait_until(lambda: api.get("/health").status_code == 200, "Temporal is back")
+            wait_until(lambda: api.get("/health").status_code == 200, "Temporal is back", timeout_s=60)
             with polling(settings):
                 wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run succeeds")
         # Temporal is gone again, with its database: an ended run is still known.
@@ -63,6 +67,7 @@ def test_a_run_that_an_operator_terminates_is_shown_as_failed(service, settings:
     run_id = api.post("/runs/sft", json=sft(seed=WAITS)).json()["run_id"]
     command = [TEMPORAL, "workflow", "terminate", "--address", settings.temporal_address, "--workflow-id", run_id]
     subprocess.run(command, check=True, capture_output=True, timeout=20)
+    wait_until(lambda: api.get("/runs", params={"state": "failed"}).json()["runs"], "the watch sees it")
     view = RunView.model_validate_json(api.get(f"/runs/{run_id}").content)
     assert view.state == "failed"
     assert view.problem is not None and "terminated" in view.problem.message
@@ -77,7 +82,7 @@ def test_a_repeated_key_gives_an_ended_run_that_temporal_has_forgotten(tmp_path:
     with serving(settings) as service, service.http() as api:
 
         def submitted() -> dict:
-            wait_until(lambda: api.get("/health").status_code == 200, "Temporal answers")
+            wait_until(lambda: api.get("/health").status_code == 200, "Temporal answers", timeout_s=60)
             return api.post("/runs/sft", json=sft(seed=SUCCEEDS), headers=headers).json()
 
         with temporal(port, tmp_path / "first.log"):
@@ -99,6 +104,25 @@ def test_a_record_that_cannot_be_read_strands_no_other_run(temporal_address: str
     with serving(settings) as service, polling(settings), service.http() as api:
         wait_until(lambda: store.head(RunKeys(lost.run_id).result), "the sweep starts the other run")
         assert api.get(f"/runs/{lost.run_id}").json()["state"] == "succeeded"
+
+
+def test_a_run_that_cannot_be_queried_holds_up_no_other(temporal_address: str, tmp_path: Path) -> None:
+    """As after an upgrade whose workflows do not fit the histories that are there. Terminated, it has failed."""
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
+    store = open_store(settings.store, settings.s3)
+    with polling(settings):
+        with serving(settings) as service, service.http() as api:
+            mute = api.post("/runs/sft", json=sft(seed=MUTE)).json()["run_id"]
+        lost = RunRecord(run_id="sft-zzz-lost", run=SFTRun.model_validate(sft(seed=SUCCEEDS)), created_at=1.0)
+        store.put_bytes(run_index(lost.run_id), b"")
+        store.put_bytes(RunKeys(lost.run_id).record, lost.model_dump_json().encode())
+        with serving(settings) as service, service.http() as api:
+            wait_until(lambda: store.head(RunKeys(lost.run_id).result), "the sweep starts the other run")
+            assert api.get(f"/runs/{mute}").json()["state"] == "running"
+            command = [TEMPORAL, "workflow", "terminate", "--address", temporal_address, "--workflow-id", mute]
+            subprocess.run(command, check=True, capture_output=True, timeout=20)
+            wait_until(lambda: api.get(f"/runs/{mute}").json()["state"] == "failed", "its end is seen")
+            assert api.get(f"/runs/{mute}").json()["problem"]["kind"] == "ended_outside"
 
 
 def test_what_a_killed_service_was_receiving_is_removed(temporal_address: str, tmp_path: Path) -> None:
@@ -131,8 +155,42 @@ def test_a_store_in_s3(temporal_address: str, tmp_path: Path, s3_server) -> None
     )
     with serving(settings) as service, polling(settings), service.http() as api:
         uri = api.post("/files", params={"name": "train.jsonl"}, content=b'{"text": "a"}\n').json()["uri"]
-        assert uri.startswith(f"{s3_server.uri}/service/uploads/")
+        assert uri.startswith(f"{s3_server.uri}/service/tenants/default/uploads/")
         run_id = api.post("/runs/sft", json=sft(dataset={"uri": uri})).json()["run_id"]
         wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run succeeds")
         assert [run["run_id"] for run in api.get("/runs").json()["runs"]] == [run_id]
         assert service.store.head(RunKeys(run_id).result) is not None
+
+
+class LosesAnswers(LocalStore):
+    """Writes nothing, or writes and does not say so, of what a run's record is."""
+
+    def __init__(self, root: Path, writes: bool) -> None:
+        super().__init__(root)
+        self.writes = writes
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if not key.endswith("/run.json"):
+            return super().put_if_absent(key, data)
+        if self.writes:
+            super().put_if_absent(key, data)
+        raise StoreUnavailable("the answer was lost")
+
+
+async def test_a_run_is_accepted_exactly_if_its_record_stands_whatever_the_store_answered(tmp_path: Path) -> None:
+    run = SFTRun.model_validate(sft(seed=SUCCEEDS))
+    for writes in (True, False):
+        root = tmp_path / str(writes)
+        settings = Settings(root=root)
+        backend = Backend(settings, LosesAnswers(root / "store", writes), open_database(settings))
+        migrate.upgrade(backend.database)
+        accepting = backend.runs.accept("sft-1", run, "default", None, Source())
+        if writes:
+            record, _ = await accepting
+            assert record.run == run
+        else:
+            with pytest.raises(StoreUnavailable):
+                await accepting
+        listed = await backend.runs.page("default", limit=10)
+        assert [one.run_id for one in listed.runs] == ["sft-1"] * writes
+        backend.database.close()

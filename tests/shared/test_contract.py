@@ -142,6 +142,16 @@ def test_each_rule_of_layouts_is_named(shape: ModelShape, layout: Layout, rule: 
         check_layout(layout, shape)
 
 
+def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
+    for shape, layout, rule in (
+        (EXPERTS, Layout(dp=2), "^engine: the engine fsdp trains qwen3, qwen2, llama, not qwen3_moe: use megatron$"),
+        (SHAPE, Layout(tp=2), "^layout: the engine fsdp splits data .* by dp alone: use dp, and no tp2$"),
+    ):
+        with pytest.raises(InvalidInput, match=rule):
+            check_layout(layout, shape, "fsdp")
+    check_layout(Layout(dp=4), SHAPE, "fsdp")
+
+
 def test_layouts_that_hold_a_model() -> None:
     for layout in (Layout(tp=2, sp=True, pp=2, cp=3, dp=5), Layout(pp=SHAPE.num_layers)):
         check_layout(layout, SHAPE)

@@ -78,6 +78,8 @@ def test_names_are_those_that_are_no_functions() -> None:
 
 NUMBERS = st.floats(0, 100, allow_nan=False).map(lambda x: format(x, ".3f"))
 PYTHON = {name: getattr(math, name, None) or {"min": min, "max": max, "abs": abs}[name] for name in FUNCTIONS}
+# Of integers Python's powers are exact, and as long as the machine's memory.
+PYTHON |= {name: lambda x, whole=PYTHON[name]: float(whole(x)) for name in ("floor", "ceil")}
 
 
 def _joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:

@@ -1,7 +1,10 @@
 """Record the histories that test_replay.py replays: `python -m tests.workflows.record_histories TEMPORAL_ADDRESS`.
 
-`... TEMPORAL_ADDRESS RUN_ID NAME` records one ended run of a stack that is up: `rollouts`, a server-driven run
-with steps ahead, held-out prompts, a sampler and a worker killed.
+`python -m tests.workflows.record_histories rollouts` starts a stack of its own, whose server-driven run samples a step
+ahead, evaluates held-out prompts, and loses a sampler and a worker.
+
+`python -m tests.workflows.record_histories serving TEMPORAL_ADDRESS` records users' questions alone, and
+`python -m tests.workflows.record_histories short TEMPORAL_ADDRESS` workflows of one activity each.
 
 Do so only when runs that are under way need not survive the change: a history that no longer replays means that a
 deployed workflow would break.
@@ -17,10 +20,28 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 
+from activities.grade_one import GradeOneRequest
+from activities.preview import PreviewRequest
+from activities.resolve_model import ModelRequest
+from activities.track import TrackRequest
 from activities.worker_process import processes_of
-from tests.workflows import test_rl
+from examples.tiny_model import make_tiny_model
+from service.automation.webhooks import WebhookChoice
+from service.dev.connection import Connection
+from service.host import connect, serve
+from shared.graders import SampledItem, StringCheckGrader
+from shared.models import Frozen
+from shared.runs import DatasetSource, SFTRun
+from shared.settings import DownloadSettings, Settings
+from tests.conftest import CORPUS
+from tests.end_to_end.conftest import LETTERS, QUICK
+from tests.end_to_end.stack import started as whole_stack
+from tests.end_to_end.victims import a_rank, kill, sampler
+from tests.service import test_schedules, test_webhooks
+from tests.workflows import test_rl, test_serving
 from tests.workflows.test_sft import Stack, eventually, failure_of, has_checkpoint, started
 from workflows.rl import RLWorkflow
+from workflows.sft import SFTWorkflow
 
 HISTORIES = Path(__file__).parent / "histories"
 
@@ -33,11 +54,83 @@ async def main(address: str) -> None:
             await _record(stack, "worker_lost", await _worker_lost(stack))
             await _record(stack, "cancelled", await _cancelled(stack))
             await _record(stack, "failed", await _failed(stack))
+            await _record(stack, "paused", await _paused(stack))
     await record_rl(address)
+    await record_serving(address)
+    await record_short(address)
 
 
-async def record_run(address: str, run_id: str, name: str) -> None:
-    """A run of a stack of its own."""
+def record_rollouts() -> None:
+    """A server-driven run, of a whole stack."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = make_tiny_model(root / "model", [f"Name ship {n}: the {n}th tide." for n in range(50)])
+        prompts = root / "prompts.jsonl"
+        rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(24))
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with whole_stack(root / "stack", **QUICK) as stack:
+            run_id = stack.cli(
+                *("submit", "rl", "--json", "--model", str(model), "--prompts", str(prompts)),
+                *("--grader", json.dumps(LETTERS), "--steps", "4", "--prompts-per-step", "6", "--group-size", "4"),
+                *("--eval-prompts", str(prompts), "--eval-every", "2", "--off-policy-steps", "1", "--loss", "ppo"),
+                *("--max-completion-tokens", "16", "--max-tokens", "80", "--lora-rank", "4"),
+            ).json["run_id"]
+            kill(stack, sampler)
+            kill(stack, a_rank)
+            stack.cli("watch", run_id, "--timeout", "150", timeout_s=200)
+            connection = Connection.read(stack.root)
+            assert connection is not None
+            asyncio.run(_record_run(connection.temporal_address, run_id, "rollouts"))
+
+
+async def record_serving(address: str) -> None:
+    """Users' questions: two at once, a sampler killed, another question, an idle time."""
+    with tempfile.TemporaryDirectory() as root:
+        model = make_tiny_model(Path(root) / "model", CORPUS)
+        async with test_serving.started(address, model, Path(root)) as harbour:
+            await test_serving.questions_and_a_kill(harbour)
+            mine = f'TaskQueue = "{harbour.settings.control_queue}"'
+            ended = [workflow async for workflow in harbour.client.list_workflows(mine)]
+            by_type = {workflow.workflow_type: workflow.id for workflow in ended}
+            await _write(harbour.client, "serving", by_type["ServingWorkflow"])
+            await _write(harbour.client, "completion", by_type["CompletionWorkflow"])
+
+
+async def record_short(address: str) -> None:
+    """A grader tried, a dataset looked at, a model found for somebody who asks it, a run followed for W&B."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = make_tiny_model(root / "model", CORPUS)
+        rows = root / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": f"q{n}", "completion": f"a{n}"}) + "\n" for n in range(8)))
+        settings = Settings(
+            root=root,
+            temporal_address=address,
+            control_queue="short",
+            download=DownloadSettings(file_roots=(root,)),
+            wandb_mode="disabled",
+        )
+        dataset = DatasetSource(uri=rows.as_uri())
+        run = SFTRun(model=str(model), dataset=dataset, steps=1, batch_size=1)
+        exact = {"name": "exact", "operation": "eq", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+        sample = SampledItem(sample={"output_text": "42"}, item={"answer": "42"})
+        requests: dict[str, tuple[str, Frozen]] = {
+            "grader": ("GraderWorkflow", GradeOneRequest(grader=StringCheckGrader(**exact), sample=sample)),
+            "preview": ("PreviewWorkflow", PreviewRequest(source=dataset, model_uri=str(model), num_rows=2)),
+            "untrained_model": ("UntrainedModelWorkflow", ModelRequest(uri=str(model))),
+            "track": ("TrackWorkflow", TrackRequest(run_id="sft-1", run=run)),
+        }
+        stopped = asyncio.Event()
+        host = asyncio.create_task(serve("control", settings, stopped))
+        client = await connect(settings)
+        for name, (workflow, request) in requests.items():
+            await client.execute_workflow(workflow, request, id=name, task_queue=settings.control_queue)
+            await _write(client, name, name)
+        stopped.set()
+        await host
+
+
+async def _record_run(address: str, run_id: str, name: str) -> None:
     client = await Client.connect(address, data_converter=pydantic_data_converter)
     await _write(client, name, run_id)
 
@@ -48,6 +141,36 @@ async def record_rl(address: str) -> None:
         async with test_rl.started(address, Path(root)) as stack:
             await stack.add_gpu_host(step_s=0.1)
             await _record(stack, "rl", await _client_driven(stack))
+
+
+async def record_scheduled(address: str) -> None:
+    """A schedule's two actions: a run to its end, and none for data that has not changed."""
+    with tempfile.TemporaryDirectory() as root:
+        async with test_schedules.started(address, Path(root)) as stack:
+            await stack.create("nightly")
+            await stack.result((await stack.trigger("nightly", 1)).run_id)
+            await stack.settled("nightly")
+            await stack.trigger("nightly", 2)
+            await stack.settled("nightly")
+            found = stack.client.list_workflows('WorkflowType = "ScheduledRunWorkflow"')
+            skipped, started = [execution.id async for execution in found][:2]
+            await _write(stack.client, "scheduled", started)
+            await _write(stack.client, "scheduled_skipped", skipped)
+            await stack.schedules.delete(test_schedules.TENANT, "nightly")
+
+
+async def record_webhook(address: str) -> None:
+    """Two webhooks: one takes the notice at the third attempt, the other is gone."""
+    with tempfile.TemporaryDirectory() as root, test_webhooks.receiving() as busy, test_webhooks.receiving() as gone:
+        busy.answers, gone.answers = [500, 503], [410]
+        async with test_webhooks.started(address, Path(root)) as stack:
+            for receiver in (busy, gone):
+                choice = WebhookChoice(url=receiver.url)
+                made = await stack.webhooks.create(test_webhooks.TENANT, None, choice)
+            notice = await stack.tell(test_webhooks.status("succeeded"))
+            await stack.ended(made.id)
+            await stack.client.get_workflow_handle(notice.notice_id).result()
+            await _write(stack.client, "webhook", notice.notice_id)
 
 
 async def _record(stack: Stack, name: str, run_id: str) -> None:
@@ -94,6 +217,14 @@ async def _cancelled(stack: Stack) -> str:
     return handle.id
 
 
+async def _paused(stack: Stack) -> str:
+    handle = await stack.start(steps=1000)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    await handle.signal(SFTWorkflow.pause)
+    await handle.result()
+    return handle.id
+
+
 async def _client_driven(stack: test_rl.RLStack) -> str:
     handle = await stack.start_rl(idle_s=1)
     await stack.train(handle, 1)
@@ -119,7 +250,11 @@ async def _failed(stack: Stack) -> str:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["rollouts"]:
+            record_rollouts()
+        case ["serving", address]:
+            asyncio.run(record_serving(address))
+        case ["short", address]:
+            asyncio.run(record_short(address))
         case [address]:
             asyncio.run(main(address))
-        case [address, run_id, name]:
-            asyncio.run(record_run(address, run_id, name))

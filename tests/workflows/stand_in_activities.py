@@ -31,6 +31,7 @@ class StandInData:
         self._any = artifact(store, scratch, "any", x_json="{}")
         store.put_bytes("report.json", b'{"num_rows": 3}')
         self.num_tokenize_calls = 0
+        self.models_asked_for: list[ModelRequest] = []
 
     @property
     def all(self) -> list[Callable]:
@@ -38,6 +39,7 @@ class StandInData:
 
     @activity.defn(name="resolve_model")
     def resolve_model(self, request: ModelRequest) -> ResolvedModel:
+        self.models_asked_for.append(request)
         return ResolvedModel(model=self._any, shape=SHAPE)
 
     @activity.defn(name="download")

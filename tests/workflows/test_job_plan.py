@@ -84,13 +84,13 @@ def rl_plan(reference: Artifact | None, **loss: object) -> JobPlan:
 
 
 def test_a_reference_that_a_run_names_by_uri_is_an_artifact_in_its_jobs() -> None:
-    kl = {"coefficient": 0.1, "reference": "s3://bucket/adapters/published/tide/v000001"}
+    kl = {"coefficient": 0.1, "reference": "s3://bucket/tenants/default/adapters/tide/v000001"}
     assert (
         reference_uri(RLRun.model_validate({"model": "m", "loss": {"kind": "ppo", "kl": kl}}).loss) == kl["reference"]
     )
     assert reference_of(rl_plan(ANY, kl=kl).loss) == ANY
     assert rl_plan(ANY, kl=kl).loss.model_dump(exclude={"kl"}) == rl_plan(None).loss.model_dump(exclude={"kl"})
-    with pytest.raises(ValidationError, match=r"kl\.reference: a job has the adapter itself, .*published/tide"):
+    with pytest.raises(ValidationError, match=r"kl\.reference: a job has the adapter itself, .*adapters/tide"):
         rl_plan(None, kl=kl)
 
 

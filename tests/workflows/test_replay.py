@@ -1,6 +1,7 @@
 """Recorded runs, replayed by today's code: a change that would break runs under way is seen here."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,56 @@ from temporalio.client import WorkflowHistory
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Replayer
 
+from workflows.completion import CompletionWorkflow
+from workflows.grader import GraderWorkflow
+from workflows.preview import PreviewWorkflow
 from workflows.rl import RLWorkflow
+from workflows.scheduled import ScheduledRunWorkflow
+from workflows.serving import ServingWorkflow
 from workflows.sft import SFTWorkflow
+from workflows.track import TrackWorkflow
+from workflows.untrained_model import UntrainedModelWorkflow
+from workflows.webhook import WebhookWorkflow
 
+WORKFLOWS = [
+    SFTWorkflow,
+    RLWorkflow,
+    ScheduledRunWorkflow,
+    WebhookWorkflow,
+    ServingWorkflow,
+    CompletionWorkflow,
+    GraderWorkflow,
+    PreviewWorkflow,
+    TrackWorkflow,
+    UntrainedModelWorkflow,
+]
 HISTORIES = sorted((Path(__file__).parent / "histories").glob("*.json"))
 
 
 def test_there_are_histories() -> None:
-    assert [path.stem for path in HISTORIES] == ["cancelled", "failed", "rl", "rollouts", "succeeded", "worker_lost"]
+    assert [path.stem for path in HISTORIES] == [
+        "cancelled",
+        "completion",
+        "failed",
+        "grader",
+        "paused",
+        "preview",
+        "rl",
+        "rollouts",
+        "scheduled",
+        "scheduled_skipped",
+        "serving",
+        "succeeded",
+        "track",
+        "untrained_model",
+        "webhook",
+        "worker_lost",
+    ]
 
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
 async def test_a_recorded_run_replays(path: Path) -> None:
     text = await asyncio.to_thread(path.read_text)
-    history = WorkflowHistory.from_json(path.stem, text)
-    await Replayer(workflows=[SFTWorkflow, RLWorkflow], data_converter=pydantic_data_converter).replay_workflow(history)
+    started = json.loads(text)["events"][0]["workflowExecutionStartedEventAttributes"]
+    history = WorkflowHistory.from_json(started["workflowId"], text)  # a scheduled run's id is made of it
+    await Replayer(workflows=WORKFLOWS, data_converter=pydantic_data_converter).replay_workflow(history)

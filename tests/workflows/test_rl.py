@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError, CancelledError
+from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.find_checkpoint import FindCheckpoint
@@ -172,7 +173,7 @@ async def test_the_same_key_trains_once_whenever_it_comes_again(stack: RLStack) 
 
 
 async def test_steps_that_come_early_wait_their_turn(stack: RLStack) -> None:
-    handle = await stack.start_rl()
+    handle = await stack.start_rl(engine="fsdp")
     early = [await stack.train(handle, number, wait=False) for number in (1, 2, 3, 4)]
     assert [(step.step, step.is_final) for step in early] == [(1, False), (2, False), (3, False), (4, False)]
     await handle.execute_update(RLWorkflow.finish)
@@ -180,6 +181,7 @@ async def test_steps_that_come_early_wait_their_turn(stack: RLStack) -> None:
         await stack.train(handle, 5, wait=False)
     await stack.add_gpu_host()
     assert (await handle.result()).policy_version == 4
+    assert stack.data.models_asked_for[-1].engine == "fsdp"
     assert stack.jobs(handle) == ["000001", "000002", "000003", "000004"]
     last = await handle.query(RLWorkflow.step, 4)
     assert last is not None and last.policy_version == 4
@@ -302,24 +304,28 @@ async def unsandboxed(stack: RLStack) -> AsyncIterator[str]:
             yield settings.control_queue
 
 
-async def test_a_cancelled_run_resumes_where_its_last_done_step_left_it(
-    stack: RLStack, undisturbed: list[bytes]
+@pytest.mark.parametrize("way", ["cancelled", "paused"])
+async def test_a_run_that_was_stopped_resumes_where_its_last_done_step_left_it(
+    stack: RLStack, undisturbed: list[bytes], way: str
 ) -> None:
     """A step that was cut in two is trained anew: from what the step before left, not from its own half."""
-    async with started(stack.settings.temporal_address, stack.settings.root_path / "second") as second:
+    async with started(stack.settings.temporal_address, stack.settings.root_path / way) as second:
         await second.add_gpu_host(step_s=2.0)  # a cancel takes a beat, about a second, to arrive
         handle = await second.start_rl()
         first = await second.train(handle, 1)
         cut = asyncio.create_task(second.train(handle, 2))
         await eventually(lambda: _is_training(handle), "the first half of step 2")
-        await handle.cancel()
+        await (handle.cancel() if way == "cancelled" else handle.signal(RLWorkflow.pause))
         with pytest.raises(WorkflowUpdateFailedError):
             await cut
-        with pytest.raises(WorkflowFailureError) as caught:
-            await handle.result()
-        assert isinstance(caught.value.cause, CancelledError)
-        assert (await handle.describe()).status == WorkflowExecutionStatus.CANCELED
-        assert (await second.result(handle.id)).state == "cancelled"
+        if way == "cancelled":
+            with pytest.raises(WorkflowFailureError) as caught:
+                await handle.result()
+            assert isinstance(caught.value.cause, CancelledError)
+            assert (await handle.describe()).status == WorkflowExecutionStatus.CANCELED
+        else:
+            assert (await handle.result()).state == "paused"
+        assert (await second.result(handle.id)).state == way
         resumed = await second.start_rl(run_id=handle.id, resumed=True)
         again = await second.train(resumed, 1)
         assert (again.state, again.same_as, again.adapter) == ("done", 1, first.adapter), "the store remembers its key"
@@ -328,6 +334,26 @@ async def test_a_cancelled_run_resumes_where_its_last_done_step_left_it(
         result = await resumed.result()
         assert (result.state, result.policy_version) == ("succeeded", 4)
         assert [second.adapter(first), *adapters] == undisturbed
+
+
+async def test_a_step_that_comes_to_a_run_that_ends_is_refused_or_told_so(stack: RLStack) -> None:
+    """It is never taken under a number that the store gives to another, and nobody waits for it for ever."""
+    await stack.add_gpu_host(step_s=0.2)
+    handle = await stack.start_rl()
+    await stack.train(handle, 1)
+    assert [(await stack.train(handle, number, wait=False)).step for number in (2, 3)] == [2, 3]
+    await handle.signal(RLWorkflow.pause)
+    assert (await handle.result()).state == "paused"
+    told = await handle.query(RLWorkflow.step, 3)
+    assert told is not None and told.problem is not None
+    assert (told.state, told.problem.kind) == ("failed", "run_ended") and "send it again" in told.problem.message
+
+    resumed = await stack.start_rl(run_id=handle.id, resumed=True)
+    await resumed.signal(RLWorkflow.pause)  # before it knows how many steps there were
+    with pytest.raises((WorkflowUpdateFailedError, RPCError)):
+        await stack.train(resumed, 7, wait=False)
+    assert (await resumed.result()).state == "paused"
+    assert (await stack.result(handle.id)).policy_version == 1
 
 
 async def _is_training(handle: WorkflowHandle) -> bool:

@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,14 +23,16 @@ from activities.find_checkpoint import FindCheckpoint
 from activities.progress import ProgressReport
 from activities.publish import Publish
 from activities.record_result import RecordResult
+from activities.resolve_model import ModelRequest
 from activities.worker_pool import WorkerPool
 from activities.worker_process import processes_of
 from service.host import _end_idle_workers, connect, gpu_workers
 from shared.events import Step
 from shared.jobs import Fence
+from shared.layout import Layout
 from shared.paths import HostPaths, RunKeys
 from shared.run_events import read_events
-from shared.runs import DatasetSource, RunStart, RunStatus, RunTiming, SFTRun
+from shared.runs import STATUS_MEMO, DatasetSource, RunStart, RunStatus, RunTiming, SFTRun
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store, open_uri
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
@@ -85,7 +87,14 @@ class Stack:
         self.exits.callback(lambda: (process.terminate(), process.wait()))
         return process
 
-    async def start(self, run_id: str | None = None, resumed: bool = False, timing: RunTiming | None = None, **run):
+    async def start(
+        self,
+        run_id: str | None = None,
+        resumed: bool = False,
+        timing: RunTiming | None = None,
+        is_tracked: bool = True,
+        **run,
+    ):
         run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
         fields = {"steps": 20, "checkpoint_every": 5, "seed": 7, **run}
         dataset = DatasetSource(uri=fields.pop("dataset", "file:///rows.jsonl"))
@@ -95,10 +104,14 @@ class Stack:
             timing=timing or RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20),
             shape=self.settings.shape,
             resumed=resumed,
+            is_tracked=is_tracked,
         )
         return await self.client.start_workflow(
             SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
         )
+
+    async def num_trackers(self, run_id: str) -> int:
+        return (await self.client.count_workflows(f'WorkflowId STARTS_WITH "{run_id}-track-"')).count
 
     async def result(self, run_id: str) -> RunStatus:
         return RunStatus.model_validate_json(await asyncio.to_thread(self.store.get_bytes, RunKeys(run_id).result))
@@ -187,19 +200,21 @@ async def test_a_run_goes_from_dataset_to_adapter(stack: Stack) -> None:
     assert status == await stack.result(handle.id)
     assert status == await handle.query(SFTWorkflow.status)
     assert await num_events(handle) < 100
+    assert await stack.num_trackers(handle.id) == 1
 
 
 async def test_no_worker_lives_before_a_job_waits_and_none_after_its_idle_time(
     temporal_address: str, tmp_path: Path
 ) -> None:
-    async with started(temporal_address, tmp_path, worker_idle_s=1.0) as stack:
+    async with started(temporal_address, tmp_path, worker_idle_s=4.0) as stack:
         await stack.add_gpu_host()
         await asyncio.sleep(0.5)
         assert stack.worker_ids() == []
-        handle = await stack.start()
+        handle = await stack.start(is_tracked=False)
         await handle.result()
+        assert await stack.num_trackers(handle.id) == 0
         [worker_id] = stack.worker_ids()
-        await eventually(lambda: not stack.worker_ids(), "the idle worker's end", 10)
+        await eventually(lambda: not stack.worker_ids(), "the idle worker's end", 30)
         assert processes_of(worker_id) == []
 
 
@@ -210,7 +225,7 @@ async def test_a_killed_worker_is_replaced_and_the_run_ends_in_the_same_bits(sta
     for process in processes_of(stack.worker_ids()[0]):
         process.kill()
     status = await handle.result()
-    assert status.epoch == 2
+    assert (status.epoch, status.workers_lost) == (2, 1)
     assert stack.weights(status) == adapter_bytes(7, 100)
     steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
     assert len(steps) < 120, "it went on from a checkpoint, not from the beginning"
@@ -226,7 +241,7 @@ async def test_a_killed_host_is_replaced_and_the_run_ends_in_the_same_bits(stack
     first.wait()
     stack.spawn_gpu_host()
     status = await handle.result()
-    assert status.epoch == 2
+    assert (status.epoch, status.workers_lost) == (2, 1)
     assert stack.weights(status) == adapter_bytes(7, 100)
     assert processes_of(worker_id) == []
     assert worker_id not in stack.worker_ids()
@@ -241,22 +256,28 @@ async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> No
     assert stack.worker_ids() == []
     await stack.add_gpu_host()
     status = await handle.result()
-    assert status.epoch == 2
+    assert (status.epoch, status.workers_lost) == (2, 0), "a host that leaves in good order loses nothing"
     assert stack.weights(status) == adapter_bytes(7, 100)
 
 
-async def test_a_cancelled_run_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack) -> None:
+@pytest.mark.parametrize("way", ["cancelled", "paused"])
+async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack, way: str) -> None:
     await stack.add_gpu_host(step_s=0.05)
     handle = await stack.start(steps=160, checkpoint_every=20)
-    await eventually(lambda: _is_past(handle, 2), "some steps")
+    await eventually(lambda: _says_when_it_ends(handle), "steps enough for a pace")
     loop = asyncio.get_running_loop()
     asked_at = loop.time()
-    await handle.cancel()
-    assert isinstance(await failure_of(handle), CancelledError)
+    if way == "cancelled":
+        await handle.cancel()
+        assert isinstance(await failure_of(handle), CancelledError)
+    else:
+        await handle.signal(SFTWorkflow.pause)
+        assert (await handle.result()).state == "paused"
     assert loop.time() - asked_at < 5
-    assert (await handle.describe()).status == WorkflowExecutionStatus.CANCELED
+    ended = (await handle.describe()).status
+    assert ended == {"cancelled": WorkflowExecutionStatus.CANCELED, "paused": WorkflowExecutionStatus.COMPLETED}[way]
     result = await stack.result(handle.id)
-    assert (result.state, result.problem) == ("cancelled", None)
+    assert (result.state, result.problem, result.workers_lost, result.estimated_end) == (way, None, 0, None)
     assert result.checkpoint is not None
     assert 2 <= result.checkpoint.step == result.step < 160
     [worker_id] = stack.worker_ids()
@@ -265,9 +286,16 @@ async def test_a_cancelled_run_frees_its_worker_and_resumes_to_the_same_bits(sta
     status = await resumed.result()
     assert status.state == "succeeded"
     assert status.epoch == 2, "epochs go on where the execution before stopped"
+    assert status.workers_lost == 0, "a worker that was given back is no lost one"
+    assert status.started_at == result.started_at, "it is one run"
     assert await num_failed_activities(resumed) == 0
     assert stack.worker_ids() == [worker_id], "the free worker was warm"
     assert stack.weights(status) == adapter_bytes(7, 160)
+    assert status.timeline[: len(result.timeline)] == result.timeline, "what was is not forgotten"
+    trained = [span for span in status.timeline if span.phase == "training"]
+    assert [span.lease for span in trained] == [1, 2]
+    seconds = sum((span.ended or 0) - span.began for span in trained)
+    assert 0 < seconds <= status.gpu_seconds < seconds + 5, "one rank; the lease outlasts the job by a little"
     steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
     assert steps == list(range(1, 161)), "no step was done twice"
 
@@ -289,16 +317,31 @@ async def test_a_cancel_is_not_forgotten_when_the_host_dies_before_it_is_done(st
     await eventually(lambda: not stack.worker_ids(), "the new host's tidying")
 
 
-async def _is_past(handle: WorkflowHandle, step: int) -> bool:
-    return (await handle.query(SFTWorkflow.status)).step > step
+async def _says_when_it_ends(handle: WorkflowHandle) -> bool:
+    """Which takes the ends of two steps: the workflow hears of the first at once, of later ones after a while.
+
+    Both times are of Temporal's clock, which need not be this process's.
+    """
+    status = await handle.query(SFTWorkflow.status)
+    return status.estimated_end is not None and status.estimated_end > status.started_at
 
 
 async def test_a_run_that_waits_for_a_host_can_be_cancelled(stack: Stack) -> None:
     handle = await stack.start()
     await eventually(lambda: _is_in(handle, "waiting_for_worker"), "the lease")
+    await eventually(lambda: _is_listed(stack, handle, "waiting_for_worker"), "the listing that shows its phase")
     await handle.cancel()
     assert isinstance(await failure_of(handle), CancelledError)
     assert (await stack.result(handle.id)).state == "cancelled"
+
+
+async def _is_listed(stack: Stack, handle: WorkflowHandle, phase: str) -> bool:
+    """Whether one listing tells a run's phase: what a list of runs is made of."""
+    async for execution in stack.client.list_workflows('WorkflowType = "SFTWorkflow"'):
+        if execution.id == handle.id:
+            shown = (await execution.memo()).get(STATUS_MEMO)
+            return shown is not None and RunStatus.model_validate(shown).phase == phase
+    return False
 
 
 async def _is_in(handle: WorkflowHandle, phase: str) -> bool:
@@ -307,9 +350,10 @@ async def _is_in(handle: WorkflowHandle, phase: str) -> bool:
 
 async def test_a_users_mistake_is_told_at_once_and_asks_for_no_worker(stack: Stack) -> None:
     await stack.add_gpu_host()
-    handle = await stack.start(dataset="file:///bad.jsonl")
+    handle = await stack.start(dataset="file:///bad.jsonl", engine="fsdp", layout=Layout(dp=2))
     cause = await failure_of(handle)
     assert isinstance(cause, ApplicationError)
+    assert stack.data.models_asked_for == [ModelRequest(uri="tiny", engine="fsdp", layout=Layout(dp=2))]
     assert (cause.type, cause.message) == ("invalid_input", "rows.jsonl:3: the last message must be the assistant's")
     assert stack.data.num_tokenize_calls == 1
     result = await stack.result(handle.id)
@@ -355,6 +399,26 @@ async def test_a_run_that_gets_ahead_outlives_any_number_of_losses(stack: Stack)
     status = await handle.result()
     assert stack.weights(status) == adapter_bytes(SEEDS["dies_saved"], 4)
     assert status.epoch == 4
+
+
+@pytest.mark.parametrize("way", ["cancelled", "paused"])
+async def test_a_run_that_is_stopped_again_before_it_goes_on_is_what_it_was(stack: Stack, way: str) -> None:
+    """What it used counts, and there is where to go on from."""
+    await stack.add_gpu_host(step_s=0.02)
+    handle = await stack.start(steps=1000)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    await handle.signal(SFTWorkflow.pause)
+    before = await handle.result()
+    assert before.gpu_seconds > 0 and before.checkpoint is not None
+    handle = await stack.start(run_id=handle.id, resumed=True, steps=1000)
+    await (handle.cancel() if way == "cancelled" else handle.signal(SFTWorkflow.pause))
+    with suppress(WorkflowFailureError):
+        await handle.result()
+    after = await stack.result(handle.id)
+    assert after.state == way
+    kept = ("step", "num_steps", "checkpoint", "metrics", "gpu_seconds", "started_at", "dataset_report")
+    assert {name: getattr(after, name) for name in kept} == {name: getattr(before, name) for name in kept}
+    assert after.timeline[: len(before.timeline)] == before.timeline
 
 
 async def test_a_terminated_run_gives_its_worker_back(stack: Stack) -> None:

@@ -1,0 +1,100 @@
+"""The audit log: requests that changed something, and those that were refused. Answers come after their entries."""
+
+import logging
+import time
+from contextvars import ContextVar
+from typing import Any
+
+from sqlalchemy import delete, select
+
+from service.accounts.rate_limits import RateLimit
+from service.database.engine import Database, DatabaseUnavailable
+from service.database.tables import AuditRow
+from shared.models import Frozen
+
+logger = logging.getLogger("longshore.service")
+
+_REFUSALS = (401, 403, 429)
+_LOOKS = ("GET", "HEAD", "OPTIONS")
+_QUESTIONS = ("/v1/chat/completions", "/v1/completions")
+"""Posted, and yet they change nothing: questions to models, of which there are many."""
+_touched: ContextVar[list[str] | None] = ContextVar("touched", default=None)
+
+
+def touched(target: str) -> None:
+    """Say which run, key, file or tenant the request in hand changes. Does nothing outside a request."""
+    targets = _touched.get()
+    if targets is not None and target not in targets:
+        targets.append(target)
+
+
+def begin() -> list[str]:
+    """The list that `touched` fills while one request is answered."""
+    targets: list[str] = []
+    _touched.set(targets)
+    return targets
+
+
+class AuditEntry(Frozen):
+    """One request. `path` has no query string, which may hold anything; `target`: what it changed, where it did."""
+
+    id: int
+    time: float
+    tenant: str | None
+    key_id: str | None
+    method: str
+    path: str
+    target: str | None
+    status: int
+    address: str | None
+    request_id: str
+
+
+class AuditPage(Frozen):
+    """Entries, newest first. `next` is the `before` of the following page."""
+
+    entries: tuple[AuditEntry, ...]
+    next: int | None
+
+
+class Audit:
+    """Needs the database alone: no record in the store is kept of it."""
+
+    def __init__(self, database: Database, days: float) -> None:
+        self._database = database
+        self._days = days
+        # Whoever is refused does not fill the disk: of each key, and of all strangers together.
+        self._refusals = RateLimit(per_s=1, burst=100)
+
+    def wants(self, method: str, path: str, status: int, key_id: str | None) -> bool:
+        """Whether a request is of this log's kind."""
+        if status in _REFUSALS:
+            return self._refusals.wait_s(key_id or "") == 0
+        return method not in _LOOKS and path not in _QUESTIONS and key_id is not None
+
+    async def note(self, **fields: Any) -> None:
+        """Put an entry on record. A database that is away loses it, and the service's log says so.
+
+        A path may hold anything, also a NUL, which PostgreSQL does not take.
+        """
+        fields |= {name: text.replace("\0", "\ufffd") for name, text in fields.items() if isinstance(text, str)}
+        try:
+            await self._database.writing(lambda session: session.add(AuditRow(time=time.time(), **fields)))
+        except DatabaseUnavailable:
+            logger.error("not in the audit log: %s", fields)
+
+    async def page(self, tenant: str | None, limit: int, before: int | None = None) -> AuditPage:
+        """Entries of a tenant, or of everybody, newest first."""
+        query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
+        if tenant is not None:
+            query = query.where(AuditRow.tenant == tenant)
+        if before is not None:
+            query = query.where(AuditRow.id < before)
+        rows = await self._database.reading(lambda session: session.scalars(query).all())
+        shown = [AuditEntry(**{name: getattr(row, name) for name in AuditEntry.model_fields}) for row in rows[:limit]]
+        return AuditPage(entries=tuple(shown), next=shown[-1].id if len(rows) > limit else None)
+
+    async def prune(self) -> None:
+        """Drop what is older than the settings say."""
+        old = delete(AuditRow).where(AuditRow.time < time.time() - 86_400 * self._days)
+        await self._database.writing(lambda session: session.execute(old))

@@ -1,0 +1,221 @@
+"""API keys, `ls-<prefix>-<secret>`: made, found by what a request carries, and revoked. Hashes alone are kept."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable
+
+from sqlalchemy import select, update
+
+from service.accounts import audit
+from service.accounts.principals import ALL_SCOPES, Principal, Scope
+from service.database.engine import Database, DatabaseUnavailable
+from service.database.tables import KeyRow
+from shared import paths
+from shared.errors import InvalidInput, NotFound
+from shared.models import Frozen
+from shared.runs import FIRST_TENANT, Tenant
+from shared.settings import Settings
+from shared.store import ObjectStore
+
+logger = logging.getLogger("longshore.service")
+
+BOOTSTRAP = "bootstrap"
+"""The id of the key that the service's own settings name: an admin of the first tenant, in no table."""
+_MADE_HERE = re.compile(r"^(?P<shown>ls-[0-9a-f]{12})-[A-Za-z0-9_-]{43}$")
+_TRUSTED_S = 2.0  # so long may another process's revocation take to be noticed here
+_USE_NOTED_S = 60.0
+
+
+class KeyRecord(Frozen):
+    """A key, as the store keeps it. `prefix` is what its holder recognises it by."""
+
+    key_id: str
+    tenant: Tenant
+    title: str = ""
+    prefix: str
+    sha256: str
+    scopes: tuple[Scope, ...]
+    created_by: str | None = None
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    def row(self) -> KeyRow:
+        return KeyRow(**self.model_dump() | {"scopes": list(self.scopes)})
+
+
+class KeyView(Frozen):
+    """A key as the API shows it. `last_used_at` is at most a minute old."""
+
+    key_id: str
+    tenant: Tenant
+    title: str
+    prefix: str
+    scopes: tuple[Scope, ...]
+    created_by: str | None
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+
+
+class NewKey(KeyView):
+    """A key on the one occasion on which it is shown."""
+
+    key: str
+
+
+class Keys:
+    """Needs the store with their records, and the database that finds them by hash."""
+
+    def __init__(self, settings: Settings, store: ObjectStore, database: Database) -> None:
+        self._store = store
+        self._database = database
+        self._bootstrap = [settings.api_key_sha256] if settings.api_key_sha256 else []
+        if settings.api_key:
+            self._bootstrap.append(hash_key(settings.api_key))
+        self._trusted: dict[str, tuple[float, KeyRow]] = {}
+        self._noted: dict[str, float] = {}
+
+    @property
+    def has_bootstrap(self) -> bool:
+        return bool(self._bootstrap)
+
+    async def find(self, authorization: str | None) -> Principal | None:
+        """Who sends this Authorization header; None for nobody that we know, or no longer.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        key = sent_key(authorization)
+        return await self.holder(hash_key(key), _MADE_HERE.match(key) is not None) if key else None
+
+    async def holder(self, given: str, may_be_ours: bool = True) -> Principal | None:
+        """Who holds the key of a hash; None for nobody that we know, or no longer.
+
+        Args:
+            may_be_ours: False spares the database the question: the key has not the form of those that are made here.
+        """
+        if any(hmac.compare_digest(given, known) for known in self._bootstrap):
+            return Principal(tenant=FIRST_TENANT, key_id=BOOTSTRAP, scopes=frozenset(ALL_SCOPES))
+        row = await self._row(given) if may_be_ours else None
+        if row is None or row.revoked_at is not None or (row.expires_at or float("inf")) <= time.time():
+            return None
+        await self._note_use(row.key_id)
+        names = ("tenant", "key_id", "title", "scopes")
+        return Principal.model_validate({name: getattr(row, name) for name in names})
+
+    async def _row(self, sha256: str) -> KeyRow | None:
+        since, row = self._trusted.get(sha256, (0.0, None))
+        if row is None or time.monotonic() - since > _TRUSTED_S:
+            asked = time.monotonic()
+            query = select(KeyRow).where(KeyRow.sha256 == sha256)
+            row = await self._database.reading(lambda session: session.scalars(query).one_or_none())
+            if row is None:
+                self._trusted.pop(sha256, None)
+            else:
+                self._trusted[sha256] = asked, row
+        return row
+
+    async def _note_use(self, key_id: str) -> None:
+        now = time.time()
+        if now - self._noted.get(key_id, 0.0) < _USE_NOTED_S:
+            return
+        self._noted[key_id] = now
+        change = update(KeyRow).where(KeyRow.key_id == key_id).values(last_used_at=now)
+        try:
+            await self._database.writing(lambda session: session.execute(change))
+        except DatabaseUnavailable:  # who asks matters more than when
+            logger.warning("the use of %s could not be noted", key_id)
+
+    async def create(
+        self,
+        tenant: str,
+        *,
+        title: str = "",
+        scopes: Iterable[Scope] = ALL_SCOPES,
+        expires_at: float | None = None,
+        created_by: str | None = None,
+    ) -> NewKey:
+        """Make a key. Raises InvalidInput when it would have no scope, or have expired."""
+        scopes = tuple(scope for scope in ALL_SCOPES if scope in set(scopes))
+        if not scopes:
+            raise InvalidInput(f"a key has at least one scope of {', '.join(ALL_SCOPES)}", "scopes")
+        if expires_at is not None and expires_at <= time.time():
+            raise InvalidInput("this moment has passed: seconds since 1970", "expires_at")
+        key, mark = new_key()
+        record = KeyRecord(
+            key_id=f"key-{mark}",
+            tenant=tenant,
+            title=title,
+            prefix=f"ls-{mark}",
+            sha256=hash_key(key),
+            scopes=scopes,
+            created_by=created_by,
+            created_at=time.time(),
+            expires_at=expires_at,
+        )
+        audit.touched(record.key_id)
+        await self._put(record)
+        # Found on record, the key may be in the table already: `db rebuild` works beside a service.
+        row = await self._database.writing(lambda session: session.merge(record.row()))
+        return NewKey(**_view(row).model_dump(), key=key)
+
+    async def list(self, tenant: str) -> tuple[KeyView, ...]:
+        """A tenant's keys, newest first, those that are revoked among them."""
+        query = select(KeyRow).where(KeyRow.tenant == tenant).order_by(KeyRow.created_at.desc(), KeyRow.key_id)
+        rows = await self._database.reading(lambda session: session.scalars(query).all())
+        return tuple(_view(row) for row in rows)
+
+    async def revoke(self, tenant: str, key_id: str) -> KeyView:
+        """End a key, at once in this process and within two seconds in others. Raises NotFound."""
+        row = await self._database.reading(lambda session: session.get(KeyRow, key_id))
+        if row is None or row.tenant != tenant:
+            raise NotFound(f"there is no key {key_id}")
+        audit.touched(key_id)
+        if row.revoked_at is None:
+            row.revoked_at = time.time()
+            await self._put(_record(row))
+            change = update(KeyRow).where(KeyRow.key_id == key_id).values(revoked_at=row.revoked_at)
+            await self._database.writing(lambda session: session.execute(change))
+            self._trusted.pop(row.sha256, None)
+        return _view(row)
+
+    async def _put(self, record: KeyRecord) -> None:
+        data = record.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_bytes, paths.key_record(record.key_id), data)
+
+
+def new_key() -> tuple[str, str]:
+    """A fresh key of 256 random bits, and the part of it that may be shown."""
+    mark = secrets.token_hex(6)
+    return f"ls-{mark}-{secrets.token_urlsafe(32)}", mark
+
+
+def sent_key(authorization: str | None) -> str:
+    """The key in an Authorization header; nothing where it has none."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def shown_prefix(key: str) -> str | None:
+    """What may be shown of a key; None for text that has not the form of those that are made here."""
+    found = _MADE_HERE.match(key)
+    return found["shown"] if found else None
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _record(row: KeyRow) -> KeyRecord:
+    return KeyRecord.model_validate({name: getattr(row, name) for name in KeyRecord.model_fields})
+
+
+def _view(row: KeyRow) -> KeyView:
+    return KeyView.model_validate({name: getattr(row, name) for name in KeyView.model_fields})

@@ -1,0 +1,65 @@
+"""How often somebody may ask, or try to sign in: a token bucket each, in this process."""
+
+import hashlib
+import ipaddress
+import time
+from collections.abc import Callable
+
+from shared.settings import RateLimitSettings
+
+_MOST_BUCKETS = 10_000
+_SHOWN_OF_A_KEY = len("ls-0123456789ab")
+"""The part of a key that is no secret: whoever guesses the rest guesses behind one of these."""
+_ONE_SITE_V6 = 64
+
+
+class RateLimit:
+    """Buckets by name: `burst` tokens at most, `per_s` new ones a second."""
+
+    def __init__(self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def __str__(self) -> str:
+        return f"{self._per_s:g} requests a second, {self._burst:g} at once"
+
+    def wait_s(self, name: str) -> float:
+        """Take a token: 0. If there is none, the seconds until there is one."""
+        now = self._clock()
+        since, tokens = self._buckets.get(name, (now, self._burst))
+        tokens = min(self._burst, tokens + (now - since) * self._per_s)
+        if tokens < 1:
+            self._buckets[name] = now, tokens
+            return (1 - tokens) / self._per_s
+        self._buckets.pop(name, None)  # the newest comes last
+        self._buckets[name] = now, tokens - 1
+        if len(self._buckets) > _MOST_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
+        return 0.0
+
+
+class SignInLimit:
+    """How often keys may be tried on the page: from an address, and behind the beginning of a key from anywhere."""
+
+    def __init__(self, settings: RateLimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        per_s = settings.sign_ins_per_min / 60
+        self._addresses = RateLimit(per_s, settings.sign_in_burst, clock)
+        self._keys = RateLimit(per_s, settings.sign_in_burst, clock)
+
+    def wait_s(self, address: str, key: str) -> float:
+        """One more try: 0. If there may be none, the seconds until there may. Of the key a hash is kept."""
+        beginning = hashlib.sha256(key[:_SHOWN_OF_A_KEY].encode()).hexdigest()
+        return self._addresses.wait_s(_site(address)) or self._keys.wait_s(beginning)
+
+
+def _site(address: str) -> str:
+    """An IPv4 address; of IPv6 the network, in which one host may have as many addresses as it likes."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return address
+    return str(found.ipv4_mapped or ipaddress.ip_network((int(found), _ONE_SITE_V6), strict=False))

@@ -1,0 +1,124 @@
+"""Accept a scheduled run as a sent one is accepted: its place first, then its record. Or say why there is none.
+
+Temporal starts what a schedule does, and nobody sends it; but a tenant's quotas are counted in the service's database.
+So the schedule's workflow asks the service, on a queue that the service polls.
+"""
+
+import asyncio
+from contextlib import suppress
+
+from temporalio import activity
+from temporalio.worker import Worker
+
+from service.models.published_models import PublishedModels
+from service.problems import QuotaExceeded
+from service.runs.run_states import RunStates
+from service.runs.runs import Runs
+from service.temporal import Temporal
+from shared.errors import NotFound
+from shared.jobs import Artifact
+from shared.paths import RunKeys, last_scheduled
+from shared.run_start import workflow_of
+from shared.runs import RunRecord, Source
+from shared.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
+from shared.settings import Settings
+from shared.store import ObjectStore
+from workflows.policies import service_queue
+
+
+class ScheduledRuns:
+    """Decides whether there is something new to learn, and a place to do it in. Any number of services may."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: ObjectStore,
+        temporal: Temporal,
+        runs: Runs,
+        states: RunStates,
+        published: PublishedModels,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._temporal = temporal
+        self._runs = runs
+        self._states = states
+        self._published = published
+
+    async def serve(self) -> None:
+        """Answer the workflows of schedules, until cancelled.
+
+        Raises:
+            TemporalUnavailable: before the first question. Later ones wait for the server.
+        """
+        async with self._temporal.client() as client:
+            queue = service_queue(self._settings.control_queue)
+            await Worker(client, task_queue=queue, activities=[self.accept_scheduled]).run()
+
+    @activity.defn(name="accept_scheduled")
+    async def accept_scheduled(self, request: AcceptRequest) -> Decision:
+        """Put the run on record, unless its data is what the schedule's last run had, or a quota forbids it.
+
+        The last run counts if it did not fail, and was not cancelled. Asked again, the answer is the same run.
+        """
+        record = await self._record(request.run_id)
+        if record is None:
+            reason = await self._unchanged(request)
+            try:
+                record = None if reason else await self._accept(request)
+            except QuotaExceeded as error:
+                reason = str(error)
+            # An attempt that was given up as too slow may have gone on, and have accepted it meanwhile.
+            record = record or await self._record(request.run_id)
+            if record is None:
+                await asyncio.to_thread(self._remove_dataset, request.run_id)
+                return Decision(reason=reason)
+        await asyncio.to_thread(self._remember, request)
+        workflow, start = workflow_of(record, self._settings)
+        return Decision(workflow=workflow, start=start)
+
+    async def _record(self, run_id: str) -> RunRecord | None:
+        with suppress(NotFound):
+            return await self._states.record(run_id)
+        return None
+
+    async def _accept(self, request: AcceptRequest) -> RunRecord:
+        action = request.action
+        run, source = action.scheduled.run, Source(schedule=action.scheduled.name)
+        if action.scheduled.continues and (newest := await self._newest(action)) is not None:
+            run = run.model_copy(update={"initial_adapter": newest.uri})
+        return (await self._runs.accept(request.run_id, run, action.tenant, action.owner, source))[0]
+
+    async def _newest(self, action: ScheduledAction) -> Artifact | None:
+        """What was published last under the run's name."""
+        assert action.scheduled.run.name is not None
+        return await asyncio.to_thread(self._published.newest_adapter, action.tenant, action.scheduled.run.name)
+
+    async def _unchanged(self, request: AcceptRequest) -> str | None:
+        """Why the data is not worth another run."""
+        last = None if request.action.scheduled.even_unchanged else await asyncio.to_thread(self._last, request.action)
+        if last is None or last.dataset_sha256 != request.dataset.sha256:
+            return None
+        result = await self._states.result(last.run_id)
+        if result is not None and result.state in ("failed", "cancelled"):
+            return None
+        return f"the dataset is the one that {last.run_id} had"
+
+    # The store. Blocking.
+
+    def _last(self, action: ScheduledAction) -> LastScheduled | None:
+        try:
+            data = self._store.get_bytes(last_scheduled(action.tenant, action.scheduled.name))
+        except NotFound:
+            return None
+        return LastScheduled.model_validate_json(data)
+
+    def _remember(self, request: AcceptRequest) -> None:
+        last = LastScheduled(run_id=request.run_id, dataset_sha256=request.dataset.sha256)
+        key = last_scheduled(request.action.tenant, request.action.scheduled.name)
+        self._store.put_bytes(key, last.model_dump_json(indent=1).encode())
+
+    def _remove_dataset(self, run_id: str) -> None:
+        """What was brought only to be looked at."""
+        for item in list(self._store.list(f"{RunKeys(run_id).prefix}/")):
+            self._store.delete(item.key)

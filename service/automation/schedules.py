@@ -1,0 +1,319 @@
+"""Schedules behind the APIs: records in the store, and Temporal's schedules, which are made of them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+
+from pydantic import ValidationError
+from temporalio.client import (
+    Client,
+    Schedule,
+    ScheduleActionStartWorkflow,
+    ScheduleAlreadyRunningError,
+    ScheduleBackfill,
+    ScheduleDescription,
+    ScheduleHandle,
+    ScheduleIntervalSpec,
+    ScheduleOverlapPolicy,
+    SchedulePolicy,
+    ScheduleSpec,
+    ScheduleState,
+    ScheduleUpdate,
+    WorkflowExecution,
+    WorkflowExecutionStatus,
+)
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.accounts import audit
+from service.accounts.access import Access
+from service.automation.schedule_views import ActionView, Backfill, ScheduleView
+from service.problems import Conflict
+from service.temporal import PATIENCE, Temporal
+from service.turns import Turns
+from shared.errors import InvalidInput, NotFound
+from shared.paths import last_scheduled, schedule_record
+from shared.schedules import (
+    ACTION_MEMO,
+    Action,
+    Overlap,
+    ScheduledAction,
+    ScheduledRun,
+    ScheduleRecord,
+    schedule_id,
+)
+from shared.settings import Settings
+from shared.store import ObjectStore
+
+logger = logging.getLogger("longshore.service")
+
+SCHEDULED_WORKFLOW = "ScheduledRunWorkflow"
+_MOST_SCHEDULES = 100
+_SHOWN_ACTIONS = 20
+_CONCURRENT = 16
+_OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
+    "skip": ScheduleOverlapPolicy.SKIP,
+    "buffer_one": ScheduleOverlapPolicy.BUFFER_ONE,
+    "buffer_all": ScheduleOverlapPolicy.BUFFER_ALL,
+    "allow_all": ScheduleOverlapPolicy.ALLOW_ALL,
+    "cancel_other": ScheduleOverlapPolicy.CANCEL_OTHER,
+}
+
+
+class Schedules:
+    """A tenant's schedules. Those of another are not found."""
+
+    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, access: Access) -> None:
+        self._settings = settings
+        self._store = store
+        self._temporal = temporal
+        self._access = access
+        self._turns = Turns()  # of what changes one schedule, in the store and in Temporal
+
+    async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
+        """The same once more is the same schedule.
+
+        Raises:
+            Conflict: the name is taken by another, or there are too many.
+            InvalidInput: a cron line of no meaning; a URI that leads where the tenant may not go.
+        """
+        await asyncio.to_thread(self._access.check, tenant, scheduled)
+        record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
+        async with self._turns.of(tenant, scheduled.name), self._temporal.client() as client:
+            record = await asyncio.to_thread(self._accept, record)
+            audit.touched(scheduled.name)
+            try:
+                await self._make(client, record)
+            except RPCError as error:
+                if error.status == RPCStatusCode.INVALID_ARGUMENT:
+                    await asyncio.to_thread(self._remove, record)
+                    raise InvalidInput(error.message, "cron") from None
+                raise  # it is on record: the same request once more, or `restore`, makes it
+        return await self.show(tenant, scheduled.name)
+
+    async def of(self, tenant: str) -> tuple[ScheduleView, ...]:
+        """All of them, by name, without their actions."""
+        names = sorted(await asyncio.to_thread(self._names, tenant))
+        found: list[ScheduleView] = []
+        for start in range(0, len(names), _CONCURRENT):
+            chunk = names[start : start + _CONCURRENT]
+            answers = await asyncio.gather(*(self._brief(tenant, name) for name in chunk), return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, NotFound):
+                    raise answer
+                if isinstance(answer, ScheduleView):
+                    found.append(answer)
+        return tuple(found)
+
+    async def show(self, tenant: str, name: str) -> ScheduleView:
+        record = await asyncio.to_thread(self._read, tenant, name)
+        async with self._temporal.client() as client:
+            known = await _describe(client, record)
+            actions = () if known is None else await _actions(client, record, known.info.created_at)
+        return _view(record, known).model_copy(update={"actions": actions})
+
+    async def pause(self, tenant: str, name: str, note: str | None = None) -> ScheduleView:
+        """Nothing is started until it is resumed; a run that is going on goes on."""
+        return await self._set_paused(tenant, name, True, note)
+
+    async def resume(self, tenant: str, name: str) -> ScheduleView:
+        return await self._set_paused(tenant, name, False, None)
+
+    async def trigger(self, tenant: str, name: str) -> ScheduleView:
+        """Act now, once, as at any of its times: its overlap rule holds, and so does that of unchanged data."""
+        await self._each(tenant, name, lambda handle: handle.trigger(rpc_timeout=PATIENCE))
+        return await self.show(tenant, name)
+
+    async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
+        """Act at the times of a span, as if it were then."""
+        times = ScheduleBackfill(
+            start_at=datetime.fromtimestamp(span.begin, UTC),
+            end_at=datetime.fromtimestamp(span.end, UTC),
+            overlap=_OVERLAPS[span.overlap],
+        )
+        await self._each(tenant, name, lambda handle: handle.backfill(times, rpc_timeout=PATIENCE))
+        return await self.show(tenant, name)
+
+    async def delete(self, tenant: str, name: str) -> ScheduleView:
+        """Forget it. Its runs stay, and one that is going on goes on."""
+        async with self._turns.of(tenant, name):
+            record = await asyncio.to_thread(self._read, tenant, name)
+            async with self._temporal.client() as client:
+                await _forget(client, tenant, name)
+            await asyncio.to_thread(self._remove, record)
+        audit.touched(name)
+        return _view(record, None)
+
+    async def restore(self) -> None:
+        """Make every schedule that is on record and that Temporal has lost, or never got."""
+        prefix = schedule_record()
+        for key in await asyncio.to_thread(lambda: [item.key for item in self._store.list(prefix)]):
+            tenant, _, name = key.removeprefix(prefix).partition("/")
+            try:
+                async with self._turns.of(tenant, name):
+                    await self._restore(tenant, name)
+            except NotFound:  # removed since
+                continue
+            except ValidationError as error:  # one record that cannot be read must not strand the others
+                logger.error("%s cannot be restored: %s", key, error)
+
+    async def _restore(self, tenant: str, name: str) -> None:
+        record = await asyncio.to_thread(self._read, tenant, name)
+        async with self._temporal.client() as client:
+            if await _describe(client, record) is None:
+                await self._make(client, record)
+                logger.info("schedule %s of %s was not known to Temporal", name, tenant)
+                # Another service may have removed it meanwhile: Temporal's would act for ever, and be found nowhere.
+                if await asyncio.to_thread(self._store.head, schedule_record(tenant, name)) is None:
+                    await _forget(client, tenant, name)
+
+    async def _make(self, client: Client, record: ScheduleRecord) -> None:
+        """As it is on record, also where Temporal has one of this id: perhaps of a store that is no more."""
+        id, schedule = schedule_id(record.tenant, record.scheduled.name), self._schedule(record)
+        try:
+            await client.create_schedule(id, schedule, rpc_timeout=PATIENCE)
+        except ScheduleAlreadyRunningError:
+            await client.get_schedule_handle(id).update(lambda _: ScheduleUpdate(schedule), rpc_timeout=PATIENCE)
+
+    def _schedule(self, record: ScheduleRecord) -> Schedule:
+        scheduled = record.scheduled
+        return Schedule(
+            action=ScheduleActionStartWorkflow(
+                SCHEDULED_WORKFLOW,
+                ScheduledAction(tenant=record.tenant, owner=record.owner, scheduled=scheduled),
+                id=f"schedule/{schedule_id(record.tenant, scheduled.name)}",
+                task_queue=self._settings.control_queue,
+            ),
+            spec=ScheduleSpec(
+                cron_expressions=[scheduled.cron] if scheduled.cron else [],
+                intervals=[ScheduleIntervalSpec(every=timedelta(seconds=scheduled.every_s))]
+                if scheduled.every_s
+                else [],
+                time_zone_name=scheduled.timezone,
+            ),
+            policy=SchedulePolicy(
+                overlap=_OVERLAPS[scheduled.overlap], catchup_window=timedelta(seconds=scheduled.catch_up_s)
+            ),
+            state=ScheduleState(paused=record.paused, note=record.note),
+        )
+
+    async def _brief(self, tenant: str, name: str) -> ScheduleView:
+        record = await asyncio.to_thread(self._read, tenant, name)
+        async with self._temporal.client() as client:
+            return _view(record, await _describe(client, record))
+
+    async def _set_paused(self, tenant: str, name: str, paused: bool, note: str | None) -> ScheduleView:
+        words = note or ("paused" if paused else "resumed")
+
+        async def ask(handle: ScheduleHandle) -> None:
+            await (handle.pause if paused else handle.unpause)(note=words, rpc_timeout=PATIENCE)
+
+        await self._each(tenant, name, ask, paused=paused, note=words)
+        return await self.show(tenant, name)
+
+    async def _each(
+        self, tenant: str, name: str, ask: Callable[[ScheduleHandle], Awaitable[None]], **changes: object
+    ) -> None:
+        """Ask something of a schedule in Temporal, which may have to be made again first; then put it on record."""
+        async with self._turns.of(tenant, name):
+            record = await asyncio.to_thread(self._read, tenant, name)
+            async with self._temporal.client() as client:
+                if await _describe(client, record) is None:
+                    await self._make(client, record)
+                await ask(client.get_schedule_handle(schedule_id(tenant, name)))
+            if changes:
+                await asyncio.to_thread(self._write, record.model_copy(update=changes))
+        audit.touched(name)
+
+    # Records. Blocking.
+
+    def _names(self, tenant: str) -> list[str]:
+        prefix = schedule_record(tenant)
+        return [item.key.removeprefix(prefix) for item in self._store.list(prefix)]
+
+    def _read(self, tenant: str, name: str) -> ScheduleRecord:
+        try:
+            return ScheduleRecord.model_validate_json(self._store.get_bytes(schedule_record(tenant, name)))
+        except NotFound:
+            raise NotFound(f"there is no schedule {name}") from None
+
+    def _accept(self, record: ScheduleRecord) -> ScheduleRecord:
+        """What stands on record under its name from now on."""
+        name, names = record.scheduled.name, self._names(record.tenant)
+        if name not in names and len(names) >= _MOST_SCHEDULES:
+            raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
+        if self._store.put_if_absent(schedule_record(record.tenant, name), _data(record)):
+            return record
+        first = self._read(record.tenant, name)
+        if first.scheduled != record.scheduled:
+            raise Conflict(f"there is a schedule {name} already: remove it, or take another name")
+        return first
+
+    def _write(self, record: ScheduleRecord) -> None:
+        self._store.put_bytes(schedule_record(record.tenant, record.scheduled.name), _data(record))
+
+    def _remove(self, record: ScheduleRecord) -> None:
+        self._store.delete(schedule_record(record.tenant, record.scheduled.name))
+        self._store.delete(last_scheduled(record.tenant, record.scheduled.name))
+
+
+def _data(record: ScheduleRecord) -> bytes:
+    return record.model_dump_json(indent=1).encode()
+
+
+async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
+    handle = client.get_schedule_handle(schedule_id(record.tenant, record.scheduled.name))
+    try:
+        return await handle.describe(rpc_timeout=PATIENCE)
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        return None
+
+
+async def _forget(client: Client, tenant: str, name: str) -> None:
+    try:
+        await client.get_schedule_handle(schedule_id(tenant, name)).delete(rpc_timeout=PATIENCE)
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+
+
+async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) -> tuple[ActionView, ...]:
+    """The latest. `made_at`, by Temporal's clock: what was started before was another schedule's of this name."""
+    own = f'TemporalScheduledById = "{schedule_id(record.tenant, record.scheduled.name)}"'
+    query = f'WorkflowType = "{SCHEDULED_WORKFLOW}" AND {own} AND StartTime >= "{made_at.isoformat()}"'
+    found = client.list_workflows(query, limit=_SHOWN_ACTIONS, rpc_timeout=PATIENCE)
+    return tuple([await _action(execution) async for execution in found])
+
+
+def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> ScheduleView:
+    """Without a description: what is on record alone."""
+    view = ScheduleView(
+        scheduled=record.scheduled, created_at=record.created_at, paused=record.paused, note=record.note
+    )
+    if known is None:
+        return view
+    return view.model_copy(
+        update={
+            "paused": known.schedule.state.paused,
+            "note": known.schedule.state.note or None,
+            "next_times": tuple(time.timestamp() for time in known.info.next_action_times),
+            "num_actions": known.info.num_actions,
+            "num_overlapped": known.info.num_actions_skipped_overlap,
+            "num_missed": known.info.num_actions_missed_catchup_window,
+        }
+    )
+
+
+async def _action(execution: WorkflowExecution) -> ActionView:
+    """What a schedule's workflow says in its memo; of one that ended without a last word, what Temporal says."""
+    said = (await execution.memo()).get(ACTION_MEMO)
+    action = Action.model_validate(said) if said is not None else Action()
+    ended = execution.status not in (None, WorkflowExecutionStatus.RUNNING)
+    if action.state == "preparing" and ended:
+        assert execution.status is not None
+        word = execution.status.name.lower().replace("_", " ")
+        action = Action(state="failed", reason=f"it ended before its run began: Temporal says {word}")
+    return ActionView(**dict(action), at=execution.start_time.timestamp())

@@ -1,0 +1,281 @@
+"""Webhooks behind the APIs: a tenant's records in the store, and the outbox that tells them of changes."""
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Self
+
+from pydantic import Field, ValidationError
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
+
+from service.accounts import audit
+from service.database.engine import Database
+from service.database.tables import OutboxRow
+from service.problems import Conflict
+from service.temporal import PATIENCE, Temporal
+from service.turns import Turns
+from shared.errors import NotFound
+from shared.models import Frozen
+from shared.paths import delivery_record, webhook_record
+from shared.settings import Settings
+from shared.store import ObjectStore
+from shared.webhooks import (
+    Delivery,
+    Notice,
+    NoticeId,
+    NoticeType,
+    Webhook,
+    WebhookId,
+    WebhookUrl,
+    new_notice_id,
+    new_secret,
+)
+from workflows.webhook import WebhookRequest
+
+logger = logging.getLogger("longshore.service")
+
+WEBHOOK_WORKFLOW = "WebhookWorkflow"
+_MOST_WEBHOOKS = 20
+_OVERLAP_S = 86_400.0
+_OUTBOX_PAGE = 100
+
+
+class WebhookChoice(Frozen):
+    """A webhook, as a user asks for it."""
+
+    url: WebhookUrl
+    events: tuple[NoticeType, ...] = Field(default=(), description="it is told these alone; all if empty")
+
+
+class WebhookChange(Frozen):
+    """What is to be another; the rest stays."""
+
+    url: WebhookUrl | None = None
+    events: tuple[NoticeType, ...] | None = None
+    enabled: bool | None = None
+
+
+class WebhookView(Frozen):
+    """A webhook without its secret."""
+
+    id: WebhookId
+    url: str
+    events: tuple[NoticeType, ...]
+    enabled: bool
+    created_at: float
+    previous_until: float | None = Field(default=None, description="until when the secret before also signs")
+
+    @classmethod
+    def of(cls, webhook: Webhook) -> Self:
+        shown = webhook.model_dump(include={"url", "events", "enabled", "created_at", "previous_until"})
+        return cls(id=webhook.webhook_id, **shown)
+
+
+class Rotation(Frozen):
+    """How a secret gives way to a new one."""
+
+    overlap_s: float = Field(
+        default=_OVERLAP_S, ge=0, le=7 * _OVERLAP_S, description="how long the old one signs beside the new one"
+    )
+
+
+class NewWebhook(WebhookView):
+    """A webhook with a secret just made: the one time that it is shown."""
+
+    secret: str = Field(repr=False, description="for the verification of signatures (standardwebhooks.com)")
+
+
+class Pinged(Frozen):
+    """What was sent; `GET …/deliveries` says what became of it."""
+
+    notice_id: NoticeId
+
+
+class Webhooks:
+    """A tenant's webhooks. Those of another are not found."""
+
+    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal) -> None:
+        self._settings = settings
+        self._store = store
+        self._temporal = temporal
+        self._turns = Turns()  # of what changes one webhook: a record is read, and written whole
+
+    async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
+        """Raises Conflict when the tenant has as many as it may have."""
+        if len(await asyncio.to_thread(self._ids, tenant)) >= _MOST_WEBHOOKS:
+            raise Conflict(f"a tenant has at most {_MOST_WEBHOOKS} webhooks: delete one")
+        webhook = Webhook(
+            webhook_id=f"wh-{secrets.token_hex(12)}",
+            tenant=tenant,
+            owner=owner,
+            url=choice.url,
+            events=choice.events,
+            secret=new_secret(),
+            created_at=time.time(),
+        )
+        await asyncio.to_thread(self._write, webhook)
+        audit.touched(webhook.webhook_id)
+        return NewWebhook(**dict(WebhookView.of(webhook)), secret=webhook.secret)
+
+    async def of(self, tenant: str) -> tuple[WebhookView, ...]:
+        """All of them, oldest first."""
+        found = await asyncio.to_thread(self._all, tenant)
+        return tuple(WebhookView.of(webhook) for webhook in sorted(found, key=lambda w: w.created_at))
+
+    async def show(self, tenant: str, webhook_id: str) -> WebhookView:
+        return WebhookView.of(await asyncio.to_thread(self._read, tenant, webhook_id))
+
+    async def change(self, tenant: str, webhook_id: str, change: WebhookChange) -> WebhookView:
+        """What is on its way already goes to the new url; to a webhook that is not enabled nothing goes."""
+        changed = {name: value for name, value in dict(change).items() if value is not None}
+        async with self._turns.of(tenant, webhook_id):
+            before = await asyncio.to_thread(self._read, tenant, webhook_id)
+            after = before.model_copy(update=changed)
+            await asyncio.to_thread(self._write, after)
+        audit.touched(webhook_id)
+        return WebhookView.of(after)
+
+    async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
+        """Give it a new secret. The old one signs beside it for a while; one older than that, no more."""
+        overlaps = rotation.overlap_s > 0
+        async with self._turns.of(tenant, webhook_id):
+            before = await asyncio.to_thread(self._read, tenant, webhook_id)
+            after = before.model_copy(
+                update={
+                    "secret": new_secret(),
+                    "previous_secret": before.secret if overlaps else None,
+                    "previous_until": time.time() + rotation.overlap_s if overlaps else None,
+                }
+            )
+            await asyncio.to_thread(self._write, after)
+        audit.touched(webhook_id)
+        return NewWebhook(**dict(WebhookView.of(after)), secret=after.secret)
+
+    async def delete(self, tenant: str, webhook_id: str) -> WebhookView:
+        """Forget it, its secret, and its deliveries."""
+        async with self._turns.of(tenant, webhook_id):
+            webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
+            await asyncio.to_thread(self._remove, webhook)
+        audit.touched(webhook_id)
+        return WebhookView.of(webhook)
+
+    async def deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
+        """What became of notices, the newest first. A webhook keeps about 200."""
+        await asyncio.to_thread(self._read, tenant, webhook_id)
+        return await asyncio.to_thread(self._deliveries, tenant, webhook_id, limit)
+
+    async def ping(self, tenant: str, webhook_id: str) -> Pinged:
+        """Send it a `ping`, whatever it wants to be told. Raises Conflict when it is not enabled."""
+        webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
+        if not webhook.enabled:
+            raise Conflict(f"{webhook_id} is not enabled")
+        notice = Notice(
+            notice_id=new_notice_id(),
+            tenant=tenant,
+            type="ping",
+            created_at=time.time(),
+            data={"object": "webhook", "webhook": webhook_id},
+        )
+        await self._tell(notice, (webhook_id,))
+        return Pinged(notice_id=notice.notice_id)
+
+    # The outbox.
+
+    async def send_outbox(self, database: Database) -> int:
+        """Hand everything in the outbox to workflows. Returns how many rows are done with.
+
+        A row goes once its workflow is known to Temporal. Two services may do so at once: the workflow's id is the
+        notice's.
+        """
+        num_done = 0
+        while rows := await database.reading(_oldest):
+            for row in rows:
+                await self._send(row)
+                await database.writing(partial(_forget, row.id))
+                num_done += 1
+        return num_done
+
+    async def _send(self, row: OutboxRow) -> None:
+        try:
+            notice = Notice.model_validate(
+                {
+                    "notice_id": row.id,
+                    "tenant": row.tenant,
+                    "type": row.type,
+                    "created_at": row.created_at,
+                    "data": row.payload,
+                }
+            )
+        except ValidationError:  # of another version: one row must not hold up those behind it
+            logger.exception("nobody is told of %s", row.id)
+            return
+        webhooks = await asyncio.to_thread(self._all, notice.tenant)
+        if wanting := tuple(webhook.webhook_id for webhook in webhooks if webhook.wants(notice.type)):
+            await self._tell(notice, wanting)
+
+    async def _tell(self, notice: Notice, webhook_ids: tuple[str, ...]) -> None:
+        first_retry_s = self._settings.webhooks.first_retry_s
+        request = WebhookRequest(notice=notice, webhook_ids=webhook_ids, first_retry_s=first_retry_s)
+        async with self._temporal.client() as client:
+            with suppress(WorkflowAlreadyStartedError):
+                await client.start_workflow(
+                    WEBHOOK_WORKFLOW,
+                    request,
+                    id=notice.notice_id,
+                    task_queue=self._settings.control_queue,
+                    id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
+                    rpc_timeout=PATIENCE,
+                )
+
+    # Records. Blocking.
+
+    def _ids(self, tenant: str) -> list[str]:
+        prefix = webhook_record(tenant)
+        return [item.key.removeprefix(prefix) for item in self._store.list(prefix)]
+
+    def _all(self, tenant: str) -> list[Webhook]:
+        found = []
+        for webhook_id in self._ids(tenant):
+            try:
+                found.append(self._read(tenant, webhook_id))
+            except NotFound:  # deleted since
+                continue
+            except ValidationError as error:  # one record that cannot be read must not strand the others
+                # Without what pydantic quotes of it, which may be the secret.
+                rules = error.errors(include_url=False, include_context=False, include_input=False)
+                logger.error("webhook %s of %s is told nothing: %s", webhook_id, tenant, rules)
+        return found
+
+    def _read(self, tenant: str, webhook_id: str) -> Webhook:
+        try:
+            return Webhook.model_validate_json(self._store.get_bytes(webhook_record(tenant, webhook_id)))
+        except NotFound:
+            raise NotFound(f"there is no webhook {webhook_id}") from None
+
+    def _write(self, webhook: Webhook) -> None:
+        key = webhook_record(webhook.tenant, webhook.webhook_id)
+        self._store.put_bytes(key, webhook.model_dump_json(indent=1).encode())
+
+    def _remove(self, webhook: Webhook) -> None:
+        self._store.delete(webhook_record(webhook.tenant, webhook.webhook_id))
+        for item in list(self._store.list(delivery_record(webhook.tenant, webhook.webhook_id))):
+            self._store.delete(item.key)
+
+    def _deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
+        keys = [item.key for item in self._store.list(delivery_record(tenant, webhook_id))]
+        return tuple(Delivery.model_validate_json(self._store.get_bytes(key)) for key in reversed(keys[-limit:]))
+
+
+def _oldest(session: Session) -> list[OutboxRow]:
+    query = select(OutboxRow).order_by(OutboxRow.created_at, OutboxRow.id).limit(_OUTBOX_PAGE)
+    return list(session.scalars(query))
+
+
+def _forget(row_id: str, session: Session) -> None:
+    session.execute(delete(OutboxRow).where(OutboxRow.id == row_id))

@@ -1,0 +1,80 @@
+"""What the endpoints work with: one internal service layer behind every API."""
+
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+
+from service.accounts.access import Access
+from service.accounts.audit import Audit
+from service.accounts.keys import Keys
+from service.accounts.quotas import Quotas
+from service.accounts.rate_limits import SignInLimit
+from service.accounts.tenants import Tenants
+from service.automation.scheduled_runs import ScheduledRuns
+from service.automation.schedules import Schedules
+from service.automation.webhooks import Webhooks
+from service.data.files import Files, uploads_folder
+from service.data.uploads import Uploads
+from service.database.engine import Database
+from service.database.run_rows import RunRows
+from service.models.art_models import ArtModels
+from service.models.inference import Inference
+from service.models.published_models import PublishedModels
+from service.models.room import Room
+from service.models.untrained_models import UntrainedModels
+from service.page.sessions import Sessions
+from service.runs.graders import Graders
+from service.runs.overview import Overviews
+from service.runs.run_files import RunFiles
+from service.runs.run_states import RunStates
+from service.runs.run_views import RunReader
+from service.runs.runs import Runs
+from service.runs.train_steps import TrainSteps
+from service.runs.watch import Watch
+from service.temporal import Temporal
+from shared.settings import Settings
+from shared.store import ObjectStore
+
+
+class Backend:
+    """Everything of one service process. Nothing is asked of store, database or Temporal before it is used."""
+
+    def __init__(self, settings: Settings, store: ObjectStore, database: Database) -> None:
+        temporal = Temporal(settings)
+        self.settings = settings
+        self.store = store
+        self.database = database
+        self.quotas = Quotas(settings.quotas, store, database)
+        rows = RunRows(database, self.quotas)
+        states = RunStates(store, rows, temporal)
+        access = Access(settings, store)
+        self.runs = Runs(settings, store, rows, states, temporal, access)
+        self.watch = Watch(rows, states, temporal)
+        self.steps = TrainSteps(self.runs, store)
+        self.reader = RunReader(store)
+        self.run_files = RunFiles(store, settings.s3)
+        self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
+        self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
+        self.graders = Graders(settings, temporal)
+        self.published = PublishedModels(store)
+        self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
+        self.room = Room(settings, rows, temporal)
+        self.inference = Inference(settings, self.published, self.art_models, temporal)
+        self.keys = Keys(settings, store, database)
+        self.sessions = Sessions(database, self.keys)
+        self.sign_ins = SignInLimit(settings.rate_limit)
+        self.overviews = Overviews(database, store)
+        self.tenants = Tenants(store, database)
+        self.audit = Audit(database, settings.audit_days)
+        self.webhooks = Webhooks(settings, store, temporal)
+        self.schedules = Schedules(settings, store, temporal, access)
+        self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published)
+
+
+async def _backend(request: Request) -> Backend:
+    backend: Backend = request.app.state.backend
+    return backend
+
+
+Backed = Annotated[Backend, Depends(_backend)]
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=256)]

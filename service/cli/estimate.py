@@ -1,0 +1,209 @@
+"""`longshore estimate`: what a run on a dataset would come to, before it is started: tokens, steps, time.
+
+Tokens and steps are counted, as the run would count them. Time is what the tenant's own ended runs of the same model
+took for a token: where there is none, nothing is guessed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli.connection import Globals, Json, connect, wants_json
+from service.cli.durations import span
+from service.cli.exits import FAILED, USAGE, Stop
+from service.cli.render import plain, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from service.cli.client import Client
+    from service.runs.run_views import RunView
+    from shared.runs import DatasetRun, Run
+    from workflows.preview import Preview, PreviewRequest
+
+_EXAMPLES = """\b
+Examples:
+  longshore estimate sft -m org/model -d train.jsonl --epochs 3
+  longshore estimate dpo -m org/model -d pairs.jsonl --batch-tokens 65536
+"""
+_MEASURED_RUNS = 3
+_LOOKED_AT = 100
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run would do. `is_exact`: False where steps are filled with tokens, and their number is nearly this."""
+
+    epochs: float
+    steps: int
+    tokens: int
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What was measured: the median over the steps of some runs. `is_alike`: they had the layout that the run has."""
+
+    tokens_per_s: float
+    run_ids: tuple[str, ...]
+    is_alike: bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to an app."""
+    app.command(
+        epilog=_EXAMPLES,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
+    )(estimate)
+
+
+def estimate(
+    context: typer.Context,
+    command: Annotated[
+        list[str], typer.Argument(metavar="sft|dpo", help="As after `longshore submit`; nothing is started.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say what a run would come to: tokens, steps, and time by what was measured.
+
+    A local dataset is uploaded, and its rows (the first 100,000) are counted. Exit code 100 if a run would refuse it.
+    """
+    run = _run_of(context, command)
+    from service.cli.submit_commands import naming_options
+
+    with connect(context, patience_s=20) as client:
+        with naming_options(run.model):
+            counted = client.validate(_request(run))
+        measured = measured_throughput(client, run)
+    course = course_of(run, counted.report.num_kept, counted.report.num_tokens)
+    seconds = course.tokens / measured.tokens_per_s if measured else None
+    if wants_json(context, as_json):
+        found = {
+            "problem": counted.problem,
+            "is_complete": counted.is_complete,
+            "examples": counted.report.num_kept,
+            "dataset_tokens": counted.report.num_tokens,
+            **vars(course),
+            "tokens_per_s": measured.tokens_per_s if measured else None,
+            "measured_on": list(measured.run_ids) if measured else [],
+            "same_layout": measured.is_alike if measured else None,
+            "seconds": seconds,
+        }
+        print_json(found)
+    else:
+        _print(run, counted, course, measured, seconds)
+    if counted.problem:
+        raise typer.Exit(FAILED)
+
+
+def course_of(run: "DatasetRun", num_examples: int, tokens: int) -> Course:
+    """Steps and tokens of a run on so many examples, of so many tokens together: packing's (activities/pack.py)."""
+    if not num_examples:
+        return Course(0.0, 0, 0, True)
+    if run.batch_size is not None:
+        per_epoch = math.ceil(num_examples / run.batch_size)
+    else:
+        per_epoch = max(1, math.ceil(tokens / (run.batch_tokens or 1)))
+    is_exact = run.batch_size is not None
+    if run.epochs is not None:
+        whole, part = int(run.epochs), run.epochs - int(run.epochs)
+        rest = round(part * num_examples)
+        if not whole:
+            rest = max(1, rest)
+        partly = math.ceil(rest / run.batch_size) if run.batch_size else math.ceil(per_epoch * rest / num_examples)
+        return Course(run.epochs, whole * per_epoch + partly, round(tokens * (whole + rest / num_examples)), is_exact)
+    steps = run.steps or 0
+    whole, left = divmod(steps, per_epoch)
+    share = min(1.0, left * run.batch_size / num_examples) if run.batch_size else left / per_epoch
+    return Course(whole + share, steps, round(tokens * (whole + share)), is_exact)
+
+
+def measured_throughput(client: "Client", run: "DatasetRun") -> Throughput | None:
+    """What the newest ended runs of the same kind and model measured: those of the same layout, where there are any."""
+    page = client.runs(_LOOKED_AT, "succeeded", kind=run.kind, words=run.model[-128:])
+    same = [view for view in page.runs if view.run.model == run.model and view.run.trainable.kind == run.trainable.kind]
+    alike = [view for view in same if _machine(view.run) == _machine(run)]
+    for views, is_alike in ((alike, True), (same, False)):
+        if found := _speeds(client, views):
+            return Throughput(median(found.values()), tuple(found), is_alike)
+    return None
+
+
+def _machine(run: "Run") -> tuple[object, ...]:
+    return run.engine, run.layout, run.dtype
+
+
+def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
+    """Tokens a second of each of the newest runs that measured any."""
+    found: dict[str, float] = {}
+    for view in views:
+        rates = [
+            row.metrics["tokens_per_s"] for row in client.metrics(view.run_id).steps if "tokens_per_s" in row.metrics
+        ]
+        if rates:
+            found[view.run_id] = median(rates)
+        if len(found) == _MEASURED_RUNS:
+            break
+    return found
+
+
+def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
+    """The run that the command would start. Its files are uploaded, and all its options checked."""
+    from service.cli import submit_commands
+
+    if command[0] not in ("sft", "dpo"):
+        advice = "an RL run takes as long as its rollouts: `longshore steps RUN` shows what its steps take"
+        raise Stop("estimate knows runs on a dataset: sft and dpo, with the options of longshore submit", USAGE, advice)
+    given: Globals = context.obj
+    taken: list[Run] = []
+    submit = typer.main.get_command(submit_commands.app)
+    obj = replace(given, take_run=taken.append)
+    submit.main(args=command, prog_name="longshore estimate", standalone_mode=False, obj=obj)
+    if not taken:  # it showed its help
+        raise typer.Exit
+    run = taken[0]
+    assert run.kind != "rl"
+    return run
+
+
+def _request(run: "DatasetRun") -> "PreviewRequest":
+    from workflows.preview import PreviewRequest
+
+    return PreviewRequest(
+        source=run.dataset,
+        model_uri=run.model,
+        max_tokens=run.max_tokens,
+        too_long=run.too_long,
+        max_lost_fraction=run.max_lost_fraction,
+        num_rows=0,
+    )
+
+
+def _print(
+    run: "DatasetRun", counted: "Preview", course: Course, measured: Throughput | None, seconds: float | None
+) -> None:
+    report, about = counted.report, "" if course.is_exact else "about "
+    unit = "pairs" if run.kind == "dpo" else "examples"
+    rows = [
+        (unit, f"{report.num_kept:,} of {report.num_rows:,} rows"),
+        ("tokens a pass", f"{report.num_tokens:,}, {report.trained_fraction:.1%} trained"),
+        ("passes", f"{course.epochs:g}" if course.is_exact else f"{about}{course.epochs:.3g}"),
+        ("steps", f"{about}{course.steps:,}"),
+        ("tokens", f"{course.tokens:,}"),
+    ]
+    if measured is not None and seconds is not None:
+        rows.append(("tokens a second", f"{measured.tokens_per_s:,.0f}, measured on {', '.join(measured.run_ids)}"))
+        rows.append(("training", f"about {span(seconds)}"))
+    print_table(("", ""), [(name, plain(text)) for name, text in rows])
+    if measured is None:
+        say(
+            f"how long: not measured yet. That takes a {run.kind} run of yours with {run.model} that has succeeded:"
+            " submit a short one (--steps 5), then estimate again"
+        )
+    elif not measured.is_alike:
+        say("those runs had another layout, engine or precision: the time may be far off")
+    if not counted.is_complete:
+        say(f"only the first {report.num_rows:,} rows were counted: the whole is more")
+    if counted.problem:
+        print(f"a run would refuse this dataset: {counted.problem}")

@@ -1,0 +1,97 @@
+"""Where each setting of this machine has its value from, and what may be shown of it."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, SecretStr
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+
+from shared.settings import Settings, user_config_path
+
+PROJECT_FILE = Path("longshore.toml")
+DEFAULT = "default"
+_PREFIX = "LONGSHORE_"
+_SECRET = re.compile(r"key|secret|password|token")
+_OUR_KEY = re.compile(r"^(ls-[0-9a-f]{12})-")
+_LEAST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class SettingValue:
+    """A setting by its dotted name. `value` may be shown: of secrets it has the beginning."""
+
+    name: str
+    value: str | None
+    origin: str
+
+
+def layers() -> list[tuple[str, Mapping[str, Any]]]:
+    """What the environment and each file say, by the place that says it: the first wins."""
+    return [
+        ("environment", EnvSettingsSource(Settings)()),
+        (f"./{PROJECT_FILE}", TomlConfigSettingsSource(Settings, PROJECT_FILE)()),
+        (str(user_config_path()), TomlConfigSettingsSource(Settings, user_config_path())()),
+    ]
+
+
+def setting_values(settings: Settings) -> Iterator[SettingValue]:
+    """Every setting, in the order of their definition."""
+    said = layers()
+    for name, value in _flat(settings, ()):
+        yield SettingValue(".".join(name), shown(name[-1], value), _origin(name, said))
+
+
+def variable(*name: str) -> str:
+    """The environment variable that set a setting: its own, or that of the group that it is in."""
+    known = {variable.upper() for variable in os.environ}
+    wanted = [_PREFIX + "__".join(name[:length]).upper() for length in range(len(name), 0, -1)]
+    return next((each for each in wanted if each in known), wanted[0])
+
+
+def shown(name: str, value: object) -> str | None:
+    """A value as it may be shown: of a key its prefix, of an address no password."""
+    if value is None:
+        return None
+    is_secret = isinstance(value, SecretStr) or _SECRET.search(name) is not None
+    text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+    if isinstance(value, tuple):
+        text = ", ".join(str(each) for each in value)
+    if "://" in text:
+        text = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
+        return text.partition("?")[0] + "?…" if is_secret and "?" in text else text
+    return prefix(text) if is_secret else text
+
+
+def prefix(key: str) -> str:
+    """The part of a key by which its holder recognises it."""
+    if ours := _OUR_KEY.match(key):
+        return f"{ours[1]}…"
+    return f"{key[:4]}…" if len(key) >= _LEAST_SHOWN else "…"
+
+
+def _flat(model: BaseModel, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _flat(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _origin(name: tuple[str, ...], said: list[tuple[str, Mapping[str, Any]]]) -> str:
+    for place, values in said:
+        if _says(values, name):
+            return variable(*name) if place == "environment" else place
+    return DEFAULT
+
+
+def _says(values: object, name: tuple[str, ...]) -> bool:
+    for part in name:
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True

@@ -1,0 +1,1 @@
+"""Files in and out, whole or in parts."""

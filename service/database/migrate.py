@@ -1,0 +1,52 @@
+"""Bring the tables to the newest revision, one process at a time, or not at all."""
+
+from pathlib import Path
+
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+
+from service.database.engine import Database
+from service.database.tables import Table
+
+_LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
+
+
+def upgrade(database: Database) -> bool:
+    """Run the migrations that are missing. Returns whether the database was empty before.
+
+    Raises:
+        DatabaseUnavailable: it cannot be reached.
+    """
+    with database.connection() as connection:
+        if not database.is_sqlite:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+        before = revision(connection)
+        command.upgrade(_config(connection), "head")
+        return before is None
+
+
+def revision(connection: Connection) -> str | None:
+    """Where a database stands; None for an empty one."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def newest() -> str | None:
+    """The revision that this code needs."""
+    return ScriptDirectory.from_config(_config()).get_current_head()
+
+
+def differences(connection: Connection) -> list[object]:
+    """What the migrations left otherwise than tables.py says."""
+    return list(compare_metadata(MigrationContext.configure(connection), Table.metadata))
+
+
+def _config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    return config

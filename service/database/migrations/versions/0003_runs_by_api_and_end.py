@@ -1,0 +1,11 @@
+"""Jobs of one API are listed, and GPU seconds of thirty days are added up, without a look at every run."""
+
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+
+def upgrade() -> None:
+    op.create_index("runs_by_api", "runs", ["tenant", "api", "created_at", "run_id"], unique=False)
+    op.create_index("runs_by_end", "runs", ["tenant", "ended_at", "gpu_seconds"], unique=False)

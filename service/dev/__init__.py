@@ -1,0 +1,1 @@
+"""The stack on one machine, under one supervisor."""

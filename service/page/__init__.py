@@ -1,0 +1,1 @@
+"""The page: what a browser shows of runs and schedules. Its scripts are clients of the native API."""

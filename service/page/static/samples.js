@@ -1,0 +1,67 @@
+// Samples by step: greedy completions of evaluations, and the groups of an RL run's train steps with their rewards.
+
+import { get, make, number, show } from "./page.js";
+
+export class SampleViewer {
+  constructor(place, runId) {
+    Object.assign(this, { place, runId, chosen: null, steps: [] });
+    this.texts = new Map();
+  }
+
+  draw(course) {
+    this.course = course;
+    const evaluated = [...course.evaluations.values()].filter((event) => event.samples.length).map((event) => event.step);
+    const steps = course.kind === "rl" ? [...course.trainSteps.keys()].filter((step) => step > 0) : evaluated;
+    steps.sort((a, b) => a - b);
+    if (String(steps) === String(this.steps)) return;
+    const wasLast = this.chosen === null || this.chosen === this.steps.at(-1);
+    this.steps = steps;
+    if (wasLast) this.chosen = steps.at(-1);
+    this.paint();
+  }
+
+  paint() {
+    const at = this.steps.indexOf(this.chosen);
+    const range = make("input", { type: "range", min: 0, max: this.steps.length - 1, value: at, "aria-label": "Step", "aria-valuetext": `step ${this.chosen}`, input: (event) => this.choose(Number(event.target.value)) });
+    const name = this.course.kind === "rl" ? "train step" : "after step";
+    this.label = make("strong", {}, `${name} ${this.chosen}`);
+    this.body = make("div");
+    show(this.place, this.steps.length > 1 && make("div.stepper", {}, this.label, range, make("span.muted.small", {}, `${this.steps.length} steps`)), this.steps.length === 1 && make("p", {}, this.label), this.body);
+    this.range = range;
+    this.fill();
+  }
+
+  choose(at) {
+    this.chosen = this.steps[at];
+    const name = this.course.kind === "rl" ? "train step" : "after step";
+    this.label.textContent = `${name} ${this.chosen}`;
+    this.range.setAttribute("aria-valuetext", `step ${this.chosen}`);
+    this.fill();
+  }
+
+  async fill() {
+    if (this.course.kind !== "rl") return show(this.body, make("div.two", {}, this.course.evaluations.get(this.chosen).samples.map(completion)));
+    const step = this.chosen;
+    try {
+      if (!this.texts.has(step)) this.texts.set(step, await get(`/runs/${this.runId}/steps/${step}/rollouts`));
+      if (step === this.chosen) show(this.body, this.texts.get(step).map(group));
+    } catch (error) {
+      show(this.body, make("p.muted", {}, error.message));
+    }
+    return undefined;
+  }
+}
+
+function completion(sample) {
+  return make("article.sample", {}, part("prompt", sample.prompt), part("completion", sample.completion), sample.reference !== null && part("reference", sample.reference));
+}
+
+function group({ prompt, samples, place }) {
+  const best = [...samples].sort((a, b) => b.reward - a.reward);
+  return make("article.sample", {}, part("prompt", prompt, place), make("div.two", {}, best.map((one) => {
+    const facts = [`reward ${number(one.reward)}`, one.num_tokens !== null && `${one.num_tokens} tokens`, one.finish_reason === "length" && "cut off", one.is_cut && "shown in part"];
+    return make("div", {}, part(facts.filter(Boolean).join(" · "), one.text));
+  })));
+}
+
+const part = (who, text, more) => [make("div.who", {}, who, more && make("span.muted", {}, more)), make("pre", {}, text || "(empty)")];

@@ -1,0 +1,47 @@
+// How a run stands, as its status tells: its state, its model's name, its time and what is left of it, and what would help it on.
+
+import { make, now } from "./page.js";
+
+// Going on from a checkpoint would meet the same data, model or numbers again.
+const BEYOND_RESUMING = new Set(["invalid_input", "corrupt_artifact", "sampler_mismatch", "not_finite"]);
+const MARKS = { queued: "○", running: "●", paused: "❚❚", succeeded: "✓", failed: "✕", cancelled: "⊘" };
+
+export const canResume = (run) => ["paused", "failed", "cancelled"].includes(run.state) && !BEYOND_RESUMING.has(run.problem?.kind);
+
+/** A run that waits for its first worker has not begun, though its workflow goes on. */
+export function shownState(run) {
+  const isWaiting = run.phase === "queued" || (run.phase === "waiting_for_worker" && !run.step && !run.timeline.some((span) => span.phase === "training"));
+  return run.state === "running" && isWaiting ? "queued" : run.state;
+}
+
+export function stateBadge(state) {
+  return make(`span.state.${state}`, {}, make("span", { "aria-hidden": "true" }, MARKS[state] ?? ""), state);
+}
+
+/** `harbour v1` for what was published here, or else the last part of a model's address. */
+export function modelName(address) {
+  const parts = String(address).replace(/\/+$/, "").split("/");
+  const version = /^v(\d{6})$/.exec(parts.at(-1));
+  return version && parts.length > 1 ? `${parts.at(-2)} v${Number(version[1])}` : parts.at(-1);
+}
+
+/** Seconds since a run first began, until now if it goes on; a time that it stood paused is among them. */
+export const tookSeconds = (run) => (run.started_at ? (run.ended_at ?? now()) - run.started_at : null);
+
+/** Seconds of these in which nobody worked on it: it was paused, or had failed, until it was resumed. */
+export const stoppedSeconds = (run) => run.timeline.slice(1).reduce((sum, span, n) => sum + span.began - (run.timeline[n].ended ?? span.began), 0);
+
+/** Seconds to the last step, by the run's own estimate; null while nobody can say, and behind that moment. */
+export function etaSeconds(run) {
+  const left = run.state === "running" && run.estimated_end ? run.estimated_end - now() : 0;
+  return left > 0 ? left : null;
+}
+
+/** Null for a run that ended before it knew how many steps it has. */
+export function progressBar(run) {
+  if (!run.num_steps && run.state !== "running" && run.state !== "succeeded") return null;
+  const bar = make("progress", { max: run.num_steps || 1, "aria-label": "Steps done" });
+  if (run.num_steps) bar.value = run.step;
+  else if (run.state !== "running") bar.value = 1;
+  return bar;
+}

@@ -1,0 +1,81 @@
+// The phases of a run in time: a bar in proportion, and a list in words, which says where a worker was lost.
+
+import { clock, duration, make, now, words } from "./page.js";
+
+const KINDS = {
+  data: ["checking", "downloading", "tokenizing", "packing"],
+  roll: ["sampling", "grading", "evaluating"],
+  train: ["training"],
+  end: ["publishing", "done"],
+};
+
+const WITH_WORKER = ["waiting_for_worker", "training"];
+const OF_DATA = ["downloading", "tokenizing", "packing"];
+
+const kindOf = (phase) => Object.keys(KINDS).find((kind) => KINDS[kind].includes(phase));
+const classOf = (phase) => (kindOf(phase) ? `phase-${kindOf(phase)}` : "wait");
+const seconds = (span) => (span.ended ?? now()) - span.began;
+const nameOf = (span) => words(span.phase) + (span.split ? ` (${span.split})` : "");
+
+/** A host that shuts down hands its run to another: nothing was lost. */
+function markOf(span, isLost) {
+  if (span.isAnother) return make(`span.mark${isLost ? "" : ".calm"}`, {}, `${isLost ? "worker lost" : "another host"}: lease ${span.lease}`);
+  return span.isResumed ? make("span.mark.calm", {}, "resumed") : make("span");
+}
+
+export function drawTimeline(run) {
+  const spans = told(run), isLost = run.workers_lost > 0;
+  if (!spans.length) return make("p.muted", {}, run.state === "running" ? "Nothing has begun yet." : "There is no record of its phases.");
+  const total = spans.reduce((sum, span) => sum + seconds(span), 0);
+  const bar = make("div.phases", { role: "img", "aria-label": `${spans.length} phases in ${duration(total)}; the list below names them` });
+  for (const span of spans) {
+    const piece = make(`i.${classOf(span.phase)}${span.isAnother && isLost ? ".retry" : ""}`, { title: `${nameOf(span)}: ${duration(seconds(span))}` });
+    piece.style.flexGrow = Math.max(seconds(span), total / 400);
+    bar.append(piece);
+  }
+  const rows = spans.map((span) => make("li", {},
+    make(`i.${classOf(span.phase)}`),
+    make("span", { title: clock(span.began) }, nameOf(span), span.ended === null && run.state === "running" ? " …" : ""),
+    markOf(span, isLost),
+    make("span.number", {}, duration(seconds(span)))));
+  const list = make("ol.spans", {}, rows);
+  if (rows.length <= 14) return [bar, list];
+  return [bar, make("details", {}, make("summary", {}, `All ${rows.length} phases`), list)];
+}
+
+/**
+ * A run's phases as people tell them: one wait is one span, waits of no time are left out, each knows its `split` where
+ * there is a held-out set, `isResumed` where somebody resumed the run, and `isAnother` where another worker took over in
+ * the middle of things.
+ */
+function told(run) {
+  const found = [];
+  const seen = new Set();
+  let live = 0;  // the lease that a worker had, or was waited for, within this stretch of waiting and training
+  run.timeline.forEach((span, n) => {
+    const last = found.at(-1);
+    const isStretch = WITH_WORKER.includes(span.phase);
+    const goesOn = isStretch && n > 0 && WITH_WORKER.includes(run.timeline[n - 1].phase);
+    const isAnother = goesOn && live > 0 && span.lease > live;
+    if (!isStretch) live = 0;
+    else if (span.phase === "training" || goesOn) live = span.lease;
+    if (span.phase === "checking") seen.clear();
+    const isResumed = span.phase === "checking" && last !== undefined && !["queued", "checking"].includes(last.phase);
+    const hasTwo = Boolean(run.run.eval_dataset) && OF_DATA.includes(span.phase);
+    const split = hasTwo ? (seen.has(span.phase) ? "held out" : "train") : "";
+    seen.add(span.phase);
+    if (last?.phase === span.phase && !split) Object.assign(last, { ended: span.ended, lease: span.lease, isAnother: last.isAnother || isAnother });
+    else found.push({ ...span, ended: span.ended ?? run.ended_at, isAnother, isResumed, split });
+  });
+  return withoutEmptyWaits(found);
+}
+
+function withoutEmptyWaits(spans) {
+  let isAnother = false;
+  return spans.filter((span) => {
+    span.isAnother ||= isAnother;
+    const isEmpty = span.phase === "waiting_for_worker" && span.ended !== null && seconds(span) < 0.5;
+    isAnother = isEmpty && span.isAnother;
+    return !isEmpty;
+  });
+}

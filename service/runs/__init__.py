@@ -1,0 +1,1 @@
+"""Runs behind the APIs: accepted, followed, shown."""

@@ -1,0 +1,122 @@
+"""What a list of runs shows beside the runs: how many there are, who waits at which place, and how losses went."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from sqlalchemy import func, select
+
+from service.database.engine import Database
+from service.database.run_rows import IndexedRun
+from service.database.tables import KeyRow, RunRow
+from service.runs.run_states import SHARED_S
+from service.runs.run_views import IN_QUEUE
+from shared.events import Step
+from shared.models import Frozen
+from shared.paths import RunKeys
+from shared.run_events import BEGINNING, read_run_events
+from shared.runs import RunId, State, StepStatus
+from shared.store import ObjectStore
+
+_POINTS = 48
+_PIECE = 5000
+_FRESH_S = 5.0
+_MOST_KEPT = 2000
+_CONCURRENT = 4
+
+
+class Overview(Frozen):
+    """A tenant's runs, counted. `waiting`: places in the installation's queue for workers, from 1, oldest first."""
+
+    counts: dict[State, int]
+    waiting: dict[RunId, int]
+    owners: dict[str, str]
+
+
+class Sparkline(Frozen):
+    """A run's course in a few numbers, in order. `reward` is that of an RL run's train steps."""
+
+    name: Literal["loss", "reward"]
+    values: tuple[float, ...]
+
+
+class Overviews:
+    """Needs the index, and the store for what runs measured."""
+
+    def __init__(self, database: Database, store: ObjectStore) -> None:
+        self._database = database
+        self._store = store
+        self._kept: OrderedDict[str, tuple[object, float, Sparkline]] = OrderedDict()
+        self._shown: dict[str, tuple[float, Overview]] = {}
+        self._places = asyncio.Semaphore(_CONCURRENT)
+
+    async def show(self, tenant: str) -> Overview:
+        """Counts, places in the queue, and the titles of the keys by whose ids owners are named: half a second old."""
+        since, overview = self._shown.get(tenant, (0.0, None))
+        if overview is None or time.monotonic() - since > SHARED_S:
+            asked = time.monotonic()
+            overview = await self._look(tenant)
+            self._shown[tenant] = asked, overview
+        return overview
+
+    async def _look(self, tenant: str) -> Overview:
+        counts = select(RunRow.state, func.count()).where(RunRow.tenant == tenant).group_by(RunRow.state)
+        waiting = (
+            select(RunRow.run_id, RunRow.tenant)
+            .where(RunRow.state == "running", RunRow.phase.in_(IN_QUEUE))
+            .order_by(RunRow.created_at, RunRow.run_id)
+        )
+        owners = select(KeyRow.key_id, KeyRow.title).where(KeyRow.tenant == tenant, KeyRow.title != "")
+        found = await self._database.reading(
+            lambda session: [session.execute(query).all() for query in (counts, waiting, owners)]
+        )
+        return Overview(
+            counts=dict(map(tuple, found[0])),
+            waiting={run_id: place for place, (run_id, owner) in enumerate(found[1], 1) if owner == tenant},
+            owners=dict(map(tuple, found[2])),
+        )
+
+    async def sparkline(self, run: IndexedRun) -> Sparkline:
+        """Read once of a run that has ended, and every few seconds of one that goes on."""
+        stamp = (run.status.state, run.status.step)
+        before, since, line = self._kept.get(run.run_id, (None, 0.0, None))
+        if line is None or (before != stamp and (not run.is_open or time.monotonic() - since > _FRESH_S)):
+            read = self._rewards if run.record.run.kind == "rl" else self._losses
+            async with self._places:
+                line = await asyncio.to_thread(read, run.run_id)
+            self._kept[run.run_id] = stamp, time.monotonic(), line
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return line
+
+    def _losses(self, run_id: str) -> Sparkline:
+        losses: dict[int, float] = {}
+        cursor = BEGINNING
+        while True:
+            found, cursor = read_run_events(self._store, run_id, cursor, _PIECE)
+            for item in found:  # in order of fence: what comes later replaces what came before
+                if isinstance(item.event, Step) and "loss" in item.event.metrics:
+                    losses[item.event.step] = item.event.metrics["loss"]
+            if not found:
+                break
+        return Sparkline(name="loss", values=tuple(thinned([losses[step] for step in sorted(losses)])))
+
+    def _rewards(self, run_id: str) -> Sparkline:
+        keys = [info.key for info in self._store.list(f"{RunKeys(run_id).steps}/")]
+        chosen = [keys[place] for place in _places_of(len(keys))]
+        steps = (StepStatus.model_validate_json(self._store.get_bytes(key)) for key in chosen)
+        rewards = (step.metrics.get("reward_mean") for step in steps)
+        return Sparkline(name="reward", values=tuple(reward for reward in rewards if reward is not None))
+
+
+def thinned(values: Sequence[float]) -> Iterator[float]:
+    """At most a few dozen of the values, evenly spaced, the first and the last among them."""
+    return (values[place] for place in _places_of(len(values)))
+
+
+def _places_of(number: int) -> list[int]:
+    if number <= _POINTS:
+        return list(range(number))
+    return [round(place * (number - 1) / (_POINTS - 1)) for place in range(_POINTS)]

@@ -1,0 +1,26 @@
+"""Our own settings of a job that comes in by another API, by their native names (docs/api.md)."""
+
+from typing import Literal
+
+from shared.jobs import Dtype, Linear
+from shared.layout import EngineName, Layout
+from shared.models import Frozen
+
+
+class OwnSettings(Frozen):
+    """Those that every such API takes. What is absent has its native default; values are checked with the job."""
+
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[Linear, ...] | None = None
+    engine: EngineName | None = None
+    layout: Layout | None = None
+    dtype: Dtype | None = None
+    max_tokens: int | None = None
+    bin_tokens: int | None = None
+    weight_decay: float | None = None
+    clip_norm: float | None = None
+    temperature: float | None = None
+    idle_s: float | None = None
+    between_steps: Literal["offload", "keep"] | None = None
+    equal_rewards: Literal["drop", "keep"] | None = None

@@ -1,0 +1,413 @@
+"""Runs behind the APIs: accepted, shown, ended and gone on with.
+
+A run is accepted once `run.json` stands in the store. Whatever happens after that (the service dies, Temporal is away,
+its database is lost) the run is found again by its record, and started. The index (database/) has a row of each: a
+tenant's runs are listed and counted there.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from datetime import timedelta
+from typing import Unpack
+
+from pydantic import Field, ValidationError
+from temporalio.client import Client, WorkflowFailureError
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.accounts import audit
+from service.accounts.access import Access
+from service.accounts.principals import Principal
+from service.database.run_rows import IndexedRun, RunFilter, RunRows
+from service.problems import Conflict, TemporalUnavailable
+from service.runs.run_states import RunStates, queued
+from service.runs.run_views import RunPage, RunView
+from service.temporal import PATIENCE, Temporal
+from service.turns import Turns
+from shared import paths
+from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
+from shared.models import Frozen
+from shared.run_start import threads_per_rank, workflow_of
+from shared.runs import Run, RunRecord, RunStatus, Source, State
+from shared.settings import Settings
+from shared.store import ObjectStore
+from workflows.preview import Preview, PreviewRequest
+
+logger = logging.getLogger("longshore.service")
+
+PREVIEW_WORKFLOW = "PreviewWorkflow"
+_CLOSING_S = 5.0
+_PREVIEW_PATIENCE = timedelta(minutes=5)
+
+
+class _Idempotency(Frozen):
+    """Which run a key made, and of which request."""
+
+    run_id: str
+    request_sha256: str = Field(description="of the run's canonical JSON")
+
+
+class Runs:
+    """Submit, show, list, cancel, pause, resume and retry runs. A run of another tenant is not found."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: ObjectStore,
+        rows: RunRows,
+        states: RunStates,
+        temporal: Temporal,
+        access: Access,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._rows = rows
+        self._states = states
+        self._temporal = temporal
+        self._access = access
+        self._turns = Turns()
+
+    # Submitting.
+
+    async def submit(
+        self, asking: Principal, run: Run, idempotency_key: str | None = None, source: Source | None = None
+    ) -> RunView:
+        """Accept a run and start it. The same key gives the same run.
+
+        Raises:
+            InvalidInput: a URI leads where it may not, or the key was used for another request.
+            QuotaExceeded
+        """
+        await self.check_access(asking.tenant, run)
+        run_id = new_run_id(run.kind)
+        if idempotency_key:
+            run_id = await self._claim(asking.tenant, idempotency_key, run_id, run)
+        audit.touched(run_id)
+        record, is_new = await self.accept(run_id, run, asking.tenant, asking.key_id, source or Source())
+        try:
+            # A repeated key may name a run that ended long ago, and that Temporal has forgotten.
+            await (self._start(record) if is_new else self.make_sure(record))
+        except TemporalUnavailable as error:  # accepted all the same: the sweep starts it when Temporal is back
+            logger.warning("%s waits to be started: %s", run_id, error)
+            self._states.waiting.add(run_id)
+        return await self.view(asking.tenant, run_id)
+
+    async def check_access(self, tenant: str, *requests: Frozen) -> None:
+        """Raises InvalidInput when a URI in a request leads where this tenant may not go."""
+        for request in requests:
+            await asyncio.to_thread(self._access.check, tenant, request)
+
+    async def _claim(self, tenant: str, key: str, run_id: str, run: Run) -> str:
+        mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(run.model_dump_json().encode()).hexdigest())
+        place = paths.idempotency(tenant, key)
+        if await asyncio.to_thread(self._store.put_if_absent, place, mine.model_dump_json().encode()):
+            return run_id
+        first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
+        if first.request_sha256 != mine.request_sha256:
+            raise InvalidInput(f"this key was used for another request, which made {first.run_id}", "Idempotency-Key")
+        return first.run_id
+
+    async def accept(
+        self, run_id: str, run: Run, tenant: str, owner: str | None, source: Source
+    ) -> tuple[RunRecord, bool]:
+        """Put a run on record, for the caller to start. Returns what stands there, and whether this call wrote it.
+
+        Its row comes first: quotas are counted in rows, and of two who want the last place one gets it.
+
+        Raises:
+            QuotaExceeded
+        """
+        with suppress(NotFound):
+            return await self._states.record(run_id), False
+        record = RunRecord(
+            run_id=run_id,
+            tenant=tenant,
+            owner=owner,
+            source=source,
+            run=run,
+            created_at=time.time(),
+            threads_per_rank=threads_per_rank(run, self._settings),
+        )
+        took_place = await self._rows.admit(record, queued(record))
+        data = record.model_dump_json(indent=1).encode()
+        try:
+            await asyncio.to_thread(self._store.put_bytes, paths.run_index(run_id), b"")
+            is_new = await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run_id).record, data)
+        except Exception:
+            # An answer that was lost may have been of a write that was not. Where that cannot be told now, the row
+            # stays for as long as a record is due.
+            with suppress(NotFound):
+                return await self._states.record(run_id), False
+            if took_place:
+                await self._rows.delete(run_id)
+            raise
+        return (record, True) if is_new else (await self._states.record(run_id), False)
+
+    async def _start(self, record: RunRecord, *, resumed: bool = False) -> None:
+        """Start a run's workflow. Raises Conflict when it is to be resumed and is running."""
+        name, start = workflow_of(record, self._settings, resumed=resumed)
+        policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
+        async with self.temporal() as client:
+            try:
+                await client.start_workflow(
+                    name,
+                    start,
+                    id=record.run_id,
+                    task_queue=self._settings.control_queue,
+                    id_reuse_policy=policy,
+                    rpc_timeout=PATIENCE,
+                )
+            except WorkflowAlreadyStartedError:
+                if resumed:
+                    raise Conflict(f"{record.run_id} is running") from None
+
+    # Showing.
+
+    async def record(self, tenant: str, run_id: str) -> RunRecord:
+        """What was accepted. Raises NotFound for a run that this tenant does not have."""
+        return (await self._row(tenant, run_id)).record
+
+    async def view(self, tenant: str, run_id: str) -> RunView:
+        """A run as it stands: the workflow's own answer while it runs, its row afterwards."""
+        return (await self._current(tenant, run_id)).view
+
+    async def of(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
+        """Those runs of a tenant that there are, as the index has them, in no order."""
+        return await self._rows.among(tenant, run_ids)
+
+    async def _row(self, tenant: str, run_id: str) -> IndexedRun:
+        run = await self._rows.find(run_id) or await self._states.adopt(run_id)
+        if run.record.tenant != tenant:
+            raise NotFound(f"there is no run {run_id}")
+        return run
+
+    async def _current(self, tenant: str, run_id: str) -> IndexedRun:
+        run = await self._row(tenant, run_id)
+        return await self._states.current(run) if run.is_open else run
+
+    async def page(
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        **wanted: Unpack[RunFilter],
+    ) -> RunPage:
+        """A tenant's runs, newest first, as the index has them: a second old at most.
+
+        Args:
+            after: the run id that the page before ended with.
+            wanted: which of them.
+        """
+        found = await self._rows.page(tenant, limit + 1, after, **wanted)
+        runs = tuple(run.view for run in found[:limit])
+        has_more = len(found) > limit
+        return RunPage(runs=runs, has_more=has_more, next=runs[-1].run_id if has_more else None)
+
+    # Ending and going on.
+
+    async def cancel(self, tenant: str, run_id: str) -> RunView:
+        """Ask a run to end at its next step boundary; give a paused one up. Raises Conflict when it has ended."""
+        run = await self._row(tenant, run_id)
+        if run.status.state == "paused":
+            async with self._going_on(tenant):
+                run = await self._row(tenant, run_id)
+                if run.status.state == "paused":
+                    audit.touched(run_id)
+                    await self._states.give_up(run)
+                    return await self.view(tenant, run_id)
+        async with self._ending(tenant, run_id) as client:
+            await client.get_workflow_handle(run_id).cancel(rpc_timeout=PATIENCE)
+        return await self.view(tenant, run_id)
+
+    async def pause(self, tenant: str, run_id: str) -> RunView:
+        """Ask a run to end at its next step boundary, to be resumed later. Raises Conflict when it has ended."""
+        async with self._ending(tenant, run_id) as client:
+            await client.get_workflow_handle(run_id).signal("pause", rpc_timeout=PATIENCE)
+        return await self.view(tenant, run_id)
+
+    @asynccontextmanager
+    async def _ending(self, tenant: str, run_id: str) -> AsyncIterator[Client]:
+        """Temporal's client, to end a run with that is running. Raises Conflict when it has ended."""
+        await self.make_sure(await self.record(tenant, run_id))
+        self._states.changed(run_id)
+        run = await self._current(tenant, run_id)
+        if not run.is_open:
+            raise Conflict(f"{run_id} has ended: it {_ended_as(run.status.state)}")
+        audit.touched(run_id)
+        async with self.temporal() as client:
+            try:
+                yield client
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                raise Conflict(f"{run_id} has just ended") from None
+        self._states.changed(run_id)
+
+    async def resume(self, tenant: str, run_id: str) -> RunView:
+        """Go on from the last checkpoint. Raises Conflict when the run is running, or succeeded; QuotaExceeded."""
+        self._states.changed(run_id)
+        run = await self._current(tenant, run_id)
+        match run.status.state:
+            case "running":
+                raise Conflict(f"{run_id} is running")
+            case "succeeded":
+                raise Conflict(f"{run_id} succeeded: there is nothing to go on with")
+            case "failed" | "cancelled" | "paused":
+                audit.touched(run_id)
+                async with self._going_on(tenant):
+                    await self._rows.check_place(tenant)
+                    await self._start_again(run.record)
+                    await self._rows.change(run, _reopened(run))
+        self._states.changed(run_id)
+        return await self.view(tenant, run_id)
+
+    def _going_on(self, tenant: str) -> asyncio.Lock:
+        """Held while a run is resumed, or a paused one given up.
+
+        One after the other, so that two do not take one place, and nobody gives up what somebody else goes on with: of
+        several services each may let one in.
+        """
+        return self._turns.of(tenant)
+
+    async def _start_again(self, record: RunRecord) -> None:
+        """A run's end is seen a moment before its workflow closes. Raises Conflict when that does not come."""
+        end = time.monotonic() + _CLOSING_S
+        while True:
+            try:
+                return await self._start(record, resumed=True)
+            except Conflict:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(0.1)
+
+    async def retry(self, asking: Principal, run_id: str) -> RunView:
+        """The same request as a new run, from the beginning. Raises Conflict unless the run failed or was cancelled."""
+        run = await self._current(asking.tenant, run_id)
+        if run.status.state not in ("failed", "cancelled"):
+            word = "is running" if run.is_open else _ended_as(run.status.state)
+            raise Conflict(f"{run_id} {word}: what failed or was cancelled can be tried again")
+        return await self.submit(asking, run.record.run, source=run.record.source)
+
+    # Nothing accepted is lost.
+
+    async def sweep(self) -> None:
+        """Start every accepted run that neither ended nor is known to Temporal; index those that are not yet."""
+        await self.check_temporal()
+        states = await self._rows.states()
+        for run_id in await self._ids():
+            if states.get(run_id, "running") != "running":
+                continue
+            try:
+                run = await self._rows.find(run_id) or await self._states.adopt(run_id)
+                if run.is_open:
+                    await self._states.refresh(run)
+            except NotFound:  # the service died before it was accepted
+                continue
+            except ValidationError as error:  # one record that cannot be read must not strand the others
+                logger.error("%s cannot be looked after: %s", run_id, error)
+            except LongshoreError:  # something is away: the sweep is done anew
+                raise
+            except Exception:  # nor may anything else that is one run's
+                logger.exception("%s cannot be looked after", run_id)
+        await self.start_waiting()
+
+    async def _ids(self) -> list[str]:
+        prefix = paths.run_index()
+        return await asyncio.to_thread(lambda: [item.key.removeprefix(prefix) for item in self._store.list(prefix)])
+
+    async def start_waiting(self) -> None:
+        """Start what was accepted while Temporal was away."""
+        for run_id in sorted(self._states.waiting):
+            with suppress(NotFound):  # it has gone since
+                await self.make_sure(await self._states.record(run_id))
+            self._states.waiting.discard(run_id)
+
+    async def make_sure(self, record: RunRecord) -> None:
+        """Start an unended run unless Temporal knows it."""
+        async with self.temporal() as client:
+            try:
+                await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
+                return
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+        if await self._states.result(record.run_id) is not None:
+            return
+        # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
+        leases = paths.RunKeys(record.run_id).leases
+        was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
+        with suppress(Conflict):  # somebody else has just started it
+            await self._start(record, resumed=was_leased)
+        logger.info("started %s, which was accepted and not known to Temporal", record.run_id)
+
+    # Looking at data before training.
+
+    async def preview(self, tenant: str, request: PreviewRequest) -> Preview:
+        """Run PreviewWorkflow and wait for its answer. Raises InvalidInput with what is wrong with the data."""
+        await self.check_access(tenant, request)
+        async with self.temporal() as client:
+            try:
+                answer: Preview = await client.execute_workflow(
+                    PREVIEW_WORKFLOW,
+                    request,
+                    id=f"preview-{secrets.token_hex(8)}",
+                    task_queue=self._settings.control_queue,
+                    execution_timeout=_PREVIEW_PATIENCE,
+                    result_type=Preview,
+                )
+            except WorkflowFailureError as error:
+                raise cause_of(error) from None
+        return answer
+
+    # Temporal.
+
+    async def check_temporal(self) -> None:
+        """Raises TemporalUnavailable when the server does not answer."""
+        await self._temporal.check()
+
+    def temporal(self) -> AbstractAsyncContextManager[Client]:
+        """The client; a server that is away becomes TemporalUnavailable."""
+        return self._temporal.client()
+
+
+def new_run_id(kind: str) -> str:
+    """The kind + milliseconds since 1970 in 11 hex digits, so that ids sort by time + 6 random ones."""
+    return f"{kind}-{int(time.time() * 1000):011x}{secrets.token_hex(3)}"
+
+
+def _reopened(run: IndexedRun) -> RunStatus:
+    changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None}
+    return run.status.model_copy(update=changes)
+
+
+def _ended_as(state: State) -> str:
+    return f"was {state}" if state in ("cancelled", "paused") else state
+
+
+def cause_of(error: WorkflowFailureError) -> Exception:
+    """What made a workflow fail, as an error of ours."""
+    causes = causes_of(error)
+    for cause in causes:
+        match cause:
+            case ApplicationError(type="InvalidInput" | "CorruptArtifact"):
+                return InvalidInput(cause.message)
+            case ApplicationError(type="DiskFull"):
+                return DiskFull(cause.message)
+            case ApplicationError(type="StoreUnavailable"):
+                return StoreUnavailable(cause.message)
+    return TemporalUnavailable(f"the check did not end: {causes[-1]}")
+
+
+def causes_of(error: BaseException) -> Sequence[BaseException]:
+    """An error of Temporal's and what is behind it, outermost first."""
+    found = [error]
+    while (cause := getattr(found[-1], "cause", None)) is not None:
+        found.append(cause)
+    return found

@@ -1,0 +1,121 @@
+"""Train steps of RL runs behind the API: sent, shown, and waited for."""
+
+import asyncio
+import time
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.accounts import audit
+from service.problems import Conflict, TemporalUnavailable
+from service.runs.run_views import RunView
+from service.runs.runs import Runs, causes_of
+from shared import paths
+from shared.errors import InvalidInput, NotFound
+from shared.models import Frozen
+from shared.runs import RunRecord, StepRequest, StepStatus
+from shared.store import ObjectStore
+
+_QUERY_PATIENCE = timedelta(seconds=2)
+_UPDATE_PATIENCE = timedelta(seconds=20)
+# Between two looks at a step that is waited for: a short step is answered soon, a long one asked about seldom.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+
+
+class TrainSteps:
+    """Needs the runs, and the store with their records."""
+
+    def __init__(self, runs: Runs, store: ObjectStore) -> None:
+        self._runs = runs
+        self._store = store
+
+    async def train(self, tenant: str, run_id: str, request: StepRequest, wait_s: float = 0) -> StepStatus:
+        """Hand a step to its run. The same key is the same step.
+
+        Args:
+            wait_s: how long to wait for the step's end; it is answered as it stands then.
+
+        Raises:
+            InvalidInput: the key was used for other groups, or their URI leads where it may not.
+            Conflict: the run takes no more steps, or too many wait.
+        """
+        await self._runs.check_access(tenant, request)
+        step = StepStatus.model_validate(await self._update(tenant, run_id, "train_step", request))
+        return await self.show(tenant, run_id, step.step, wait_s)
+
+    async def finish(self, tenant: str, run_id: str) -> RunView:
+        """Tell an RL run that no more steps come. Raises Conflict when it has ended."""
+        await self._update(tenant, run_id, "finish")
+        return await self._runs.view(tenant, run_id)
+
+    async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
+        """A step as it stands, within `wait_s` as it ended. Raises NotFound for one that never came."""
+        record = await self.record(tenant, run_id)
+        end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
+        while True:
+            step = await self._step(record, number)
+            if step.is_final or time.monotonic() > end:
+                return step
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
+
+    async def _step(self, record: RunRecord, number: int) -> StepStatus:
+        try:
+            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(record.run_id).step(number))
+            return StepStatus.model_validate_json(data)
+        except NotFound:
+            pass
+        async with self._runs.temporal() as client:
+            handle = client.get_workflow_handle(record.run_id)
+            try:
+                answer = await handle.query("step", number, rpc_timeout=_QUERY_PATIENCE)
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                answer = None
+        if answer is None:
+            raise NotFound(f"{record.run_id} has no step {number}")
+        return StepStatus.model_validate(answer)
+
+    async def record(self, tenant: str, run_id: str) -> RunRecord:
+        """What was accepted as a run that has train steps. Raises NotFound, or Conflict for a run of another kind."""
+        record = await self._runs.record(tenant, run_id)
+        if record.run.kind != "rl":
+            raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
+        return record
+
+    async def _update(self, tenant: str, run_id: str, name: str, *messages: Frozen) -> Any:
+        """An update of an RL run's workflow, asked again when the run has just moved on to a new execution."""
+        record = await self.record(tenant, run_id)
+        audit.touched(run_id)
+        await self._runs.make_sure(record)
+        async with self._runs.temporal() as client:
+            for _ in range(2):
+                try:
+                    return await client.get_workflow_handle(run_id).execute_update(
+                        name, args=messages, rpc_timeout=_UPDATE_PATIENCE
+                    )
+                except WorkflowUpdateRPCTimeoutOrCancelledError as error:
+                    raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?") from error
+                except WorkflowUpdateFailedError as error:
+                    raise _refusal(error) from None
+                except RPCError as error:
+                    if error.status != RPCStatusCode.NOT_FOUND:
+                        raise
+                if (await self._runs.view(tenant, run_id)).state != "running":
+                    break
+            raise Conflict(f"{run_id} has ended")
+
+
+def _refusal(error: WorkflowUpdateFailedError) -> Exception:
+    """What a workflow refused a message with, as an error of ours."""
+    for cause in causes_of(error):
+        match cause:
+            case ApplicationError(type="InvalidInput"):
+                return InvalidInput(cause.message, "key")
+            case ApplicationError(type="Conflict"):
+                return Conflict(cause.message)
+    return error

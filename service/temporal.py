@@ -1,0 +1,56 @@
+"""The service's connection to Temporal: made at first use, and a server that is away is an error of ours."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+from temporalio.client import Client
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.problems import TemporalUnavailable
+from shared.settings import Settings
+
+PATIENCE = timedelta(seconds=5)
+QUERY_PATIENCE = timedelta(seconds=2)
+AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
+
+
+class Temporal:
+    """One client for everything that the service asks."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._address = settings.temporal_address
+        self._namespace = settings.temporal_namespace
+        self._client: Client | None = None
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        """The client. Inside the block, calls that get no answer raise TemporalUnavailable."""
+        if self._client is None:
+            self._client = await self._connect()
+        try:
+            yield self._client
+        except RPCError as error:
+            if error.status in AWAY:
+                raise TemporalUnavailable(self._away) from error
+            raise
+
+    async def check(self) -> None:
+        """Raises TemporalUnavailable when the server does not answer."""
+        async with self.client() as client:
+            await client.service_client.check_health(timeout=QUERY_PATIENCE)
+
+    async def _connect(self) -> Client:
+        try:
+            async with asyncio.timeout(PATIENCE.total_seconds()):
+                return await Client.connect(
+                    self._address, namespace=self._namespace, data_converter=pydantic_data_converter
+                )
+        except (RuntimeError, TimeoutError) as error:
+            raise TemporalUnavailable(self._away) from error
+
+    @property
+    def _away(self) -> str:
+        return f"the Temporal server at {self._address} does not answer"

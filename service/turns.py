@@ -1,0 +1,14 @@
+"""Who changes the same thing waits for the other, in this process."""
+
+import asyncio
+from weakref import WeakValueDictionary
+
+
+class Turns:
+    """A lock for each key. It is kept while somebody holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, *key: str) -> asyncio.Lock:
+        return self._locks.setdefault(key, asyncio.Lock())

@@ -1,0 +1,181 @@
+"""A session with OpenPipe ART's own client: register, ask, learn from chats, then from groups of answers. Tells JSON.
+
+python -m tests.end_to_end.art_session URL KEY MODEL DATASET FOLDER
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import art
+import httpx
+import openai
+from art.serverless.client import Client
+
+# The tiny model's logits are flat: at a low temperature it says what it learnt, in tokens as its tokenizer has them.
+TEMPERATURE = 0.05
+SETTINGS = {"rank": 4, "max_tokens": 256, "temperature": TEMPERATURE}
+QUAYS = (3, 11)
+
+
+async def refused(call: Awaitable[Any]) -> dict[str, Any]:
+    """How the client tells of a refusal."""
+    try:
+        await call
+    except openai.APIStatusError as error:
+        return {"class": type(error).__name__, "status": error.status_code, "param": error.param, "text": error.message}
+    raise AssertionError("nothing was refused")
+
+
+async def followed(client: Client, job_id: str) -> list[dict[str, Any]]:
+    """A job's events, asked for as the client's backend does: those behind the last one, until one is the end."""
+    told: list[dict[str, Any]] = []
+    after: Any = openai.NOT_GIVEN
+    while not told or told[-1]["type"] not in ("training_ended", "training_failed"):
+        await asyncio.sleep(0.5)
+        async for event in client.sft_training_jobs.events.list(training_job_id=job_id, after=after, limit=7):
+            told.append(event.model_dump())
+            after = event.id
+    return told
+
+
+async def rollout(model: art.TrainableModel, quay: int, number: int) -> art.Trajectory:
+    """One answer. Rewards differ within a group whatever the model says."""
+    question = {"role": "user", "content": f"How many crates are on quay {quay}?"}
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=[question], max_tokens=12, temperature=TEMPERATURE, seed=number
+    )
+    choice = completion.choices[0]
+    return art.Trajectory(
+        messages_and_choices=[question, choice],
+        reward=float(number % 3),
+        initial_policy_version=await model.get_step(),
+        metrics={"is_short": len(choice.message.content or "") < 12},
+    )
+
+
+async def gathered(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
+    return await art.gather_trajectory_groups(
+        art.TrajectoryGroup((rollout(model, quay, number) for number in range(6)), metadata={"quay": quay})
+        for quay in QUAYS
+    )
+
+
+async def answer(model: art.TrainableModel, step: int | None = None) -> dict[str, Any]:
+    completion = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(step),
+        messages=[{"role": "user", "content": "How many crates are on quay 3?"}],
+        max_tokens=8,
+        temperature=0,
+    )
+    return completion.choices[0].model_dump()
+
+
+async def session(url: str, key: str, base: str, rows: bytes, folder: str) -> dict[str, Any]:
+    native = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"authorization": f"Bearer {key}"}, timeout=60)
+    foreign = {"base_url": f"{url}/v1", "headers": native.headers, "timeout": 60}
+    backend = art.ServerlessBackend(api_key=key, base_url=f"{url}/v1")
+    client: Any = backend._client
+    async with httpx.AsyncClient(**foreign) as http:
+        wanted = {"project": "harbour", "name": "Quay Clerk", "base_model": base, "longshore": SETTINGS}
+        made = (await http.post("/preview/models", json=wanted)).json()
+    model: Any = art.TrainableModel(name="Quay Clerk", project="harbour", base_model=base, base_path=folder)
+    await model.register(backend)
+    told: dict[str, Any] = {"made": made, "id": model.id, "entity": model.entity, "steps": [await model.get_step()]}
+    told["untrained"] = await answer(model)
+
+    uploaded = (await native.post("/files", params={"name": "chats.jsonl"}, content=rows * 2)).json()
+    sft = await client.sft_training_jobs.create(
+        model_id=model.id,
+        training_data_url=uploaded["uri"],
+        config={"batch_size": 8, "learning_rate": [0.02] * 64},
+    )
+    told["busy"] = await refused(
+        client.sft_training_jobs.create(model_id=model.id, training_data_url="file:///a.jsonl")
+    )
+    told["sft"] = await followed(client, sft.id)
+    told["steps"].append(await model.get_step())
+
+    results = []
+    for changes in ({}, {}, {"scale_rewards": False}):
+        groups = await gathered(model)
+        results.append(await backend.train(model, groups, learning_rate=1e-4, **changes))
+    told["results"] = [{"step": one.step, "metrics": one.metrics, "artifact": one.artifact_name} for one in results]
+
+    listed = [one async for one in client.models.checkpoints.list(model_id=model.id, limit=2)]
+    told["checkpoints"] = [one.model_dump() for one in listed]
+    told["trained"], told["first"] = await answer(model), await answer(model, 1)
+    await backend._delete_checkpoint_files(model, [1, listed[-1].step])
+    told["left"] = [one.step async for one in client.models.checkpoints.list(model_id=model.id, order="desc")]
+    told["refusals"] = await refusals(client, model, groups)
+    told["failed"] = await failed(backend, model)
+    told["runs"] = await runs_of(native, model.id)
+
+    tenant = (await native.post("/tenants", json={"tenant": "pier", "title": "Pier"})).json()
+    others: Any = art.ServerlessBackend(api_key=tenant["key"]["key"], base_url=f"{url}/v1")
+    told["others"] = {
+        "checkpoints": await refused(anext(aiter(others._client.models.checkpoints.list(model_id=model.id)))),
+        "train": await refused(others._client.training_jobs.create(model_id=model.id, trajectory_groups=groups)),
+        "events": await refused(anext(aiter(others._client.training_jobs.events.list(training_job_id=sft.id)))),
+        "delete": await refused(others._client.models.delete(model_id=model.id)),
+        "ask": await refused(
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=tenant["key"]["key"]).chat.completions.create(
+                model=model.get_inference_name(), messages=[{"role": "user", "content": "Who?"}]
+            )
+        ),
+    }
+    await backend.delete(model)
+    told["deleted"] = await refused(anext(aiter(client.models.checkpoints.list(model_id=model.id))))
+    return told
+
+
+async def refusals(client: Any, model: Any, groups: list[Any]) -> dict[str, Any]:
+    create, sft = client.training_jobs.create, client.sft_training_jobs.create
+    config: Any = {"kimi_k2_tau": 0.1}
+    return {
+        "config": await refused(create(model_id=model.id, trajectory_groups=groups, experimental_config=config)),
+        "empty": await refused(create(model_id=model.id, trajectory_groups=[])),
+        "group": await refused(create(model_id=model.id, trajectory_groups=[art.TrajectoryGroup([])])),
+        "model": await refused(create(model_id="model-0123456789abcdef0", trajectory_groups=groups)),
+        "artifact": await refused(sft(model_id=model.id, training_data_url="wandb-artifact:///a/b/c:v0")),
+        "rates": await refused(
+            sft(
+                model_id=model.id, training_data_url="https://example.com/a.jsonl", config={"learning_rate": [0.1, 0.2]}
+            )
+        ),
+        "newest": await refused(client.models.checkpoints.delete(model_id=model.id, steps=[await model.get_step()])),
+        "base": await refused(
+            client.models.create(project="harbour", name="Quay Clerk", base_model="another/model", return_existing=True)
+        ),
+    }
+
+
+async def runs_of(native: httpx.AsyncClient, model_id: str) -> list[dict[str, Any]]:
+    """The model's runs, oldest first, each as its workflow says: the list may be a second old."""
+    listed = (await native.get("/runs", params={"limit": 100})).json()["runs"]
+    mine = [run["run_id"] for run in reversed(listed) if run["source"]["metadata"].get("art_model") == model_id]
+    return [(await native.get(f"/runs/{run_id}")).json() for run_id in mine]
+
+
+async def failed(backend: Any, model: Any) -> str:
+    """Trajectories that nothing was sampled in cannot be trained; the client raises what it is told."""
+    question, said = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}
+    silent = [art.Trajectory(messages_and_choices=[question, said], reward=float(n)) for n in range(2)]
+    try:
+        await backend.train(model, [art.TrajectoryGroup(silent)], learning_rate=1e-4, scale_rewards=False)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nothing failed")
+
+
+def main() -> None:
+    url, key, base, dataset, folder = sys.argv[1:]
+    told = asyncio.run(session(url, key, base, Path(dataset).read_bytes(), folder))
+    print(json.dumps(told, default=str))
+
+
+if __name__ == "__main__":
+    main()

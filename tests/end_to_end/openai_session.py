@@ -1,0 +1,156 @@
+"""A session with OpenAI's client, of whichever version is on PYTHONPATH: train, look, download, chat. Tells JSON.
+
+python -m tests.end_to_end.openai_session URL KEY MODEL DATASET FOLDER
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import openai
+
+QUESTION = {"role": "user", "content": "How many crates are on quay 3?"}
+OURS = {"rank": 4, "max_tokens": 256, "steps": 6, "checkpoint_every": 2, "keep_checkpoints": 3, "learning_rate": 0.01}
+GRADER = {
+    "type": "text_similarity",
+    "name": "crates",
+    "evaluation_metric": "fuzzy_match",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
+
+
+def trained(client: openai.OpenAI, model: str, file: Any, suffix: str, **ours: Any) -> Any:
+    """A supervised job as it ended."""
+    job = client.fine_tuning.jobs.create(
+        model=model,
+        training_file=file.id,
+        validation_file=file.id,
+        suffix=suffix,
+        seed=7,
+        hyperparameters={"batch_size": 16},
+        extra_body={"longshore": OURS | ours},
+    )
+    return ended(client, job)
+
+
+def preferring(client: openai.OpenAI, model: str, folder: Path) -> Any:
+    """A dpo job on pairs: crates are preferred to sacks."""
+    pairs = (
+        {
+            "input": {"messages": [question(n)]},
+            "preferred_output": [{"role": "assistant", "content": f"{n * 7 % 50} crates."}],
+            "non_preferred_output": [{"role": "assistant", "content": f"A sack of grain, or {n % 9}."}],
+        }
+        for n in range(24)
+    )
+    file = uploaded(client, folder / "pairs.jsonl", pairs)
+    return client.fine_tuning.jobs.create(
+        model=model,
+        training_file=file.id,
+        validation_file=file.id,
+        suffix="crates",
+        method={"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 8, "beta": 0.2}}},
+        extra_body={"longshore": {"rank": 4, "max_tokens": 128, "steps": 3, "learning_rate": 0.005, "num_samples": 1}},
+    )
+
+
+def reinforced(client: openai.OpenAI, model: str, folder: Path) -> Any:
+    """A reinforcement job on prompts, whose grader reads the answer beside them."""
+    prompts = ({"messages": [question(n)], "answer": f"{n * 7 % 50} crates."} for n in range(8))
+    file = uploaded(client, folder / "prompts.jsonl", prompts)
+    chosen = {"batch_size": 4, "eval_interval": 2, "eval_samples": 1, "learning_rate_multiplier": 100.0}
+    return client.fine_tuning.jobs.create(
+        model=model,
+        training_file=file.id,
+        validation_file=file.id,
+        suffix="tallies",
+        method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": chosen}},
+        extra_body={
+            "longshore": {"rank": 4, "max_tokens": 128, "steps": 2, "group_size": 4, "max_completion_tokens": 8}
+        },
+    )
+
+
+def uploaded(client: openai.OpenAI, path: Path, rows: Iterable[dict[str, Any]]) -> Any:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return client.files.create(file=path, purpose="fine-tune")
+
+
+def question(number: int) -> dict[str, str]:
+    return {"role": "user", "content": f"How much is on quay {number}?"}
+
+
+def ended(client: openai.OpenAI, job: Any) -> Any:
+    """A job as it ended."""
+    end = time.monotonic() + 400
+    while (job := client.fine_tuning.jobs.retrieve(job.id)).status not in ("succeeded", "failed"):
+        assert time.monotonic() < end, job
+        time.sleep(0.5)
+    return job
+
+
+def events_of(client: openai.OpenAI, job: Any) -> list[dict[str, Any]]:
+    return [event.model_dump() for event in client.fine_tuning.jobs.list_events(job.id, limit=5)]
+
+
+def told_of(client: openai.OpenAI, job: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {"job": job.model_dump(), "events": events_of(client, job)}
+    if job.status == "succeeded":
+        told["metrics"] = client.files.content(job.result_files[0]).text
+        told["answer"] = answer(client, job.fine_tuned_model)
+    return told
+
+
+def answer(client: openai.OpenAI, model: str) -> str:
+    completion = client.chat.completions.create(model=model, messages=[QUESTION], max_tokens=8, temperature=0)
+    return completion.choices[0].message.content or ""
+
+
+def streamed(client: openai.OpenAI, model: str) -> str:
+    chunks = client.chat.completions.create(model=model, messages=[QUESTION], max_tokens=8, temperature=0, stream=True)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def main() -> None:
+    url, key, model, dataset, folder = sys.argv[1:]
+    client = openai.OpenAI(base_url=url, api_key=key, timeout=300)
+    suffix = f"quay-{openai.__version__}"
+    is_newest = openai.__version__.startswith("3.")
+    others = {}
+    if is_newest:  # sent first: they are trained while the other versions' jobs wait
+        others = {
+            "dpo": preferring(client, model, Path(folder)),
+            "reinforcement": reinforced(client, model, Path(folder)),
+        }
+    file = client.files.create(file=Path(dataset), purpose="fine-tune")
+    job = trained(client, model, file, suffix)
+    told: dict[str, Any] = {"version": openai.__version__, "job": job.model_dump()}
+    if job.status == "succeeded":
+        checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=2))
+        metrics, tar = job.result_files
+        path = Path(folder) / "adapter.tar"
+        client.files.content(tar).write_to_file(path)
+        told |= {
+            "events": events_of(client, job),
+            "checkpoints": [item.model_dump() for item in checkpoints],
+            "metrics": client.files.content(metrics).text,
+            "tar": {"path": str(path), "bytes": client.files.retrieve(tar).bytes},
+            "models": [item.id for item in client.models.list()],
+            "answer": answer(client, job.fine_tuned_model),
+            "streamed": streamed(client, job.fine_tuned_model),
+            "earlier": answer(client, checkpoints[-1].fine_tuned_model_checkpoint),
+        }
+    if is_newest:
+        continued = trained(client, job.fine_tuned_model, file, suffix, steps=1)
+        told["continued"] = continued.model_dump()
+        told["continued_events"] = events_of(client, continued)
+    told |= {name: told_of(client, ended(client, other)) for name, other in others.items()}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Training through OpenPipe ART's own client, on the real stack: chats first, then groups of its answers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.dev.connection import Connection
+from tests.end_to_end.stack import Stack
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+CLIENT = ROOT / ".venv" / "clients" / "art"
+
+
+@pytest.fixture(scope="module")
+def told(
+    stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    assert CLIENT.is_dir(), "the clients are not installed: requirements/clients.sh"
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    folder = tmp_path_factory.mktemp("art")
+    address = [connection.api_url, connection.api_key, str(tiny_model), str(chat_dataset), str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.art_session", *address],
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(CLIENT), str(ROOT)])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_name_is_one_model(told: dict[str, Any]) -> None:
+    assert told["id"] == told["made"]["id"]
+    assert told["entity"] == "default"
+    assert told["made"]["longshore"]["rank"] == 4
+    assert told["refusals"]["base"]["status"] == 409
+
+
+def test_an_untrained_model_answers_with_logprobs(told: dict[str, Any]) -> None:
+    content = told["untrained"]["logprobs"]["content"]
+    assert 1 <= len(content) <= 8
+    assert all(token["logprob"] <= 0 for token in content)
+    assert told["untrained"]["message"]["content"] != told["trained"]["message"]["content"]
+
+
+def test_supervised_jobs_tell_every_step(told: dict[str, Any]) -> None:
+    kinds = [event["type"] for event in told["sft"]]
+    assert kinds == ["training_started", *["gradient_step"] * 64, "training_ended"]
+    assert told["sft"][0]["data"]["num_sequences"] == 64
+    losses = [event["data"]["loss"] for event in told["sft"][1:-1]]
+    assert losses[-1] < losses[0]
+    assert {event["data"]["learning_rate"] for event in told["sft"][1:-1]} == {0.02}
+    assert len({event["id"] for event in told["sft"]}) == 66
+    assert told["busy"]["status"] == 409
+
+
+def test_every_train_is_a_step_of_the_model(told: dict[str, Any]) -> None:
+    assert told["steps"] == [0, 1]
+    assert [result["step"] for result in told["results"]] == [2, 3, 4]
+    assert told["results"][0]["artifact"] == "default/harbour/Quay Clerk:step2"
+    for result in told["results"]:
+        metrics = result["metrics"]
+        assert {"loss/train", "loss/grad_norm", "loss/entropy", "reward", "reward_std_dev"} <= metrics.keys(), metrics
+        assert metrics["loss/learning_rate"] == pytest.approx(1e-4)
+        assert metrics["loss/grad_norm"] > 0
+        assert metrics["trained_trajectories"] >= 6
+        assert 0.4 < metrics["reward"] < 1.6
+        assert 0 <= metrics["trajectory_is_short"] <= 1
+
+
+def test_steps_of_one_kind_are_one_run(told: dict[str, Any]) -> None:
+    sft, first, second = told["runs"]
+    assert [run["kind"] for run in (sft, first, second)] == ["sft", "rl", "rl"]
+    assert (first["policy_version"], first["state"]) == (2, "succeeded"), "ended by the job of other settings"
+    assert (second["policy_version"], second["state"]) == (1, "running")
+    assert (first["run"]["advantages"], second["run"]["advantages"]) == ("group_normalized", "group_mean")
+    assert first["run"]["loss"]["kind"] == "cispo"
+    assert sft["run"]["initial_adapter"] is None
+    assert first["run"]["initial_adapter"] == sft["adapter"], "each goes on from what was there"
+    assert second["run"]["initial_adapter"] == first["adapter"]
+
+
+def test_checkpoints_are_asked_by_step_and_deleted(told: dict[str, Any]) -> None:
+    assert [one["step"] for one in told["checkpoints"]] == [1, 2, 3, 4]
+    assert told["checkpoints"][0]["metrics"]["loss"] > 0
+    assert told["checkpoints"][3]["metrics"]["reward_mean"] == pytest.approx(told["results"][2]["metrics"]["reward"])
+    assert told["first"]["message"]["content"]
+    assert told["left"] == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "param"),
+    [
+        ("config", 400, "experimental_config.kimi_k2_tau"),
+        ("empty", 400, "trajectory_groups"),
+        ("group", 400, "trajectory_groups.0.trajectories"),
+        ("model", 404, None),
+        ("artifact", 400, None),
+        ("rates", 400, "config.learning_rate"),
+        ("newest", 400, "steps"),
+        ("base", 409, None),
+    ],
+)
+def test_what_is_refused_names_the_field(told: dict[str, Any], case: str, status: int, param: str | None) -> None:
+    found = told["refusals"][case]
+    assert (found["status"], found["param"]) == (status, param), found
+
+
+def test_a_failure_is_told_in_words(told: dict[str, Any]) -> None:
+    assert "no trajectory can be trained" in told["failed"]
+
+
+def test_another_tenant_finds_nothing(told: dict[str, Any]) -> None:
+    assert {name: found["status"] for name, found in told["others"].items()} == dict.fromkeys(told["others"], 404)
+    assert told["deleted"]["status"] == 404

@@ -1,0 +1,185 @@
+"""Fine-tuning through OpenAI's own client, on the real stack: trained, looked at, downloaded, asked, gone on with."""
+
+import csv
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.dev.connection import Connection
+from shared.artifacts import sha256_file
+from tests.end_to_end.stack import Stack
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("openai-1", "openai-2", "openai-3")
+
+
+@pytest.fixture(scope="module")
+def sessions(
+    stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """One of each version, at the same time."""
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    address = [f"{connection.api_url}/v1", connection.api_key]
+
+    def session(version: str) -> dict[str, Any]:
+        client = ROOT / ".venv" / "clients" / version
+        assert client.is_dir(), "the clients are not installed: requirements/clients.sh"
+        folder = tmp_path_factory.mktemp(version)
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "tests.end_to_end.openai_session", *address),
+                *(str(tiny_model), str(chat_dataset), str(folder)),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(client), str(ROOT)])},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(len(VERSIONS)) as threads:
+        return dict(zip(VERSIONS, threads.map(session, VERSIONS), strict=True))
+
+
+@pytest.fixture(params=VERSIONS)
+def session(request: pytest.FixtureRequest, sessions: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return sessions[request.param]
+
+
+def test_a_job_succeeds(session: dict[str, Any]) -> None:
+    job = session["job"]
+    assert job["status"] == "succeeded", job["error"]
+    assert job["fine_tuned_model"] == f"quay-{session['version']}:v1"
+    assert job["created_at"] <= job["finished_at"]
+    assert job["trained_tokens"] > 6 * 16 * 20
+    assert job["hyperparameters"]["batch_size"] == 16
+    assert job["fine_tuned_model"].split(":")[0] in session["models"]
+
+
+def test_its_events_tell_every_step(session: dict[str, Any]) -> None:
+    events = session["events"]
+    steps = step_data(events)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["train_loss"] < steps[0]["train_loss"]
+    assert any("full_valid_loss" in event["data"] for event in events)
+    assert events[0]["message"] == "The job has successfully completed"
+    assert events[-1]["message"].startswith("Created fine-tuning job")
+    assert len({event["id"] for event in events}) == len(events) > 10
+    times = [event["created_at"] for event in events]
+    assert times == sorted(times, reverse=True)
+    rows = session["metrics"].splitlines()
+    assert rows[0].startswith("step,train_loss,valid_loss")
+    assert float(rows[-1].split(",")[1]) == pytest.approx(steps[-1]["train_loss"])
+
+
+def test_its_checkpoints_are_models(session: dict[str, Any]) -> None:
+    checkpoints = session["checkpoints"]
+    assert [item["step_number"] for item in checkpoints] == [6, 4, 2]
+    assert checkpoints[0]["fine_tuned_model_checkpoint"] == session["job"]["fine_tuned_model"]
+    assert checkpoints[1]["fine_tuned_model_checkpoint"] == f"{session['job']['id']}:step-4"
+    assert checkpoints[1]["metrics"]["train_loss"] > 0
+
+
+def test_its_adapter_is_downloaded(session: dict[str, Any], stack: Stack, tmp_path: Path) -> None:
+    tar = Path(session["tar"]["path"])
+    assert tar.stat().st_size == session["tar"]["bytes"]
+    with tarfile.open(tar) as archive:
+        archive.extractall(tmp_path, filter="data")
+    published = Path(session["job"]["longshore"]["adapter"].removeprefix("file://"))
+    [weights] = tmp_path.rglob("adapter_model.safetensors")
+    assert sha256_file(weights) == sha256_file(published / "adapter_model.safetensors")
+
+
+def test_it_answers_as_transformers_would(session: dict[str, Any], tiny_model: Path) -> None:
+    assert session["answer"] == session["streamed"] == transformers_answer(session["job"], tiny_model)
+    assert session["earlier"] != session["answer"], "after two steps it says something else"
+
+
+def transformers_answer(job: dict[str, Any], tiny_model: Path) -> str:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    messages = [{"role": "user", "content": "How many crates are on quay 3?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    published = job["longshore"]["adapter"].removeprefix("file://")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), published)
+    ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def test_a_job_goes_on_from_what_another_made(sessions: dict[str, dict[str, Any]]) -> None:
+    session = sessions[VERSIONS[-1]]
+    job, continued = session["job"], session["continued"]
+    assert continued["status"] == "succeeded", continued["error"]
+    assert continued["model"] == job["fine_tuned_model"]
+    assert continued["fine_tuned_model"] == f"quay-{session['version']}:v2"
+    first, second = (validation_losses(events)[0] for events in (session["events"], session["continued_events"]))
+    assert second < first, "what it begins with has learnt already"
+    assert second == pytest.approx(validation_losses(session["events"])[-1])
+
+
+def test_a_dpo_job_learns_what_is_preferred(sessions: dict[str, dict[str, Any]], tiny_model: Path) -> None:
+    told = sessions[VERSIONS[-1]]["dpo"]
+    job = told["job"]
+    assert job["status"] == "succeeded", job["error"]
+    assert job["id"].startswith("dpo-") and job["fine_tuned_model"] == "crates:v1"
+    assert job["method"]["type"] == "dpo" and job["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
+    steps = step_data(told["events"])
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert steps[0]["train_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[-1]["train_loss"] < steps[0]["train_loss"]
+    assert steps[-1]["reward_margin"] > 0
+    before, after = validation_losses(told["events"])
+    assert before == pytest.approx(math.log(2), abs=1e-6)
+    assert after < before
+    assert [float(row["train_loss"]) for row in table(told["metrics"]) if row["train_loss"]] == pytest.approx(
+        [step["train_loss"] for step in steps]
+    )
+    assert told["answer"] == transformers_answer(job, tiny_model)
+
+
+def test_a_reinforcement_job_is_graded_and_answers(sessions: dict[str, dict[str, Any]], tiny_model: Path) -> None:
+    told = sessions[VERSIONS[-1]]["reinforcement"]
+    job = told["job"]
+    assert job["status"] == "succeeded", job["error"]
+    assert job["id"].startswith("rl-") and job["fine_tuned_model"].startswith("tallies:v")
+    assert job["method"]["reinforcement"]["grader"]["name"] == "crates"
+    assert job["method"]["reinforcement"]["hyperparameters"]["eval_interval"] == 2
+    assert job["trained_tokens"] > 0
+    graded = [event["data"] for event in reversed(told["events"]) if "train_mean_reward" in (event["data"] or {})]
+    assert [step["step"] for step in graded] == [1, 2]
+    assert all(0 < step["train_mean_reward"] < 1 and step["grad_norm"] > 0 for step in graded)
+    held_out = [
+        event["data"]["step"] for event in reversed(told["events"]) if "valid_mean_reward" in (event["data"] or {})
+    ]
+    assert held_out == [0, 2]
+    assert told["events"][0]["message"] == "The job has successfully completed"
+    assert any(row["train_loss"] for row in table(told["metrics"])) and "rollout_reward_mean" in told["metrics"]
+    assert told["answer"] == transformers_answer(job, tiny_model)
+
+
+def step_data(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each optimizer step came to, oldest first."""
+    return [event["data"] for event in reversed(events) if "train_loss" in (event["data"] or {})]
+
+
+def table(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def validation_losses(events: list[dict[str, Any]]) -> list[float]:
+    return [e["data"]["full_valid_loss"] for e in reversed(events) if "full_valid_loss" in (e["data"] or {})]

@@ -1,0 +1,137 @@
+"""Secrets that a stack is given are used, and then searched for in everything that it has written: nowhere."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from temporalio.client import Client
+
+from service.dev.connection import Connection
+from tests.end_to_end.conftest import SECRETS
+from tests.end_to_end.stack import Stack, wait_until
+from tests.files_below import files_below
+
+pytestmark = pytest.mark.slow
+
+NAME = "canary-run"
+SIGNATURE = "canary-signature-41b6"
+TOKEN = "canary-token-in-a-path-08c4"
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def connection(stack: Stack) -> Connection:
+    found = Connection.read(stack.root)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def secrets(stack: Stack, connection: Connection, tiny_model: Path, chat_dataset: Path) -> dict[str, str]:
+    """All of them, by what they are; each has been used by the time that a test sees it."""
+    found = {**SECRETS, "the first key": connection.api_key}
+    with _http(connection, connection.api_key) as admin:
+        found["a key"] = _made(admin.post("/keys", json={"title": "canary"}))["key"]
+        hook = {"url": f"https://longshore.invalid/{TOKEN}"}
+        found |= {"a webhook's token": TOKEN, "a webhook's secret": _made(admin.post("/webhooks", json=hook))["secret"]}
+        signed = httpx.post(
+            f"{connection.api_url}/login", data={"key": found["a key"], "after": "/"}, trust_env=False, timeout=60
+        )
+        found["a session"] = signed.cookies["longshore_session"]
+        admin.get("/runs", params={"api_key": found["a key"]})
+        httpx.get(f"{connection.api_url}/api/v1/runs", headers={"authorization": f"Basic {found['a key']}"}, timeout=60)
+    with _http(connection, found["a key"]) as api:
+        run: dict[str, Any] = {
+            "name": NAME,
+            "model": tiny_model.as_uri(),
+            "steps": 2,
+            "batch_size": 2,
+            "max_tokens": 256,
+        }
+        trained = _made(api.post("/runs/sft", json=run | {"dataset": {"uri": chat_dataset.as_uri()}}))["run_id"]
+        # Refused by the download, in words that a user, a log and a workflow's history keep.
+        uri = f"http://127.0.0.1:9/rows.jsonl?X-Amz-Signature={SIGNATURE}"
+        refused = _made(api.post("/runs/sft", json=run | {"dataset": {"uri": uri}}))["run_id"]
+        states = [_ended(api, run_id)["state"] for run_id in (trained, refused)]
+        assert states == ["succeeded", "failed"]
+    return found
+
+
+def _http(connection: Connection, key: str) -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=f"{connection.api_url}/api/v1", headers=headers, timeout=60, trust_env=False)
+
+
+def _made(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.is_success, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def _ended(api: httpx.Client, run_id: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        view = api.get(f"/runs/{run_id}").json()
+        return view if view["state"] in ENDED else None
+
+    return wait_until(look, f"the end of {run_id}", timeout_s=150, every_s=0.5)
+
+
+def test_no_file_of_the_stack_holds_a_secret(stack: Stack, secrets: dict[str, str]) -> None:
+    """Logs, the store, job files, both databases, what hosts keep; but for the two places that must: the connection's
+    file, and the record of a webhook.
+    """
+    searched, found = set(), []
+    for place, data in files_below(stack.root):
+        if NAME.encode() in data or b"canary-run" in data:
+            searched.add(place.split("/")[0])
+        for what, secret in secrets.items():
+            secret = secret.removeprefix("whsec_")
+            if secret.encode() in data and (what, place.rpartition("/")[0]) != ("the first key", ""):
+                found.append((what, place))
+    allowed = {what for what, place in found if place.startswith("store/records/webhooks/")}
+    assert [one for one in found if not one[1].startswith("store/records/webhooks/")] == []
+    assert allowed == {"a webhook's token", "a webhook's secret"}
+    assert searched >= {"store", "service", "temporal.db"} or searched >= {"store", "service", "temporal.db-wal"}
+    owner_alone = (stack.root / "dev.json").stat().st_mode & 0o077
+    assert owner_alone == 0
+
+
+def test_a_signed_uris_query_is_in_no_log(stack: Stack, secrets: dict[str, str]) -> None:
+    logs = {place: data for place, data in files_below(stack.root) if place.startswith("logs/")}
+    assert len(logs) >= 6
+    assert [place for place, data in logs.items() if SIGNATURE.encode() in data] == []
+    result = next(d for p, d in files_below(stack.root) if p.endswith("result.json") and b"private network" in d)
+    assert SIGNATURE.encode() not in result
+
+
+def test_no_history_of_temporal_holds_a_secret(connection: Connection, secrets: dict[str, str]) -> None:
+    histories = asyncio.run(_histories(connection.temporal_address))
+    assert len(histories) >= 2
+    assert any(NAME.encode() in data for data in histories.values())
+    for workflow_id, data in histories.items():
+        held = [what for what, secret in secrets.items() if secret.removeprefix("whsec_").encode() in data]
+        assert held == [], workflow_id
+
+
+async def _histories(address: str) -> dict[str, bytes]:
+    """Every event of every workflow that Temporal knows, as it is stored."""
+    client = await Client.connect(address)
+    found = {}
+    async for execution in client.list_workflows():
+        history = await client.get_workflow_handle(execution.id, run_id=execution.run_id).fetch_history()
+        found[execution.id] = b"".join(event.SerializeToString() for event in history.events)
+    return found
+
+
+def test_no_command_line_holds_a_secret(stack: Stack, secrets: dict[str, str]) -> None:
+    """Command lines are everybody's to read."""
+    lines = []
+    for process in stack.processes():
+        with suppress(psutil.NoSuchProcess):  # a worker that left since
+            lines.append(" ".join(process.cmdline()))
+    assert len(lines) >= 5
+    assert [what for what, secret in secrets.items() if any(secret in line for line in lines)] == []

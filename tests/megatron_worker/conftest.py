@@ -1,0 +1,20 @@
+"""What tests of the worker share: a model that none of them changes, and the table of engines."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from shared.layout import EngineName
+from tests.megatron_worker.rows import distinct_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return distinct_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(params=get_args(EngineName))
+def engine(request: pytest.FixtureRequest) -> str:
+    """A line of the table."""
+    return request.param

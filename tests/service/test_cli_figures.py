@@ -1,0 +1,159 @@
+"""What the command line computes for itself: spans of time, how long a run still takes, what a run would come to."""
+
+import io
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from activities.pack import PackRequest, write_plan
+from service.cli.durations import seconds_of, span
+from service.cli.estimate import course_of
+from service.cli.exits import Stop
+from service.cli.live import Bar
+from service.cli.render import summary
+from service.cli.timeline import phases, took
+from service.runs.run_views import RunView, seconds_left
+from shared.events import Step
+from shared.jobs import Artifact, Fence
+from shared.run_events import RunEvent
+from shared.runs import SFTRun
+from workflows.pace import Pace
+
+
+def sft(**changes: object) -> SFTRun:
+    return SFTRun.model_validate({"model": "m", "dataset": {"uri": "file:///rows.jsonl"}, **changes})
+
+
+def step_event(step: int, time: float, metrics: dict[str, float]) -> RunEvent:
+    event = Step(seq=step, time=time, step=step, metrics=metrics)
+    return RunEvent(cursor="", job_id="000001", fence=Fence(epoch=1), event=event)
+
+
+def test_spans_are_read_and_written() -> None:
+    told = [(0, "0s"), (59.4, "59s"), (60, "1m"), (3599.6, "1h"), (3660, "1h 1m"), (90_000, "1d 1h"), (-1, "0s")]
+    assert [(seconds, span(seconds)) for seconds, _ in told] == told
+    assert [seconds_of(text, "--every") for text in ("90s", "90m", "6h", "2d")] == [90, 5400, 21_600, 172_800]
+    with pytest.raises(Stop, match="--every: '1 day' is no time"):
+        seconds_of("1 day", "--every")
+
+
+def view_of(**changes: object) -> RunView:
+    asked = {"run_id": "sft-1", "created_at": 0.0, "run": sft(steps=8, batch_size=2)}
+    return RunView.model_validate(asked | changes)
+
+
+def test_an_end_is_told_by_the_time_between_the_ends_of_steps() -> None:
+    pace = Pace()
+    pace.take(1, 1000.0, lease=1)  # whatever it took until then: starting and warming up
+    assert pace.end(11, 1) is None, "one step says nothing of how long a step takes"
+    pace.take(3, 1020.0, lease=1)
+    assert pace.end(11, 1) == pytest.approx(1020 + 8 * 10)
+    pace.take(6, 1035.0, lease=1)
+    assert pace.end(11, 1) == pytest.approx(1035 + 5 * 7)
+    assert pace.end(None, 1) is None and pace.end(6, 1) == 1035.0
+    assert pace.end(11, 2) is None, "another worker is waited for"
+    for step, ended in ((4, 5000.0), (5, 5002.0), (5, 5090.0)):  # from its checkpoint on, steps are done again
+        pace.take(step, ended, lease=2)
+    assert pace.end(11, 2) == pytest.approx(5002 + 6 * 2)
+
+
+def test_what_is_left_is_told_while_it_lies_ahead() -> None:
+    view = view_of(phase="training", step=4, num_steps=10, estimated_end=2000.0)
+    assert seconds_left(view, 1940.0) == 60
+    assert seconds_left(view, 2001.0) is None
+    assert seconds_left(view.model_copy(update={"state": "paused"}), 1940.0) is None
+    assert seconds_left(view.model_copy(update={"estimated_end": None}), 1940.0) is None
+
+
+LONG = {"phase": "training", "step": 919, "num_steps": 1900, "started_at": 0.0}
+METRICS = {"loss": 0.5165, "grad_norm": 0.2066, "learning_rate": 0.0008112, "tokens_per_s": 12_070.4}
+
+
+def lines_of(view: RunView, width: int, *events: RunEvent) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, highlight=False)
+    bar = Bar(view, console)
+    bar.status(view)
+    for event in events:
+        bar.event(event)
+    console.print(bar)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("phase", ["training", "waiting_for_sampler"])
+def test_steps_times_and_loss_are_whole_at_80_columns(phase: str) -> None:
+    now = time.time()
+    view = view_of(**LONG | {"phase": phase, "started_at": now - 4300, "estimated_end": now + 4000.9})
+    [line] = lines_of(view, 80, step_event(920, now, metrics=METRICS))
+    step = 920
+    assert len(line) <= 80 and "…" not in line and "grad_norm" not in line and "learning_rate" not in line
+    for part in (phase.replace("_", " "), "━━", f" {step}/1900", "1h 11m", "1h 6m left", "loss 0.5165"):
+        assert part in line, (part, line)
+    [wide] = lines_of(view, 140, step_event(920, now, metrics=METRICS))
+    assert wide.endswith("loss 0.5165  12,070 tokens/s")
+    [narrow] = lines_of(view, 50, step_event(920, now, metrics=METRICS))
+    assert f"{step}/1900" in narrow and "left" in narrow and len(narrow) <= 50
+
+
+def test_an_ended_run_is_not_shown_as_one_that_waits() -> None:
+    view = view_of(**LONG | {"state": "failed", "step": 7, "ended_at": 130.0, "metrics": {"loss": 0.5}})
+    [line] = lines_of(view, 80, step_event(3, 0.0, metrics=METRICS))
+    assert line.startswith("failed ") and " 7/1900  2m 10s  loss 0.5" in line and "queued" not in line
+
+
+def test_phases_say_for_which_data_and_leave_out_waits_of_a_moment() -> None:
+    spans = [("checking", 0, 1, 0)]
+    spans += [(phase, 1 + n, 2 + n, 0) for n, phase in enumerate(["downloading", "tokenizing", "packing"] * 2)]
+    spans += [("waiting_for_worker", 7, 7.01, 0), ("waiting_for_worker", 7.01, 60, 1), ("training", 60, 90, 1)]
+    spans += [("waiting_for_worker", 90, 90.01, 1), ("publishing", 90.01, 91, 1)]
+    timeline = [{"phase": phase, "began": began, "ended": ended, "lease": n} for phase, began, ended, n in spans]
+    run = sft(steps=8, batch_size=2, eval_dataset={"uri": "file:///eval.jsonl"})
+    found = phases(view_of(run=run, timeline=timeline))
+    both = [
+        f"{phase} ({split})" for split in ("train", "held out") for phase in ("downloading", "tokenizing", "packing")
+    ]
+    assert [label for label, _, _ in found] == ["checking", *both, "waiting for worker", "training", "publishing"]
+    assert found[7] == ("waiting for worker", 7.0, 60.0)
+    resumed = [{"phase": "checking", "began": 150.0, "ended": 151.0}]
+    again = view_of(run=run, timeline=timeline + resumed, started_at=0.0, ended_at=151.0)
+    assert took(again) == "2m 31s, 59s of it stopped"
+    assert took(view_of(timeline=timeline, started_at=0.0, ended_at=91.0)) == "1m 31s"
+
+
+@pytest.mark.parametrize("kind", ["invalid_input", "corrupt_artifact", "not_finite", "sampler_mismatch"])
+def test_resume_is_not_offered_where_it_would_fail_the_same_way(kind: str) -> None:
+    view = view_of(state="failed", problem={"kind": kind, "message": "train.jsonl:3: no assistant turn"})
+    assert "longshore resume" not in summary(view) and "resume would fail the same way" in summary(view)
+    assert "longshore resume sft-1" in summary(view.model_copy(update={"problem": None}))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    num_tokens=st.lists(st.integers(2, 64), min_size=1, max_size=60),
+    epochs=st.one_of(st.none(), st.floats(0.01, 4)),
+    batch_size=st.integers(1, 20),
+)
+def test_an_estimate_has_the_steps_and_tokens_that_packing_makes(
+    num_tokens: list[int], epochs: float | None, batch_size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    length = {"epochs": epochs} if epochs is not None else {"steps": 7}
+    tokens_U = np.array(num_tokens)
+    found = course_of(sft(batch_size=batch_size, max_tokens=64, **length), len(tokens_U), int(tokens_U.sum()))
+    units = Artifact(uri="file:///units", sha256="0" * 64)
+    request = PackRequest(units=units, seed=0, batch_size=batch_size, bin_tokens=64, **length)
+    header = write_plan(tokens_U, request, tmp_path_factory.mktemp("plan"))
+    assert found.steps == header.num_steps and found.is_exact
+    # Which examples a part of an epoch has is the seed's affair: they differ by their lengths alone.
+    assert abs(found.epochs * len(tokens_U) * tokens_U.mean() - found.tokens) <= len(tokens_U) * 0.51 + tokens_U.max()
+
+
+def test_steps_of_tokens_are_nearly_told() -> None:
+    rng = np.random.default_rng(0)
+    tokens_U = rng.integers(8, 64, 1000)
+    found = course_of(sft(epochs=2, batch_tokens=1024, max_tokens=64), len(tokens_U), int(tokens_U.sum()))
+    assert not found.is_exact and found.tokens == 2 * tokens_U.sum()
+    assert found.steps == pytest.approx(2 * tokens_U.sum() / 1024, rel=0.05)

@@ -1,0 +1,232 @@
+"""The index on SQLite and on PostgreSQL: migrations, places for runs, changes that overtake each other, pages."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from threading import Barrier, Event
+
+import pytest
+from sqlalchemy import delete, select, text
+from sqlalchemy.orm import Session
+
+from service.accounts.quotas import Quotas
+from service.database import migrate
+from service.database.engine import Database, DatabaseUnavailable
+from service.database.run_rows import RunRows, run_row
+from service.database.tables import OutboxRow, RunRow, TenantRow
+from service.problems import QuotaExceeded
+from service.runs.run_states import queued
+from shared.errors import InvalidInput
+from shared.runs import RunRecord, SFTRun, Source
+from shared.settings import QuotaSettings
+from shared.store import LocalStore
+from tests.conftest import free_port
+from tests.service.conftest import sft
+
+
+@pytest.fixture(scope="module")
+def migrated(database_url: str) -> Iterator[Database]:
+    """A database that several processes found empty at once."""
+    databases = [Database(database_url) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert sorted(threads.map(migrate.upgrade, databases)) == [False, False, False, True]
+    yield databases[0]
+    for database in databases:
+        database.close()
+
+
+def test_a_new_file_is_opened_by_many_at_once(tmp_path) -> None:
+    """SQLite answers "locked" to about one opening in a hundred, so many are tried."""
+    for number in range(100):
+        gate = Barrier(6)
+        databases = [Database(f"sqlite:///{tmp_path}/{number}.db") for _ in range(6)]
+
+        def opened(database: Database, gate: Barrier = gate) -> int:
+            gate.wait()
+            with database.connection() as connection:
+                return connection.execute(text("SELECT 1")).scalar_one()
+
+        with ThreadPoolExecutor(6) as threads:
+            assert list(threads.map(opened, databases)) == [1] * 6
+        for database in databases:
+            database.close()
+
+
+@pytest.fixture
+def database(migrated: Database) -> Database:
+    for table in (RunRow, OutboxRow, TenantRow):
+        migrated.write(lambda session, table=table: session.execute(delete(table)))
+    migrated.write(lambda session: session.add(TenantRow(tenant="acme", title="", quotas={}, created_at=1.0)))
+    return migrated
+
+
+def rows_of(database: Database, tmp_path, **quotas) -> RunRows:
+    return RunRows(database, Quotas(QuotaSettings(**quotas), LocalStore(tmp_path), database))
+
+
+def record(number: int, tenant: str = "acme", created_at: float | None = None, **source) -> RunRecord:
+    return RunRecord(
+        run_id=f"sft-{number:08d}",
+        tenant=tenant,
+        source=Source(**source),
+        run=SFTRun.model_validate(sft()),
+        created_at=number if created_at is None else created_at,
+    )
+
+
+def test_migrations_make_the_tables_that_the_code_has(migrated: Database) -> None:
+    with migrated.connection() as connection:
+        assert migrate.revision(connection) == migrate.newest()
+        assert migrate.differences(connection) == []
+
+
+async def test_of_many_who_want_the_last_places_so_many_get_one(database: Database, tmp_path) -> None:
+    rows = rows_of(database, tmp_path, concurrent_runs=3)
+    records = [record(number) for number in range(24)]
+    answers = await asyncio.gather(*(rows.admit(r, queued(r)) for r in records), return_exceptions=True)
+    assert answers.count(True) == 3
+    refusals = [answer for answer in answers if answer is not True]
+    assert len(refusals) == 21 and all(isinstance(r, QuotaExceeded) and r.quota == "concurrent_runs" for r in refusals)
+    assert len(await rows.open()) == 3
+
+
+def test_who_asks_for_a_place_waits_for_the_one_who_is_getting_one(database: Database, tmp_path) -> None:
+    """The first has counted and not committed: to count at that moment would be to count one too few."""
+    quotas = Quotas(QuotaSettings(concurrent_runs=1), LocalStore(tmp_path), database)
+    counted, go_on = Event(), Event()
+
+    def take(number: int, session: Session) -> None:
+        quotas.admit_run(session, "acme")
+        session.add(run_row(record(number), queued(record(number))))
+        session.flush()
+        counted.set()
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(database.write, partial(take, 1))
+        assert counted.wait(60)
+        second = threads.submit(database.write, partial(take, 2))
+        wait([second], timeout=1)
+        go_on.set()
+        first.result()
+        with pytest.raises(QuotaExceeded):
+            second.result()
+
+
+@pytest.mark.parametrize(("tenant", "most"), [("acme", 1), ("acme", 2), ("nobody", 2)])
+def test_the_same_run_twice_at_once_takes_one_place(database: Database, tmp_path, tenant: str, most: int) -> None:
+    """On PostgreSQL the second looks before the first has committed. `nobody` has no row that one could wait for."""
+    quotas = Quotas(QuotaSettings(concurrent_runs=most), LocalStore(tmp_path), database)
+    rows, same = RunRows(database, quotas), record(1, tenant)
+    taken, go_on = Event(), Event()
+
+    def take(session: Session) -> None:
+        quotas.admit_run(session, tenant)
+        session.add(run_row(same, queued(same)))
+        session.flush()
+        taken.set()
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(database.write, take)
+        assert taken.wait(60)
+        second = threads.submit(lambda: asyncio.run(rows.admit(same, queued(same))))
+        wait([second], timeout=1)
+        go_on.set()
+        first.result()
+        assert second.result() is False
+    assert database.read(lambda session: session.scalars(select(RunRow.run_id)).all()) == [same.run_id]
+
+
+async def test_gpu_hours_are_those_of_thirty_days(database: Database, tmp_path) -> None:
+    rows = rows_of(database, tmp_path, gpu_hours=2.0)
+    old, new = time.time() - 31 * 86_400, time.time() - 29 * 86_400
+    for number, ended_at in ((1, old), (2, new)):
+        ended = queued(record(number)).model_copy(
+            update={"state": "succeeded", "ended_at": ended_at, "gpu_seconds": 3600.0}
+        )
+        await rows.add(record(number), ended)
+    third, fourth = record(3), record(4)
+    assert await rows.admit(third, queued(third))
+    found = await rows.find(third.run_id)
+    await rows.change(found, found.status.model_copy(update={"gpu_seconds": 3600.0}))
+    with pytest.raises(QuotaExceeded, match="gpu_hours"):
+        await rows.admit(fourth, queued(fourth))
+
+
+async def test_a_change_that_was_overtaken_is_dropped_and_told_of_once(database: Database, tmp_path) -> None:
+    rows = rows_of(database, tmp_path)
+    accepted = record(1)
+    await rows.admit(accepted, queued(accepted))
+    read = await rows.find(accepted.run_id)
+    ended = read.status.model_copy(update={"state": "succeeded", "phase": "done"})
+    late = read.status.model_copy(update={"phase": "training", "step": 3})
+    first, second = await asyncio.gather(rows.change(read, ended), rows.change(read, ended))
+    assert first.status == second.status == ended
+    assert (await rows.change(read, late)).status == ended
+    assert (await rows.find(accepted.run_id)).status == ended
+    told = database.read(lambda s: s.scalars(select(OutboxRow.type).order_by(OutboxRow.created_at)).all())
+    assert told == ["run.created", "run.succeeded"]
+
+
+async def test_pages_go_on_behind_a_run_and_keep_to_their_tenant(database: Database, tmp_path) -> None:
+    rows = rows_of(database, tmp_path)
+    mine = [record(n, created_at=float(n // 3), api="openai", metadata={"team": str(n % 2)}) for n in range(9)]
+    for one in (*mine, record(100, tenant="other")):
+        await rows.add(one, queued(one))
+    expected = [one.run_id for one in reversed(mine)]
+    seen, after = [], None
+    while page := await rows.page("acme", 2, after):
+        seen += [run.run_id for run in page]
+        after = seen[-1]
+    assert seen == expected
+    odd = await rows.page("acme", 50, metadata={"team": "1"}, api="openai")
+    assert [run.run_id for run in odd] == [one.run_id for one in reversed(mine[1::2])]
+    assert await rows.page("acme", 50, api="art") == ()
+    assert await rows.page("acme", 50, state="failed") == ()
+    assert await rows.page("acme", 50, after="sft-00000100") == ()  # another tenant's run is no place to go on from
+
+
+def test_a_page_is_read_from_an_index(database: Database) -> None:
+    """However many runs there are, a page costs a page."""
+    records = [record(number, tenant=f"t{number % 7}") for number in range(1000)]
+    database.write(lambda session: session.add_all(run_row(one, queued(one)) for one in records))
+    query = (
+        "SELECT * FROM runs WHERE tenant = 't1' AND state = 'running' ORDER BY created_at DESC, run_id DESC LIMIT 50"
+    )
+    explain = "EXPLAIN QUERY PLAN " if database.is_sqlite else "EXPLAIN "
+
+    def plan(session) -> str:
+        if not database.is_sqlite:
+            session.execute(text("ANALYZE runs"))
+        return "\n".join(str(row) for row in session.execute(text(explain + query)))
+
+    said = database.write(plan)
+    assert "runs_by_" in said
+    assert "TEMP B-TREE" not in said and "Seq Scan" not in said
+
+
+def test_a_database_that_is_away_says_so_and_tells_no_password() -> None:
+    away = Database(f"postgresql://me:a-secret-value@127.0.0.1:{free_port()}/nothing")
+    with pytest.raises(DatabaseUnavailable) as caught:
+        away.read(lambda session: session.execute(text("SELECT 1")))
+    assert "a-secret-value" not in str(caught.value)
+    away.close()
+    for url in ("mysql://u:a-secret-value@h/d", "a-secret-value", "oracle+nothing://a-secret-value"):
+        with pytest.raises(InvalidInput) as refused:
+            Database(url)
+        assert "a-secret-value" not in str(refused.value)
+
+
+async def test_runs_are_found_by_whatever_their_metadata_is_called(database: Database, tmp_path) -> None:
+    rows = rows_of(database, tmp_path)
+    names = ["team", 'a "quoted" one', "back\\slash", "dotted.name", "é 日本", "[0]", "$", "it's"]
+    for number, name in enumerate(names):
+        await rows.admit(record(number, metadata={name: f"v{name}", "all": "yes"}), queued(record(number)))
+    for number, name in enumerate(names):
+        found = await rows.page("acme", 10, metadata={name: f"v{name}", "all": "yes"})
+        assert [run.run_id for run in found] == [f"sft-{number:08d}"]
+        assert await rows.page("acme", 10, metadata={name: "another"}) == ()
+    assert len(await rows.page("acme", 10, metadata={"all": "yes"})) == len(names)

@@ -1,0 +1,201 @@
+"""Schedules and webhooks as users meet them: the command line, the API, and a receiver that is told of what they do."""
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import httpx
+import pytest
+from standardwebhooks import Webhook as Verifier
+
+from shared.paths import RunKeys
+from shared.runs import RunRecord
+from shared.settings import DownloadSettings, Settings, WebhookSettings
+from tests.service.conftest import Answer, Cli, Service, sft, wait_until
+from tests.service.test_webhooks import Receiver, receiving
+
+
+@pytest.fixture(scope="module")
+def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    root = tmp_path_factory.mktemp("hooks")
+    return Settings(
+        root=root,
+        temporal_address=temporal_address,
+        control_queue=f"control-{root.name}",
+        download=DownloadSettings(file_roots=(root.parent,)),
+        webhooks=WebhookSettings(allow_private_addresses=True, first_retry_s=0.05),
+    )
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+def actions(api: httpx.Client, name: str, number: int) -> list[dict]:
+    """A schedule's actions, when so many have come to something."""
+
+    def look() -> list[dict] | None:
+        found = api.get(f"/schedules/{name}").json()["actions"]
+        return found if len(found) == number and all(a["state"] != "preparing" for a in found) else None
+
+    return wait_until(look, f"{number} actions")
+
+
+def test_a_night_on_the_command_line(
+    service: Service, cli: Cli, api: httpx.Client, receiver: Receiver, tmp_path: Path
+) -> None:
+    """Its run is short, nobody sent it, and yet it is listed and told."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n')
+    receiver.answers = [500]
+    hook = cli("webhook", "create", receiver.url, "--json").json
+    made = cli(
+        *("schedule", "create", "nightly", "--cron", "0 2 * * *", "--timezone", "Europe/Berlin", "--continue"),
+        *("--catch-up", "30m", "--overlap", "buffer_one", "--json", "--"),
+        *("submit", "sft", "-m", "org/model", "-d", rows.as_uri(), "--name", "nightly", "--steps", "4", "--lr", "3e-4"),
+        *("--lora-rank", "4", "--tp", "2", "--warmup", "1"),
+    ).json
+    scheduled = made["scheduled"]
+    assert (scheduled["catch_up_s"], scheduled["overlap"], scheduled["continues"]) == (1800, "buffer_one", True)
+    assert scheduled["run"]["trainable"]["rank"] == 4 and scheduled["run"]["layout"]["tp"] == 2
+    assert (scheduled["run"]["learning_rate"], scheduled["run"]["warmup_steps"]) == (3e-4, 1)
+    assert datetime.fromtimestamp(made["next_times"][0], ZoneInfo("Europe/Berlin")).hour == 2
+
+    assert cli("schedule", "trigger", "nightly").code == 0
+    [first] = actions(api, "nightly", 1)
+    run_id = first["run_id"]
+    # Asked for by its name it would be found: it is on record. Listed it is once somebody looked for it.
+    wait_until(lambda: run_id in api.get("/runs").text, "the run is listed")
+    assert cli("watch", run_id).code == 0
+    record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(run_id).record))
+    assert (record.tenant, record.source.schedule) == ("default", "nightly") and record.owner
+    assert record.run.model_dump(mode="json") == scheduled["run"]
+    assert run_id in cli("ls").stdout
+
+    def told() -> list[dict] | None:
+        good = [Verifier(hook["secret"]).verify(r.body, r.headers) for r in receiver.received]
+        return good if {"run.created", "run.succeeded"} <= {said["type"] for said in good} else None
+
+    for said in wait_until(told, "the run's notices"):
+        assert said["data"]["id"] == run_id and said["data"]["schedule"] == "nightly"
+    assert (
+        "run.succeeded" in cli("webhook", "deliveries", hook["id"]).stdout and hook["id"] in cli("webhook", "ls").stdout
+    )
+    statuses = [[a["status"] for a in d["attempts"]] for d in _settled(api, hook["id"], 2)]
+    assert sorted(statuses, key=len) == [[200], [500, 200]]
+
+    cli("schedule", "trigger", "nightly")
+    assert actions(api, "nightly", 2)[0]["reason"] == f"the dataset is the one that {run_id} had"
+    shown = cli("schedule", "show", "nightly").stdout
+    assert "skipped" in shown and run_id in shown and "0 2 * * * Europe/Berlin" in shown
+
+    assert "paused (holidays)" in cli("schedule", "pause", "nightly", "--note", "holidays").stdout
+    assert "paused" in cli("schedule", "ls").stdout
+    assert "paused" not in cli("schedule", "resume", "nightly").stdout
+    filled = cli("schedule", "backfill", "nightly", "--from", "2026-01-01T00:00:00", "--to", "2026-01-02")
+    assert filled.code == 0
+    assert [a["state"] for a in actions(api, "nightly", 3)] == ["skipped", "skipped", "started"]
+    assert cli("schedule", "rm", "nightly").code == 0
+    gone = cli("schedule", "show", "nightly")
+    assert gone.code == 102 and "there is no schedule nightly" in gone.stderr
+    assert run_id in cli("ls").stdout, "its runs stay"
+
+
+def _settled(api: httpx.Client, webhook_id: str, number: int) -> list[dict]:
+    def look() -> list[dict] | None:
+        found = api.get(f"/webhooks/{webhook_id}/deliveries").json()
+        return found if len(found) == number and all(d["state"] == "delivered" for d in found) else None
+
+    return wait_until(look, f"{number} deliveries")
+
+
+def test_what_the_command_line_refuses(cli: Cli) -> None:
+    submit = ("submit", "sft", "-m", "org/m", "-d", "file:///x.jsonl")
+
+    def create(*options: str) -> Answer:
+        return cli("schedule", "create", "s", *options)
+
+    for answer, words in [
+        (create("--", *submit), "exactly one of --cron and --every"),
+        (create("--every", "10 parsecs", "--", *submit), "90m, 6h or 1d"),
+        (create("--every", "10s", "--", *submit), "every_s"),
+        (create("--every", "1d", "--", "train"), "after -- stands what to start"),
+        (create("--every", "1d", "--", *submit, "--learning-rat", "1"), "No such option"),
+        (create("--every", "1d", "--", *submit, "--tp", "0"), "--tp"),
+        (create("--every", "1d", "--", *submit, "--wait"), "nothing is started now"),
+        (create("--every", "1d", "--", "submit", "rl", "-m", "org/m"), "rollouts"),
+        (create("--cron", "0 2 * *", "--", *submit), "five fields"),
+        (create("--every", "1d", "--continue", "--", *submit), "has a name"),
+    ]:
+        assert answer.code == 2 and words in answer.stderr, (words, answer)
+    assert cli("schedule", "ls", "--json").json == []
+
+
+def test_the_api_of_webhooks_shows_the_secret_once(cli: Cli, api: httpx.Client, receiver: Receiver) -> None:
+    made = api.post("/webhooks", json={"url": receiver.url, "events": ["run.failed"]})
+    assert made.status_code == 201
+    webhook_id, secret = made.json()["id"], made.json()["secret"]
+    shown = [api.get("/webhooks"), api.get(f"/webhooks/{webhook_id}"), api.get(f"/webhooks/{webhook_id}/deliveries")]
+    shown.append(api.patch(f"/webhooks/{webhook_id}", json={"events": ["run.cancelled"]}))
+    assert all(answer.status_code == 200 and secret not in answer.text for answer in shown)
+    assert shown[-1].json()["events"] == ["run.cancelled"]
+    assert api.post(f"/webhooks/{webhook_id}/ping").status_code == 202
+    wait_until(lambda: receiver.received, "the ping")
+    assert json.loads(receiver.received[0].body)["type"] == "ping"
+    assert api.get(f"/webhooks/wh-{'0' * 24}").status_code == 404
+    assert api.post("/webhooks", json={"url": "ftp://x"}).json()["error"]["place"] == "url"
+    rotated = api.post(f"/webhooks/{webhook_id}/rotate")
+    assert rotated.status_code == 200 and rotated.json()["secret"] not in (secret, api.get("/webhooks").text)
+    assert api.post(f"/webhooks/{webhook_id}/rotate", json={"overlap_s": -1}).status_code == 422
+    assert api.post(f"/webhooks/wh-{'0' * 24}/rotate").status_code == 404
+    assert cli("webhook", "rm", webhook_id).code == 0
+    assert api.get(f"/webhooks/{webhook_id}").status_code == 404
+
+
+def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cli, receiver: Receiver) -> None:
+    made = cli("webhook", "create", "http://127.0.0.1:9/", "--json").json
+    changed = cli("webhook", "update", made["id"], "--url", receiver.url, "--event", "run.failed", "--json").json
+    assert (changed["url"], changed["events"], changed["enabled"]) == (receiver.url, ["run.failed"], True)
+    assert "disabled" in cli("webhook", "update", made["id"], "--disable").stdout
+    refused = cli("webhook", "ping", made["id"])
+    assert refused.code != 0 and "not enabled" in refused.stderr
+    changed = cli("webhook", "update", made["id"], "--enable", "--all-events", "--json").json
+    assert (changed["url"], changed["events"], changed["enabled"]) == (receiver.url, [], True)
+    for options, code, words in (
+        ((), 2, "say what is to be another"),
+        (("--event", "run.failed", "--all-events"), 2, "exclude each other"),
+        (("--url", "ftp://x"), 100, "url"),
+        (("--event", "run.exploded"), 100, "events"),
+    ):
+        answer = cli("webhook", "update", made["id"], *options)
+        assert answer.code == code and words in answer.stderr, answer
+
+    secret = cli("webhook", "rotate", made["id"], "--overlap", "0s").stdout.strip()
+    assert secret.startswith("whsec_") and secret != made["secret"]
+    assert secret not in cli("webhook", "ls", "--json").stdout
+    cli("webhook", "ping", made["id"])
+    wait_until(lambda: receiver.received, "the ping")
+    assert Verifier(secret).verify(receiver.received[0].body, receiver.received[0].headers)["type"] == "ping"
+    assert len(receiver.received[0].headers["webhook-signature"].split()) == 1
+    assert "overlap_s" in cli("webhook", "rotate", made["id"], "--overlap", "8d").stderr
+    cli("webhook", "rm", made["id"])
+
+
+def test_the_api_of_schedules(api: httpx.Client) -> None:
+    body = {"name": "s", "run": {"kind": "sft", **sft()}, "cron": "0 2 * * *"}
+    assert api.post("/schedules", json=body).status_code == 201
+    assert api.post("/schedules", json=body).status_code == 201, "the same once more"
+    assert api.post("/schedules", json=body | {"cron": "0 3 * * *"}).status_code == 409
+    wrong = api.post("/schedules", json=body | {"name": "wrong", "cron": "0 2 * * 9"})
+    assert (wrong.status_code, wrong.json()["error"]["place"]) == (422, "cron")
+    assert [s["scheduled"]["name"] for s in api.get("/schedules").json()] == ["s"]
+    assert api.post("/schedules/s/backfill", json={"begin": 0, "end": 1e9}).status_code == 422
+    assert api.post("/schedules/none/trigger").status_code == 404
+    assert api.delete("/schedules/s").status_code == 200
+    entries = api.get("/audit").json()["entries"]
+    assert {(e["method"], e["target"]) for e in entries if e["target"]} >= {("POST", "s"), ("DELETE", "s")}
+    assert api.get("/schedules/s").status_code == 404

@@ -1,0 +1,173 @@
+"""The sampler that answers users of one model: leased when somebody asks, given back when nobody has for a while."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from pydantic import Field
+
+    from activities.lease import LeaseGrant
+    from activities.lease_sampler import SamplerLeaseRequest
+    from shared.leases import SamplerKey
+    from shared.models import Frozen
+    from shared.runs import Problem, RunId, RunTiming
+    from workflows import policies
+    from workflows.leasing import Leasing, Lost, lost
+    from workflows.outcomes import RunFailed
+
+# Temporal takes 2,000 updates an execution. After half of them it ends, and the next question starts another.
+_MAX_ASKED = 1000
+_ROOM_S = 15.0  # longer than a service asks a sampler without a word to its workflow
+_MAX_LOSSES = 3  # samplers that may come to nothing while somebody waits
+
+
+class ServingStart(Frozen):
+    """Which sampler, on a host of which shape. `idle_s`: without a question, until it is given back."""
+
+    serving_id: RunId = Field(description="the workflow's own id")
+    key: SamplerKey
+    shape: str
+    timing: RunTiming = RunTiming()
+    idle_s: float = Field(gt=0)
+
+
+class ServeRequest(Frozen):
+    """A question is coming. `patience_s`: how long it may wait for a sampler."""
+
+    patience_s: float = Field(gt=0)
+
+
+@workflow.defn
+class ServingWorkflow:
+    """One lease at a time. When it is lost, questions under way fail, and are asked again by who asked them."""
+
+    @workflow.init
+    def __init__(self, start: ServingStart) -> None:
+        self._start = start
+        self._leasing = Leasing("lease_sampler", policies.sampler_queue(start.shape), start.timing)
+        self._num_asked = 0
+        self._num_waiting = 0
+        self._num_lost = 0
+        self._num_lost_in_a_row = 0
+        self._problem: Problem | None = None  # why the last sampler came to nothing
+        self._is_hopeless = False  # another would fare no better
+        self._is_over = False
+        self._idle_s = start.idle_s
+
+    @workflow.run
+    async def run(self, start: ServingStart) -> None:
+        while await self._is_wanted():
+            try:
+                await self._lease_once()
+            except RunFailed as failure:
+                self._note(failure.problem, is_hopeless=True)
+            except Lost as loss:
+                self._note(Problem(kind="worker_lost", message=str(loss)))
+            finally:
+                self._leasing.release()
+        await workflow.wait_condition(workflow.all_handlers_finished)
+
+    @workflow.update
+    async def serve(self, request: ServeRequest) -> LeaseGrant:
+        """The sampler, as soon as one is up. Fails with the kind of problem that there is."""
+        self._num_asked += 1
+        self._num_waiting += 1
+        try:
+            return await asyncio.wait_for(self._grant(self._num_lost), request.patience_s)
+        except TimeoutError:
+            raise self._unavailable(request.patience_s) from None
+        finally:
+            self._num_waiting -= 1
+
+    @workflow.signal
+    def make_room(self) -> None:
+        """A run waits for a sampler: without a question this one is given back soon."""
+        self._idle_s = min(_ROOM_S, self._start.idle_s / 6)
+
+    @workflow.signal
+    def sampler_leased(self, grant: LeaseGrant) -> None:
+        self._leasing.granted(grant)
+
+    async def _grant(self, lost_before: int) -> LeaseGrant:
+        while True:
+            await workflow.wait_condition(lambda: self._leasing.is_warm or self._is_given_up(lost_before))
+            if self._leasing.is_warm and self._leasing.grant is not None:  # it may have gone again since
+                return self._leasing.grant
+            if self._is_given_up(lost_before) and self._problem is not None:
+                raise ApplicationError(self._problem.message, type=self._problem.kind)
+
+    async def _is_wanted(self) -> bool:
+        """Whether somebody waits for a sampler; False when nobody came for the idle time."""
+        if pause := policies.pause_before_lease(self._num_lost_in_a_row):
+            await workflow.sleep(pause)
+        if self._is_over and not self._num_waiting:
+            return False
+        return await self._until(lambda: self._num_waiting > 0)
+
+    async def _lease_once(self) -> None:
+        """Hold one sampler for as long as it is wanted, and this execution is not too long.
+
+        Raises:
+            Lost: it came to nothing, or was lost. RunFailed: no other would fare better.
+        """
+        epoch = self._leasing.epoch + 1
+        request = SamplerLeaseRequest(
+            run_id=self._start.serving_id,
+            epoch=epoch,
+            key=self._start.key,
+            ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
+        )
+        self._leasing.take(request, epoch)
+        up = asyncio.create_task(self._leasing.wait())
+        try:
+            if not await self._until(up.done):
+                up.cancel()
+                self._is_over = True
+                return
+            await up
+        except ActivityError as error:
+            raise lost(error) from error
+        self._num_lost_in_a_row = 0
+        await self._until(lambda: not self._leasing.is_warm or self._is_long)
+        if not self._leasing.is_warm:
+            raise Lost("the sampler was lost")
+        self._is_over = True
+
+    @property
+    def _is_long(self) -> bool:
+        return self._num_asked >= _MAX_ASKED and not self._num_waiting
+
+    async def _until(self, happens: Callable[[], bool]) -> bool:
+        """Wait; False when before that nobody waited, and nobody asked, for the idle time."""
+        while not happens():
+            asked, idle_s = self._num_asked, self._idle_s
+            try:
+                await workflow.wait_condition(
+                    lambda asked=asked, idle_s=idle_s: (  # type: ignore[misc]
+                        happens() or self._num_asked != asked or self._idle_s != idle_s
+                    ),
+                    timeout=timedelta(seconds=idle_s),
+                )
+            except TimeoutError:
+                if self._num_asked == asked and not self._num_waiting:
+                    return False
+        return True
+
+    def _note(self, problem: Problem, is_hopeless: bool = False) -> None:
+        workflow.logger.warning("sampler lease %d came to nothing: %s", self._leasing.epoch, problem.message)
+        self._problem, self._is_hopeless = problem, is_hopeless
+        self._num_lost += 1
+        self._num_lost_in_a_row += 1
+
+    def _is_given_up(self, lost_before: int) -> bool:
+        num_lost = self._num_lost - lost_before
+        return num_lost >= _MAX_LOSSES or (num_lost > 0 and self._is_hopeless)
+
+    def _unavailable(self, patience_s: float) -> ApplicationError:
+        why = f"; the last one: {self._problem.message}" if self._problem else ""
+        text = f"no sampler host of shape {self._start.shape} had one up within {patience_s:g} s{why}"
+        return ApplicationError(text, type="sampler_unavailable")
