@@ -26,7 +26,7 @@ demo-stop: setup
 	@.venv/bin/longshore dev --stop --root .demo
 
 test: setup
-	@PYTHONNODEBUGRANGES=1 .venv/bin/python -m pytest -n 2 --dist loadfile --durations 30
+	@tests/run.sh
 
 gpu-check: setup
 	@.venv/bin/python -m benchmarks.gpu_check

@@ -65,7 +65,8 @@ def _packages(name: str, wanted: tuple[str, ...]) -> Check:
 
 
 def _temporal_program() -> Check:
-    from service.dev.supervisor import DevError, temporal_binary
+    from service.dev.problems import DevError
+    from service.dev.supervisor import temporal_binary
 
     try:
         binary = temporal_binary()

@@ -22,10 +22,11 @@ def dev(
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="End the stack of this root.")] = False,
     root: Root = None,
-    port: Annotated[int | None, typer.Option(help="The web service's port; another if it is taken.")] = None,
+    port: Annotated[int | None, typer.Option(help="The web service's port; the next free one if it is taken.")] = None,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service.dev import supervisor as stack
+    from service.dev.problems import DevError
 
     settings = read_settings()
     if root is not None:
@@ -39,7 +40,7 @@ def dev(
             say(stack.banner(stack.detach(settings.root_path, port)))
         else:
             stack.Stack(settings, port).run()
-    except stack.DevError as error:
+    except DevError as error:
         raise Stop(str(error)) from None
 
 

@@ -27,7 +27,8 @@ import psutil
 from service.accounts.keys import hash_key, new_key
 from service.dev.children import MARK, Child, end_leftovers
 from service.dev.connection import Connection
-from shared.errors import LongshoreError
+from service.dev.ports import Ports
+from service.dev.problems import DevError
 from shared.settings import Settings
 
 TEMPORAL_PORT, UI_PORT, API_PORT = 7233, 8233, 8484
@@ -40,10 +41,6 @@ _TEMPORAL_CACHED_RUNS = 256
 _TEMPORAL_GARBAGE_PERCENT = "50"
 
 
-class DevError(LongshoreError):
-    """The stack cannot start, in words for its user."""
-
-
 class Stack:
     """The supervisor."""
 
@@ -51,7 +48,7 @@ class Stack:
         """
         Args:
             settings: of this machine; a Temporal address that is set there, or in TEMPORAL_ADDRESS, is used as it is.
-            api_port: the web service's; another if it is taken.
+            api_port: the web service's; the next one that is free if it is taken.
         """
         self.root = settings.root_path
         self._settings = settings
@@ -60,11 +57,11 @@ class Stack:
 
     def run(self) -> None:
         """Keep the stack up until SIGTERM or SIGINT. Raises DevError when it cannot start."""
-        with _locked(self.root):
+        with _locked(self.root), Ports() as ports:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._leave)
             end_leftovers(self.root)
-            connection = self._connection()
+            connection = self._connection(ports)
             temporal, others = self._children(connection)
             try:
                 self._start_temporal(temporal, connection)
@@ -78,18 +75,18 @@ class Stack:
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._leaving = True
 
-    def _connection(self) -> Connection:
-        """Where everything listens: as the last time if those ports are free, else at the usual ones, else at any."""
+    def _connection(self, ports: Ports) -> Connection:
+        """Where everything listens: as the last time, or at the usual ports; at the next ones if those are taken."""
         last = Connection.read(self.root)
         given = self._given_temporal()
         if given is None:
-            address = f"127.0.0.1:{free_port(_port_of(last.temporal_address) if last else TEMPORAL_PORT)}"
-            ui: str | None = f"http://127.0.0.1:{free_port(_port_of(last.temporal_ui or '') if last else UI_PORT)}"
+            address = f"127.0.0.1:{ports.take(_port_of(last.temporal_address) if last else TEMPORAL_PORT)}"
+            ui: str | None = f"http://127.0.0.1:{ports.take(_port_of(last.temporal_ui or '') if last else UI_PORT)}"
         else:
             address, ui = given, self._settings.temporal_ui
         return Connection(
             root=str(self.root),
-            api_url=f"http://127.0.0.1:{free_port(self._api_port or (_port_of(last.api_url) if last else API_PORT))}",
+            api_url=f"http://127.0.0.1:{ports.take(self._api_port or (_port_of(last.api_url) if last else API_PORT))}",
             api_key=self._settings.api_key or (last.api_key if last else new_key()[0]),
             temporal_address=address,
             temporal_ui=ui,
@@ -294,17 +291,6 @@ def stop(root: Path, timeout_s: float = 60.0) -> bool:
         except psutil.TimeoutExpired:
             process.kill()
     return end_leftovers(root) > 0 or process is not None
-
-
-def free_port(wanted: int) -> int:
-    """The port that is wanted, or any other if it is taken."""
-    for port in (wanted, 0):
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", port))
-                return int(listener.getsockname()[1])
-    raise DevError("no port is free on 127.0.0.1")
 
 
 def listens(address: str) -> bool:

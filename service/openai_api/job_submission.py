@@ -41,7 +41,7 @@ async def submit_job(
     start = await asyncio.to_thread(_starting_point, backend, asking.tenant, request.model)
     run, hyperparameters = run_of(request, start, training, validation)
     key = given_key or await idempotency_key(backend.store, asking, request, retry_count)
-    return await backend.runs.submit(asking, run, key, source_of(request, hyperparameters))
+    return await backend.runs.submit(asking, run, key, source_of(request, hyperparameters), asked=request)
 
 
 async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Examples:

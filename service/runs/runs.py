@@ -50,7 +50,7 @@ class _Idempotency(Frozen):
     """Which run a key made, and of which request."""
 
     run_id: str
-    request_sha256: str = Field(description="of the run's canonical JSON")
+    request_sha256: str = Field(description="of the request's canonical JSON")
 
 
 class Runs:
@@ -76,9 +76,18 @@ class Runs:
     # Submitting.
 
     async def submit(
-        self, asking: Principal, run: Run, idempotency_key: str | None = None, source: Source | None = None
+        self,
+        asking: Principal,
+        run: Run,
+        idempotency_key: str | None = None,
+        source: Source | None = None,
+        asked: Frozen | None = None,
     ) -> RunView:
         """Accept a run and start it. The same key gives the same run.
+
+        Args:
+            asked: the request that the run was made of, by which a key is known again: what a name in it stands for
+                may be another thing when it comes once more. The run itself where there is none.
 
         Raises:
             InvalidInput: a URI leads where it may not, or the key was used for another request.
@@ -87,7 +96,7 @@ class Runs:
         await self.check_access(asking.tenant, run)
         run_id = new_run_id(run.kind)
         if idempotency_key:
-            run_id = await self._claim(asking.tenant, idempotency_key, run_id, run)
+            run_id = await self._claim(asking.tenant, idempotency_key, run_id, asked or run)
         audit.touched(run_id)
         record, is_new = await self.accept(run_id, run, asking.tenant, asking.key_id, source or Source())
         try:
@@ -103,8 +112,8 @@ class Runs:
         for request in requests:
             await asyncio.to_thread(self._access.check, tenant, request)
 
-    async def _claim(self, tenant: str, key: str, run_id: str, run: Run) -> str:
-        mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(run.model_dump_json().encode()).hexdigest())
+    async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
+        mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(tenant, key)
         if await asyncio.to_thread(self._store.put_if_absent, place, mine.model_dump_json().encode()):
             return run_id

@@ -1,11 +1,9 @@
 """A whole Longshore on this machine, as a user starts it, and the processes of it that tests kill."""
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,19 +81,10 @@ def started(root: Path, **settings: str) -> Iterator[Stack]:
     root.mkdir(parents=True, exist_ok=True)
     stack = Stack(root, settings)
     try:
-        with _turn():
-            stack.cli("dev", "--detach", "--root", str(root), timeout_s=90)
+        stack.cli("dev", "--detach", "--root", str(root), timeout_s=90)
         yield stack
     finally:
         stack.cli("dev", "--stop", "--root", str(root), timeout_s=90)
-
-
-@contextmanager
-def _turn() -> Iterator[None]:
-    """Of stacks that start at once, as those of two test processes, each would find the same ports free."""
-    with (Path(tempfile.gettempdir()) / f"longshore-tests-{os.getuid()}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 60, every_s: float = 0.05) -> T:

@@ -105,16 +105,22 @@ class Service:
 
 
 def put_versions(
-    store: ObjectStore, tenant: str, name: str, folder: Path, num_claimed: int, num_published: int
+    store: ObjectStore,
+    tenant: str,
+    name: str,
+    folder: Path,
+    num_claimed: int,
+    num_published: int,
+    kind: str = "adapters",
 ) -> None:
-    """Versions of an adapter as runs leave them that nobody asks for: claims, and what stands of them."""
+    """Versions of an artifact as runs leave them that nobody asks for: claims, and what stands of them."""
     folder.mkdir(exist_ok=True)
     for version in range(1, num_claimed + 1):
-        store.put_bytes(version_claim(tenant, "adapters", name, version), b'{"run_id":"r"}')
+        store.put_bytes(version_claim(tenant, kind, name, version), b'{"run_id":"r"}')
     for version in range(1, num_published + 1):
         (folder / "x").write_text(str(version))
         seal(folder)
-        upload(store, published_version(tenant, "adapters", name, version), folder)
+        upload(store, published_version(tenant, kind, name, version), folder)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:

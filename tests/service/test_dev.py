@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import pytest
 
 from service.dev.children import MARK, Child, end_leftovers
 from service.dev.connection import Connection
-from service.dev.supervisor import free_port, supervisor
+from service.dev.ports import Ports
+from service.dev.supervisor import listens, supervisor
 from tests.files_below import files_below
 from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
 
@@ -104,6 +105,23 @@ def test_a_killed_child_is_started_again(dev: Dev, words: tuple[str, ...]) -> No
     wait_until(dev.is_well, "the stack is well again", timeout_s=40)
 
 
+def test_a_killed_service_keeps_its_port_from_other_stacks(dev: Dev) -> None:
+    wait_until(dev.is_well, "the stack is well", timeout_s=40)
+    process = supervisor(dev.root)
+    assert process is not None
+    process.suspend()
+    try:
+        (victim,) = dev.processes("service.app")
+        victim.kill()
+        port = int(dev.connection.api_url.rpartition(":")[2])
+        wait_until(lambda: not listens(f"127.0.0.1:{port}"), "nobody listens")
+        with Ports() as others:
+            assert others.take(port) != port
+    finally:
+        process.resume()
+    wait_until(dev.is_well, "the stack is well again", timeout_s=40)
+
+
 def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
     wait_until(dev.is_well, "the stack is well", timeout_s=40)
     before = dev.connection
@@ -114,13 +132,15 @@ def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
     assert dev.processes() == []
     assert supervisor(dev.root) is None
     assert dev.cli("ls").code == 100
+    kept = dev.connection
+    assert kept == replace(before, pid=None)
+    # Of the usual ports the tests beside this one may have those that were just left.
+    with Ports() as ports:
+        api, temporal, ui = (f"127.0.0.1:{ports.take(wanted)}" for wanted in (18484, 17233, 18233))
+    kept = replace(kept, api_url=f"http://{api}", temporal_address=temporal, temporal_ui=f"http://{ui}")
+    kept.write()
     assert dev.cli("dev", "--detach").code == 0
-    after = dev.connection
-    assert (after.api_url, after.api_key, after.temporal_address) == (
-        before.api_url,
-        before.api_key,
-        before.temporal_address,
-    )
+    assert replace(dev.connection, pid=None) == kept
     assert run_id in [row["run_id"] for row in dev.cli("ls", "--json").json]
 
 
@@ -169,12 +189,40 @@ def test_a_foreground_stack_leaves_on_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_replaced() -> None:
-    with socket.socket() as listener:
+    with socket.socket() as listener, Ports() as ports:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = listener.getsockname()[1]
-        assert free_port(taken) != taken
-    assert free_port(taken) == taken
+        assert ports.take(taken) != taken
+    with Ports() as ports:
+        assert ports.take(taken) == taken
+        assert ports.take(taken) != taken, "it serves one thing"
+        assert ports.take(0) != ports.take(0)
+
+
+def test_a_port_is_its_stacks_also_while_nobody_listens(tmp_path: Path) -> None:
+    """A server that was killed finds its port again, though another stack starts before it is back."""
+    code = (
+        "import pathlib, sys; from service.dev.ports import Ports; "
+        "print(Ports(pathlib.Path(sys.argv[1])).take(int(sys.argv[2])), flush=True); sys.stdin.read()"
+    )
+    with Ports(tmp_path) as free:
+        wanted = free.take(0)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(wanted)], **pipes) as other:
+        assert int(other.stdout.readline()) == wanted
+        with Ports(tmp_path) as ports:
+            next_one = ports.take(wanted)
+        other.kill()
+    with Ports(tmp_path) as ports:
+        assert (wanted < next_one <= wanted + 100, ports.take(wanted)) == (True, wanted)
+
+
+def test_somebody_elses_file_of_locks_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    (tmp_path / f"longshore-ports-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with Ports(tmp_path) as ports:
+        assert ports.take(0) > 0
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_leftovers_of_another_root_are_left_alone(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def service(temporal_address: str, tmp_path: Path) -> Iterator[Service]:
 
 @pytest.mark.slow
 def test_operations_do_what_their_description_says(service: Service, tmp_path: Path) -> None:
-    seed = os.environ.get("LONGSHORE_TEST_SEED") or "5"
+    seed = os.environ.get("LONGSHORE_TEST_REQUESTS_SEED") or "5"
     effort = THOROUGH if os.environ.get("LONGSHORE_TEST_OPERATIONS") == "all" else QUICK
     with service.http() as api:
         described = api.get("/openapi.json").json()["paths"]
@@ -76,7 +76,7 @@ def test_operations_do_what_their_description_says(service: Service, tmp_path: P
     exceptions = [name for name in names if any(re.fullmatch(pattern, name) for pattern in HAS_MORE_RULES)]
     (tmp_path / "schemathesis.toml").write_text(CONFIGURATION + "".join(map(_without_acceptance, exceptions)))
     log = tmp_path / "schemathesis.log"
-    print(f"LONGSHORE_TEST_SEED={seed} repeats this; schemathesis writes {log}")
+    print(f"LONGSHORE_TEST_REQUESTS_SEED={seed} repeats this; schemathesis writes {log}")
     with log.open("wb") as file:
         code = subprocess.call(
             [

@@ -64,3 +64,21 @@ def test_a_client_deletes_a_model(service: Service, tmp_path: Path) -> None:
     assert delete(asks).status_code == 403
     assert delete(KEY).json() == {"id": "harbour", "object": "model", "deleted": True}
     assert delete(KEY).status_code == 404
+
+
+def test_a_request_sent_again_is_the_same_though_a_newer_version_came(service: Service, tmp_path: Path) -> None:
+    """A name without a version is the newest: of two attempts at one job the second finds the first's."""
+
+    def sent(seed: int = 1) -> httpx.Response:
+        request = {"model": "tide", "training_file": f"file://{tmp_path}/chats.jsonl", "seed": seed}
+        headers = {"authorization": f"Bearer {KEY}", "idempotency-key": "tide, tonight"}
+        return httpx.post(f"{service.url}/v1/fine_tuning/jobs", json=request, headers=headers)
+
+    def publish_models(num: int) -> None:
+        put_versions(service.store, "default", "tide", tmp_path / "artifact", num, num, kind="models")
+
+    publish_models(1)
+    first = sent().json()
+    publish_models(2)
+    assert sent().json()["id"] == first["id"]
+    assert sent(seed=2).json()["error"]["param"] == "Idempotency-Key", "another request"

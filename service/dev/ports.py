@@ -1,0 +1,81 @@
+"""Ports of stacks: several on one machine keep their own, also while the server behind one is being restarted."""
+
+import fcntl
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from service.dev.problems import DevError
+
+# Next to the port that is wanted, and below those that the kernel gives to whoever connects somewhere.
+_NEXT = 100
+
+
+class Ports:
+    """The ports of one supervisor, until it closes this or dies.
+
+    A port on which nobody listens at the moment may be another stack's, whose server was killed and comes back. So a
+    supervisor also locks its ports: each is a byte of one file that all stacks of a user share, and the kernel frees
+    the locks of a process that ends, however it ends.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """
+        Args:
+            folder: where the file of locks stands; the system's folder for temporary files if none is named.
+        """
+        path = (folder or Path(tempfile.gettempdir())) / f"longshore-ports-{os.getuid()}"
+        self._mine: set[int] = set()
+        self._file: int | None = None
+        with suppress(OSError):  # somebody else's file: what listens is seen all the same
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all ports."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+        self._mine.clear()
+
+    def take(self, wanted: int) -> int:
+        """The port of 127.0.0.1 that is wanted; the next that is free if it is taken; any for 0.
+
+        Raises:
+            DevError: every port that was tried is taken.
+        """
+        nearby = range(wanted, min(wanted + _NEXT, 65536)) if wanted else ()
+        for port in (*nearby, *[0] * _NEXT):
+            free = _free(port)
+            if free is not None and free not in self._mine and self._locked(free):
+                self._mine.add(free)
+                return free
+        raise DevError("no port is free on 127.0.0.1")
+
+    def _locked(self, port: int) -> bool:
+        if self._file is None:
+            return True
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        except OSError:
+            return False
+        return True
+
+
+def _free(port: int) -> int | None:
+    """The port, if nobody listens on it; any such port for 0."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return None
+        return int(listener.getsockname()[1])
