@@ -137,10 +137,12 @@ def launch(paths: HostPaths, key: ProcessKey, command: WorkerCommand, environmen
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(temporary),
     }
+    # Where torch would keep what it compiles goes with the worker: the next one finds it here.
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled)}
     with worker.output.open("wb") as output:
         process = subprocess.Popen(
             arguments,
-            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **os.environ, **environment, **marks},
+            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **kept, **os.environ, **environment, **marks},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

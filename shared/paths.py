@@ -244,12 +244,13 @@ def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
 
 
 class HostPaths:
-    """Local folders of one host: workers, the cache of staged artifacts, and scratch."""
+    """Local folders of one host: workers, the cache of staged artifacts, compiled kernels, and scratch."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.workers = root / "workers"
         self.cache = root / "cache"
+        self.compiled = root / "compiled"
         self.scratch = root / "scratch"
 
     def worker(self, worker_id: str) -> "WorkerPaths":

@@ -113,6 +113,15 @@ def test_a_worker_that_cannot_be_put_on_record_is_ended(tmp_path: Path, plan) ->
         end_processes(worker_id)
 
 
+def test_what_a_worker_compiles_outlives_it_and_its_temporary_files_do_not(tmp_path: Path, plan) -> None:
+    with Host(tmp_path) as host, HeldLease(host, plan, epoch=1) as lease:
+        worker_id = lease.grant.worker_id
+        places = processes_of(worker_id)[0].environ()
+        assert Path(places["TMPDIR"]).is_relative_to(host.paths.worker(worker_id).root)
+        assert Path(places["TORCHINDUCTOR_CACHE_DIR"]) == host.paths.compiled
+        assert not host.paths.compiled.is_relative_to(host.paths.workers)
+
+
 def test_a_worker_that_dies_loses_its_lease(tmp_path: Path, plan) -> None:
     with Host(tmp_path) as host:
         lease = HeldLease(host, plan, epoch=1)
