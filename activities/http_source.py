@@ -1,6 +1,5 @@
 """Files behind http(s) URIs. A user's URI may not reach into our own network, whatever names and redirects lead to."""
 
-import ipaddress
 import socket
 import ssl
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from activities.transfer import Broken, Piece
+from shared.addresses import is_public
 from shared.errors import InvalidInput
 from shared.settings import DownloadSettings
 
@@ -17,7 +17,6 @@ _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _WORTH_RETRYING = (408, 425, 429)
 _OPENED_BY = "download.allow_private_addresses"
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 @dataclass(frozen=True)
@@ -206,18 +205,6 @@ def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_
         if not allow_private and not is_public(str(address[0])):
             raise InvalidInput(f"this host is on a private network; a trusted one is opened with {opened_by}", host)
     return addresses
-
-
-def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet, and so is every IPv4 address that it wraps."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        wrapped = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in _NAT64:
-            wrapped.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-        if any(inner is not None for inner in wrapped):
-            return all(is_public(str(inner)) for inner in wrapped if inner is not None)
-    return ip.is_global and not ip.is_multicast
 
 
 def _connect(addresses: list[tuple], timeout_s: float) -> socket.socket:

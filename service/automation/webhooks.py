@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
 from sqlalchemy import delete, select
@@ -20,7 +21,8 @@ from service.database.tables import OutboxRow
 from service.problems import Conflict
 from service.temporal import PATIENCE, Temporal
 from service.turns import Turns
-from shared.errors import NotFound
+from shared.addresses import is_plainly_private
+from shared.errors import InvalidInput, NotFound
 from shared.models import Frozen
 from shared.paths import delivery_record, webhook_record
 from shared.settings import Settings
@@ -107,7 +109,12 @@ class Webhooks:
         self._turns = Turns()  # of what changes one webhook: a record is read, and written whole
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
-        """Raises Conflict when the tenant has as many as it may have."""
+        """
+        Raises:
+            InvalidInput: the url leads where it may not, as it is written; what names resolve to is seen at delivery.
+            Conflict: the tenant has as many as it may have.
+        """
+        self._check(choice.url)
         if len(await asyncio.to_thread(self._ids, tenant)) >= _MOST_WEBHOOKS:
             raise Conflict(f"a tenant has at most {_MOST_WEBHOOKS} webhooks: delete one")
         webhook = Webhook(
@@ -132,7 +139,13 @@ class Webhooks:
         return WebhookView.of(await asyncio.to_thread(self._read, tenant, webhook_id))
 
     async def change(self, tenant: str, webhook_id: str, change: WebhookChange) -> WebhookView:
-        """What is on its way already goes to the new url; to a webhook that is not enabled nothing goes."""
+        """What is on its way already goes to the new url; to a webhook that is not enabled nothing goes.
+
+        Raises:
+            InvalidInput: as for a new one.
+        """
+        if change.url is not None:
+            self._check(change.url)
         changed = {name: value for name, value in dict(change).items() if value is not None}
         async with self._turns.of(tenant, webhook_id):
             before = await asyncio.to_thread(self._read, tenant, webhook_id)
@@ -140,6 +153,11 @@ class Webhooks:
             await asyncio.to_thread(self._write, after)
         audit.touched(webhook_id)
         return WebhookView.of(after)
+
+    def _check(self, url: str) -> None:
+        if not self._settings.webhooks.allow_private_addresses and is_plainly_private(urlsplit(url).hostname or ""):
+            rule = "this host is on a private network; a trusted one is opened with webhooks.allow_private_addresses"
+            raise InvalidInput(rule, "url")
 
     async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
         """Give it a new secret. The old one signs beside it for a while; one older than that, no more."""

@@ -29,7 +29,7 @@ from service.database.tables import OutboxRow
 from service.host import connect, webhook_worker
 from service.problems import Conflict
 from service.temporal import Temporal
-from shared.errors import NotFound
+from shared.errors import InvalidInput, NotFound
 from shared.paths import webhook_record
 from shared.runs import Problem, RunRecord, RunStatus, SFTRun, Source, State
 from shared.settings import Settings, WebhookSettings
@@ -443,7 +443,10 @@ def test_the_next_attempt_is_put_off_up_to_a_cap(
 async def test_a_private_address_is_never_reached_unless_it_is_allowed(
     stack: Stack, receiver: Receiver, tmp_path: Path
 ) -> None:
-    """Also by a name, whatever it resolves to at that moment; one attempt says so, and there are no more."""
+    """Also by a name, whatever it resolves to at that moment; one attempt says so, and there are no more.
+
+    Made while such addresses were allowed: a new one is refused at once (the test below).
+    """
     strict = stack.settings.model_copy(
         update={"webhooks": WebhookSettings(timeout_s=5), "control_queue": tmp_path.name}
     )
@@ -455,12 +458,28 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
             webhook_worker(client, strict, threads),
         ):
             for url in (receiver.url, receiver.url.replace("127.0.0.1", "localhost")):
-                made = await strict_webhooks.create(TENANT, None, WebhookChoice(url=url))
+                made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=url))
                 await strict_webhooks.ping(TENANT, made.id)
                 [delivery] = await stack.ended(made.id)
                 assert delivery.state == "failed" and delivery.num_attempts == 1
                 assert "webhooks.allow_private_addresses" in (delivery.attempts[0].problem or "")
     assert receiver.received == []
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "0x7f.1", "[::1]:8080", "[::ffff:10.0.0.1]", "169.254.169.254", "localhost"]
+)
+async def test_what_is_plainly_private_is_refused_when_it_is_named(tmp_path: Path, host: str) -> None:
+    settings = Settings(root=tmp_path)
+    webhooks = Webhooks(settings, open_store(settings.store, settings.s3), Temporal(settings))
+    url = f"http://{host}/hook"
+    with pytest.raises(InvalidInput, match=r"webhooks\.allow_private_addresses") as refused:
+        await webhooks.create(TENANT, None, WebhookChoice(url=url))
+    assert (refused.value.place, await webhooks.of(TENANT)) == ("url", ())
+    made = await webhooks.create(TENANT, None, WebhookChoice(url="https://example.org/hook"))
+    with pytest.raises(InvalidInput, match=r"webhooks\.allow_private_addresses"):
+        await webhooks.change(TENANT, made.id, WebhookChange(url=url))
+    assert (await webhooks.show(TENANT, made.id)).url == "https://example.org/hook"
 
 
 def test_a_webhook_keeps_its_newest_deliveries(tmp_path: Path, receiver: Receiver) -> None:
