@@ -113,7 +113,10 @@ def test_a_worker_that_cannot_be_put_on_record_is_ended(tmp_path: Path, plan) ->
         end_processes(worker_id)
 
 
-def test_what_a_worker_compiles_outlives_it_and_its_temporary_files_do_not(tmp_path: Path, plan) -> None:
+def test_what_a_worker_compiles_outlives_it_and_its_temporary_files_do_not(
+    tmp_path: Path, plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in processes that import it
     with Host(tmp_path) as host, HeldLease(host, plan, epoch=1) as lease:
         worker_id = lease.grant.worker_id
         places = processes_of(worker_id)[0].environ()
