@@ -14,7 +14,15 @@ from shared.settings import Settings
 
 PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
-AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
+AWAY = (
+    RPCStatusCode.UNAVAILABLE,
+    RPCStatusCode.DEADLINE_EXCEEDED,
+    RPCStatusCode.CANCELLED,
+    RPCStatusCode.RESOURCE_EXHAUSTED,
+)
+# What the server itself says of an update that came to nothing: its workflow ended under it; or a workflow task was
+# answered without it, as one that was under way when the server was killed. The next one like it is as new.
+LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 
 class Temporal:

@@ -10,7 +10,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.runs.runs import causes_of
-from service.temporal import PATIENCE, Temporal
+from service.temporal import LOST_UPDATES, PATIENCE, Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.leases import SamplerKey
 from shared.paths import content_key
@@ -89,7 +89,7 @@ class Seats:
         raise SamplerUnavailable("the sampler's workflow ended as often as it was started")
 
     async def _serve(self, client: Client, serving_id: str, patience_s: float) -> LeaseGrant | None:
-        """None when no workflow is there, or it just ended: then another is started."""
+        """None when nobody heard: no workflow is there, or it just ended. Then one is started, if none is there."""
         handle = client.get_workflow_handle(serving_id)
         try:
             request = ServeRequest(patience_s=patience_s)
@@ -123,10 +123,10 @@ class Seats:
 
 
 def _refuse(error: WorkflowUpdateFailedError) -> None:
-    """Raise what a question was refused with, unless its workflow ended under it."""
+    """Raise what a question was refused with, unless it came to nothing."""
     for cause in causes_of(error):
         match cause:
-            case ApplicationError(type="AcceptedUpdateCompletedWorkflow"):
+            case ApplicationError(type=kind) if kind in LOST_UPDATES:
                 return
             case ApplicationError(type=kind) if kind in _REFUSALS:
                 raise InvalidInput(cause.message, "model") from None

@@ -13,6 +13,7 @@ from service.accounts import audit
 from service.problems import Conflict, TemporalUnavailable
 from service.runs.run_views import RunView
 from service.runs.runs import Runs, causes_of
+from service.temporal import LOST_UPDATES
 from shared import paths
 from shared.errors import InvalidInput, NotFound
 from shared.models import Frozen
@@ -21,6 +22,7 @@ from shared.store import ObjectStore
 
 _QUERY_PATIENCE = timedelta(seconds=2)
 _UPDATE_PATIENCE = timedelta(seconds=20)
+_TRIES, _PAUSE_S = 4, 0.2
 # Between two looks at a step that is waited for: a short step is answered soon, a long one asked about seldom.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 
@@ -88,34 +90,46 @@ class TrainSteps:
         return record
 
     async def _update(self, tenant: str, run_id: str, name: str, *messages: Frozen) -> Any:
-        """An update of an RL run's workflow, asked again when the run has just moved on to a new execution."""
+        """An update of an RL run's workflow, sent again when it was lost: when the run has just moved on to a new
+        execution, or Temporal was killed. It is no other for being sent twice.
+
+        Raises:
+            InvalidInput, Conflict: the run refuses it, or has ended.
+            TemporalUnavailable: nobody takes it.
+        """
         record = await self.record(tenant, run_id)
         audit.touched(run_id)
         await self._runs.make_sure(record)
         async with self._runs.temporal() as client:
-            for _ in range(2):
+            for attempt in range(_TRIES):
+                await asyncio.sleep(attempt * _PAUSE_S)
                 try:
                     return await client.get_workflow_handle(run_id).execute_update(
                         name, args=messages, rpc_timeout=_UPDATE_PATIENCE
                     )
-                except WorkflowUpdateRPCTimeoutOrCancelledError as error:
-                    raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?") from error
+                except WorkflowUpdateRPCTimeoutOrCancelledError:
+                    break
                 except WorkflowUpdateFailedError as error:
-                    raise _refusal(error) from None
+                    if refusal := _refusal(error):
+                        raise refusal from None
                 except RPCError as error:
+                    if error.status == RPCStatusCode.FAILED_PRECONDITION:  # its workflow task failed
+                        continue
                     if error.status != RPCStatusCode.NOT_FOUND:
                         raise
-                if (await self._runs.view(tenant, run_id)).state != "running":
-                    break
-            raise Conflict(f"{run_id} has ended")
+                    if (await self._runs.view(tenant, run_id)).state != "running":
+                        raise Conflict(f"{run_id} has ended") from None
+        raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?")
 
 
-def _refusal(error: WorkflowUpdateFailedError) -> Exception:
-    """What a workflow refused a message with, as an error of ours."""
+def _refusal(error: WorkflowUpdateFailedError) -> Exception | None:
+    """What a workflow refused a message with, as an error of ours. None where the message was lost."""
     for cause in causes_of(error):
         match cause:
             case ApplicationError(type="InvalidInput"):
                 return InvalidInput(cause.message, "key")
             case ApplicationError(type="Conflict"):
                 return Conflict(cause.message)
+            case ApplicationError(type=kind) if kind in LOST_UPDATES:
+                return None
     return error

@@ -1,13 +1,19 @@
 """What stands behind the service goes away: it says so, loses nothing, and goes on."""
 
+import asyncio
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import PollWorkflowTaskQueueRequest, RespondWorkflowTaskCompletedRequest
+from temporalio.client import Client
 
 from service.backend import Backend
 from service.data.files import uploads_folder
@@ -123,6 +129,44 @@ def test_a_run_that_cannot_be_queried_holds_up_no_other(temporal_address: str, t
             subprocess.run(command, check=True, capture_output=True, timeout=20)
             wait_until(lambda: api.get(f"/runs/{mute}").json()["state"] == "failed", "its end is seen")
             assert api.get(f"/runs/{mute}").json()["problem"]["kind"] == "ended_outside"
+
+
+async def _overhear(settings: Settings, num_updates: int) -> None:
+    """A worker that answers workflow tasks and does not see the updates in them, so many times.
+
+    What comes of it is the server's: it fails those updates in words of its own, as those that it had sent out when it
+    was killed.
+    """
+    client = await Client.connect(settings.temporal_address)
+    queue = TaskQueue(name=settings.control_queue)
+    while num_updates:
+        request = PollWorkflowTaskQueueRequest(namespace=client.namespace, task_queue=queue, identity="deaf")
+        task = await client.workflow_service.poll_workflow_task_queue(request, timeout=timedelta(seconds=70))
+        if task.task_token and not task.HasField("query"):
+            answer = RespondWorkflowTaskCompletedRequest(
+                namespace=client.namespace, task_token=task.task_token, identity="deaf"
+            )
+            await client.workflow_service.respond_workflow_task_completed(answer)
+            num_updates -= bool(task.messages)
+
+
+@pytest.mark.parametrize(("num_lost", "status"), [(1, 202), (4, 503)])
+def test_a_step_that_temporal_lost_is_sent_again(
+    temporal_address: str, tmp_path: Path, num_lost: int, status: int
+) -> None:
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
+    with serving(settings) as service, service.http() as api, ThreadPoolExecutor(1) as threads:
+        run_id = api.post("/runs/rl", json={"model": "tiny"}).json()["run_id"]
+        step = {"key": "once", "groups": "file:///groups/1.jsonl"}
+        sent = threads.submit(api.post, f"/runs/{run_id}/steps", json=step, timeout=60)
+        asyncio.run(asyncio.wait_for(_overhear(settings, num_lost), 120))
+        with polling(settings):
+            answer = sent.result(60)
+            assert answer.status_code == status, answer.text
+            again = api.post(f"/runs/{run_id}/steps", json=step)
+            assert (again.status_code, again.json()["step"]) == (202, 1)
+            api.post(f"/runs/{run_id}/finish")
+            wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run ends")
 
 
 def test_what_a_killed_service_was_receiving_is_removed(temporal_address: str, tmp_path: Path) -> None:
