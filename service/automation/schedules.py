@@ -29,7 +29,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.accounts import audit
 from service.accounts.access import Access
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
-from service.problems import Conflict
+from service.problems import Conflict, TemporalUnavailable
 from service.temporal import PATIENCE, Temporal
 from service.turns import Turns
 from shared.errors import InvalidInput, NotFound
@@ -52,6 +52,7 @@ SCHEDULED_WORKFLOW = "ScheduledRunWorkflow"
 _MOST_SCHEDULES = 100
 _SHOWN_ACTIONS = 20
 _CONCURRENT = 16
+_LOOKS, _LOOK_EVERY_S = 4, 0.2
 _OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
     "skip": ScheduleOverlapPolicy.SKIP,
     "buffer_one": ScheduleOverlapPolicy.BUFFER_ONE,
@@ -263,13 +264,19 @@ def _data(record: ScheduleRecord) -> bytes:
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
+    """What Temporal knows of a schedule; None for one that is not there."""
     handle = client.get_schedule_handle(schedule_id(record.tenant, record.scheduled.name))
-    try:
-        return await handle.describe(rpc_timeout=PATIENCE)
-    except RPCError as error:
-        if error.status != RPCStatusCode.NOT_FOUND:
-            raise
-        return None
+    for _ in range(_LOOKS):
+        try:
+            return await handle.describe(rpc_timeout=PATIENCE)
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:
+                return None
+            # It is a workflow of Temporal's own, which was just begun, or ended between being found and being asked.
+            if error.status != RPCStatusCode.FAILED_PRECONDITION:
+                raise
+        await asyncio.sleep(_LOOK_EVERY_S)
+    raise TemporalUnavailable(f"the schedule {record.scheduled.name} does not answer")
 
 
 async def _forget(client: Client, tenant: str, name: str) -> None:
