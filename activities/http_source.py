@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from activities.transfer import Broken, Piece
-from shared.addresses import is_public
+from shared.addresses import is_public, private_host
 from shared.errors import InvalidInput
 from shared.settings import DownloadSettings
 
@@ -203,7 +203,7 @@ def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_
     addresses = [address for _, _, _, _, address in found]
     for address in addresses:
         if not allow_private and not is_public(str(address[0])):
-            raise InvalidInput(f"this host is on a private network; a trusted one is opened with {opened_by}", host)
+            raise InvalidInput(private_host(opened_by), host)
     return addresses
 
 

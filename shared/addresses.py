@@ -30,3 +30,8 @@ def is_plainly_private(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return not all(is_public(str(address[0])) for _, _, _, _, address in found)
+
+
+def private_host(setting: str) -> str:
+    """What is said of a host that is not on the public internet: the rule, and the setting that opens it."""
+    return f"this host is on a private network; a trusted one is opened with {setting}"

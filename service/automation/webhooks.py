@@ -21,7 +21,7 @@ from service.database.tables import OutboxRow
 from service.problems import Conflict
 from service.temporal import PATIENCE, Temporal
 from service.turns import Turns
-from shared.addresses import is_plainly_private
+from shared.addresses import is_plainly_private, private_host
 from shared.errors import InvalidInput, NotFound
 from shared.models import Frozen
 from shared.paths import delivery_record, webhook_record
@@ -156,8 +156,7 @@ class Webhooks:
 
     def _check(self, url: str) -> None:
         if not self._settings.webhooks.allow_private_addresses and is_plainly_private(urlsplit(url).hostname or ""):
-            rule = "this host is on a private network; a trusted one is opened with webhooks.allow_private_addresses"
-            raise InvalidInput(rule, "url")
+            raise InvalidInput(private_host("webhooks.allow_private_addresses"), "url")
 
     async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
         """Give it a new secret. The old one signs beside it for a while; one older than that, no more."""
