@@ -15,6 +15,7 @@ import pytest
 from examples.tiny_model import make_tiny_model
 from shared.settings import S3Settings
 from tests.leftovers import watch_over
+from tests.progress import pytest_configure  # noqa: F401 (pytest's hook)
 
 # Tensors here are small: a second thread costs more than it brings, most of all where two tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
