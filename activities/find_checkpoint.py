@@ -3,6 +3,7 @@
 from temporalio import activity
 
 from activities.checkpoints import last_epoch, newest
+from activities.heartbeat import beating
 from shared.models import Frozen
 from shared.runs import CheckpointRef, RunId
 from shared.settings import Settings
@@ -32,4 +33,5 @@ class FindCheckpoint:
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
         """The point to go on from; nothing and epoch 0 for a new run."""
         store = open_store(self._settings.store, self._settings.s3)
-        return ResumePoint(checkpoint=newest(store, request.run_id), last_epoch=last_epoch(store, request.run_id))
+        with beating():
+            return ResumePoint(checkpoint=newest(store, request.run_id), last_epoch=last_epoch(store, request.run_id))

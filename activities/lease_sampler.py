@@ -22,6 +22,9 @@ from shared.paths import HostPaths, WorkerPaths
 from shared.runs import RunId
 from shared.settings import S3Settings, Settings
 
+# What a sampler without work in hand takes a moment for; nobody can end a lease while it is waited for.
+_ANSWER_S = 20.0
+
 
 class SamplerLeaseRequest(Frozen):
     """What a run asks a sampler host for. Answered by the signal `sampler_leased`, with a LeaseGrant."""
@@ -92,7 +95,7 @@ class LeaseSampler:
 def _forget_adapters(worker: WorkerProcess) -> None:
     """A process that was adopted holds those of other runs, which nobody else would take away."""
     try:
-        with connected(worker) as (client, _):
+        with connected(worker, _ANSWER_S, attempts=2) as (client, _):
             for name in [name for name, card in client.models().items() if card.parent is not None]:
                 client.unload_adapter(name)
     except SamplerUnavailable as error:

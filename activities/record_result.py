@@ -4,6 +4,7 @@ from contextlib import suppress
 
 from temporalio import activity
 
+from activities.heartbeat import beating
 from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
@@ -40,17 +41,19 @@ class RecordResult:
     def record_result(self, status: RunStatus) -> Recorded:
         store = open_store(self._settings.store, self._settings.s3)
         key = RunKeys(status.run_id).result
-        store.put_bytes(key, status.model_dump_json(indent=1).encode())
+        with beating():
+            store.put_bytes(key, status.model_dump_json(indent=1).encode())
         return Recorded(uri=f"{store.uri}/{key}")
 
     @activity.defn(name="reopen")
     def reopen(self, request: ReopenRequest) -> Reopened:
         """A resumed run has no result until it ends again; the one that it had is kept beside."""
         store, keys = open_store(self._settings.store, self._settings.s3), RunKeys(request.run_id)
-        with suppress(NotFound):  # it was moved before, or never was
-            store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
-            store.delete(keys.result)
-        try:
-            return Reopened(status=RunStatus.model_validate_json(store.get_bytes(keys.previous_result)))
-        except NotFound:
-            return Reopened()
+        with beating():
+            with suppress(NotFound):  # it was moved before, or never was
+                store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
+                store.delete(keys.result)
+            try:
+                return Reopened(status=RunStatus.model_validate_json(store.get_bytes(keys.previous_result)))
+            except NotFound:
+                return Reopened()

@@ -4,6 +4,7 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.checkpoints import discard_after
+from activities.heartbeat import beating
 from shared.errors import InvalidInput, NotFound
 from shared.jobs import Artifact
 from shared.models import Frozen
@@ -47,29 +48,31 @@ class RecordStep:
     @activity.defn(name="record_step")
     def record_step(self, request: StepRecordRequest) -> None:
         """The record, then its key's: a key that is found has a whole record."""
-        store = open_store(self._settings.store, self._settings.s3)
-        keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
-        store.put_bytes(keys.step(request.step.step), data)
-        if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
-            store.put_if_absent(keys.step_key(request.step.key), data)
+        with beating():
+            store = open_store(self._settings.store, self._settings.s3)
+            keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
+            store.put_bytes(keys.step(request.step.step), data)
+            if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
+                store.put_if_absent(keys.step_key(request.step.key), data)
 
     @activity.defn(name="recover_steps")
     def recover_steps(self, request: RecoverRequest) -> Recovered:
         """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
-        store = open_store(self._settings.store, self._settings.s3)
-        found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
-        steps: list[StepStatus] = []  # newest first, back to one that made a policy
-        for key in found:
-            if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
-                break
-            steps.append(StepStatus.model_validate_json(store.get_bytes(key)))
-        trained = next(filter(_made_a_policy, steps), None)
-        discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
-        return Recovered(
-            last_step=steps[0].step if steps else 0,
-            trained=trained,
-            policies=_policies(steps)[-request.num_policies :],
-        )
+        with beating():
+            store = open_store(self._settings.store, self._settings.s3)
+            found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
+            steps: list[StepStatus] = []  # newest first, back to one that made a policy
+            for key in found:
+                if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
+                    break
+                steps.append(StepStatus.model_validate_json(store.get_bytes(key)))
+            trained = next(filter(_made_a_policy, steps), None)
+            discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
+            return Recovered(
+                last_step=steps[0].step if steps else 0,
+                trained=trained,
+                policies=_policies(steps)[-request.num_policies :],
+            )
 
 
 def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:

@@ -108,13 +108,13 @@ class Samplers:
 
 
 @contextmanager
-def connected(worker: WorkerProcess) -> Iterator[OpenSampler]:
-    """A sampler process of this host. Raises WorkerLost when it has left."""
+def connected(worker: WorkerProcess, timeout_s: float = 600.0, attempts: int = 5) -> Iterator[OpenSampler]:
+    """A sampler process of this host, asked as the client's arguments say. Raises WorkerLost when it has left."""
     try:
         ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())
     except FileNotFoundError as error:
         raise WorkerLost(worker.obituary()) from error
-    with Sampler(ready.url, ready.api_key) as client:
+    with Sampler(ready.url, ready.api_key, timeout_s, attempts) as client:
         yield OpenSampler(client, ready.model)
 
 

@@ -7,15 +7,16 @@ from shared.settings import Settings
 
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
+# Of its silence: a host that lives takes a job at once.
+_PICKUP_PER_HEARTBEAT = 1.5
 
 
 def workflow_of(record: RunRecord, settings: Settings, *, resumed: bool = False) -> tuple[str, RunStart | RLStart]:
     """The name and input of the workflow that does a run."""
-    timing = RunTiming(heartbeat_timeout_s=settings.heartbeat_timeout_s, cancel_grace_s=settings.cancel_grace_s)
     given: dict[str, Any] = {
         "run_id": record.run_id,
         "tenant": record.tenant,
-        "timing": timing,
+        "timing": timing_of(settings),
         "threads_per_rank": record.threads_per_rank,
         "shape": settings.shape,
         "resumed": resumed,
@@ -26,6 +27,15 @@ def workflow_of(record: RunRecord, settings: Settings, *, resumed: bool = False)
             return SFT_WORKFLOW, RunStart(run=run, **given)
         case RLRun() as run:
             return RL_WORKFLOW, RLStart(run=run, serves_sampler=settings.sampling.url is not None, **given)
+
+
+def timing_of(settings: Settings) -> RunTiming:
+    """How patient an installation is with its hosts and workers."""
+    return RunTiming(
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        host_pickup_timeout_s=_PICKUP_PER_HEARTBEAT * settings.heartbeat_timeout_s,
+        cancel_grace_s=settings.cancel_grace_s,
+    )
 
 
 def threads_per_rank(run: Run, settings: Settings) -> int:

@@ -15,7 +15,7 @@ import pytest
 from examples.tiny_model import make_tiny_model
 from shared.settings import S3Settings
 from tests.leftovers import watch_over
-from tests.progress import pytest_configure  # noqa: F401 (pytest's hook)
+from tests.progress import pytest_configure, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
 
 # Tensors here are small: a second thread costs more than it brings, most of all where two tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +37,10 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+# Behind hypothesis, which repeats the same examples there. Where pytest sees these it compares whatever is unequal line
+# by line: a minute for 6 KB of bytes, and an adapter has 39.
+for _name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(_name, None)
 
 CORPUS = [
     "The harbour opens at dawn and the cranes begin to turn.",
@@ -87,7 +91,7 @@ def temporal_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         asyncio.run(_wait_for_temporal(f"127.0.0.1:{port}"))
         yield f"127.0.0.1:{port}"
     finally:
-        server.terminate()
+        server.kill()  # its database is its memory
         server.wait()
         log.close()
 

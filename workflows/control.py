@@ -41,7 +41,11 @@ async def _execute(name: str, request: Frozen, answer: type[BaseModel] | None, r
 async def record(name: str, request: Frozen) -> None:
     """Put something on record in the store: small, and tried for as long as a store may be away."""
     await workflow.execute_activity(
-        name, request, start_to_close_timeout=policies.RECORD_TIMEOUT, retry_policy=policies.RECORD_RETRY
+        name,
+        request,
+        start_to_close_timeout=policies.RECORD_TIMEOUT,
+        heartbeat_timeout=policies.DATA_HEARTBEAT,
+        retry_policy=policies.RECORD_RETRY,
     )
 
 
@@ -52,6 +56,7 @@ async def reopen(run_id: str) -> RunStatus | None:
         ReopenRequest(run_id=run_id),
         result_type=Reopened,
         start_to_close_timeout=policies.RECORD_TIMEOUT,
+        heartbeat_timeout=policies.DATA_HEARTBEAT,
         retry_policy=policies.RECORD_RETRY,
     )
     return reopened.status

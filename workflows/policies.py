@@ -22,9 +22,10 @@ RETRY = RetryPolicy(
 )
 ONCE = RetryPolicy(maximum_attempts=1)
 
-# Data activities beat while they work; a terabyte may take hours.
+# Data activities may take hours for a terabyte. All on a control host beat once a second while they work: after so long
+# without a beat their host was killed, and what it had in hand is done again.
 DATA_TIMEOUT = timedelta(hours=24)
-DATA_HEARTBEAT = timedelta(seconds=60)
+DATA_HEARTBEAT = timedelta(seconds=30)
 # What was trained, and what W&B is told of it, is not given up because a store is away for an hour.
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS

@@ -121,6 +121,7 @@ class Training:
             FindCheckpointRequest(run_id=self.start.run_id),
             result_type=ResumePoint,
             start_to_close_timeout=policies.RECORD_TIMEOUT,
+            heartbeat_timeout=policies.DATA_HEARTBEAT,
             retry_policy=policies.PATIENT,
         )
         step_before = self._found.step if self._found else plan.first_step

@@ -21,7 +21,7 @@ from shared.chat import ChatCompletion, ChatRequest, ServedModel
 from shared.completions import CompletionRequest, CompletionResponse
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.leases import SamplerKey
-from shared.runs import RunTiming
+from shared.run_start import timing_of
 from shared.settings import Settings
 from workflows import policies
 from workflows.completion import Completed, CompleteRequest, CompletionStart, leased, served
@@ -130,7 +130,7 @@ class Inference:
                 model=target.model, adapter=target.adapter, base=target.base, place=place, asked=asked
             ),
             queue=queue,
-            timing=RunTiming(heartbeat_timeout_s=self._settings.heartbeat_timeout_s),
+            timing=timing_of(self._settings),
         )
 
     async def _answered(self, start: CompletionStart) -> Completed:

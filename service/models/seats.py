@@ -14,7 +14,7 @@ from service.temporal import LOST_UPDATES, PATIENCE, Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.leases import SamplerKey
 from shared.paths import content_key
-from shared.runs import RunTiming
+from shared.run_start import timing_of
 from shared.settings import Settings
 from workflows.serving import LeaseGrant, ServeRequest, ServingStart
 
@@ -109,7 +109,7 @@ class Seats:
             serving_id=serving_id,
             key=key,
             shape=settings.shape,
-            timing=RunTiming(heartbeat_timeout_s=settings.heartbeat_timeout_s),
+            timing=timing_of(settings),
             idle_s=settings.serving.idle_s,
         )
         await client.start_workflow(

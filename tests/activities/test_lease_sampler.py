@@ -13,10 +13,11 @@ from pydantic import TypeAdapter
 from safetensors.numpy import load_file, save_file
 from temporalio.activity import ActivityCancellationDetails
 
+from activities import lease_sampler
 from activities.lease import LeaseGrant
 from activities.lease_sampler import SamplerCommand
 from activities.samplers import LeasedSampler, SamplerPlace, Samplers, ServedSampler
-from activities.worker_process import processes_of
+from activities.worker_process import WorkerProcess, processes_of
 from shared.artifacts import FileEntry, Manifest, seal, upload
 from shared.completions import SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
@@ -183,6 +184,21 @@ def test_a_sampler_that_nobody_serves(settings: Settings) -> None:
     silent = Settings(root=settings.root, sampling={"url": f"http://127.0.0.1:{free_port()}"})
     with pytest.raises(SamplerUnavailable), Samplers(silent).open(ServedSampler()):
         pass
+
+
+def test_a_warm_sampler_that_does_not_answer_is_ended(
+    host: Host, settings: Settings, key: SamplerKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HeldSampler(host, settings, key, epoch=1) as first:
+        pid = ready_of(host, first.grant).pid
+    psutil.Process(pid).suspend()
+    monkeypatch.setattr(WorkerProcess, "is_stopped", lambda worker: False)  # it was not yet, a moment before
+    monkeypatch.setattr(lease_sampler, "_ANSWER_S", 0.5)
+    error = HeldSampler(host, settings, key, epoch=2).ended()
+    assert isinstance(error, WorkerLost)
+    assert "does not answer" in str(error)
+    assert not psutil.pid_exists(pid)
+    assert host.worker_ids() == []
 
 
 def test_another_key_ends_the_idle_sampler_and_a_killed_one_loses_its_lease(

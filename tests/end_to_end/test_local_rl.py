@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples import demo, local_rl
+from shared.artifacts import sha256_file
 from shared.runs import RLRun, RunRecord, StepStatus
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Stack
@@ -41,7 +42,7 @@ def test_steps_are_the_servers(stack: Stack, record: RunRecord, tmp_path: Path) 
     for ours, theirs in zip(local, server, strict=True):
         assert ours.state == theirs.state == "done"
         assert _told(ours) == _told(theirs)
-    assert _weights(local[-1]) == _weights(server[-1])
+    assert _weights_sha256(local[-1]) == _weights_sha256(server[-1])
 
 
 def test_the_api_tells_every_step_from_the_beginning(
@@ -62,6 +63,6 @@ def _told(step: StepStatus) -> dict[str, float]:
     return {name: value for name, value in step.metrics.items() if not name.endswith(("_s", "_seconds", "_bytes"))}
 
 
-def _weights(step: StepStatus) -> bytes:
+def _weights_sha256(step: StepStatus) -> str:
     assert step.adapter is not None
-    return Path(step.adapter.removeprefix("file://"), "adapter_model.safetensors").read_bytes()
+    return sha256_file(Path(step.adapter.removeprefix("file://"), "adapter_model.safetensors"))

@@ -63,8 +63,9 @@ def _train(stack: Stack, model: Path, groups: list[str], done: Callable[[int], N
         for number, uri in enumerate(groups):
             step = client.train_step(run_id, f"key-{number}", uri)
             step = client.train_step(run_id, f"key-{number}", uri)
-            end = time.monotonic() + 300
-            while not step.is_final and time.monotonic() < end:
+            end = time.monotonic() + 200
+            while not step.is_final:
+                assert time.monotonic() < end, step
                 step = client.step(run_id, step.step, wait_s=10)
             steps.append(step)
             done(number + 1)

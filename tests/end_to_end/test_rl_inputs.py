@@ -46,14 +46,14 @@ def test_conversations_are_trained_and_the_adapter_is_another_runs_reference(
     assert step["state"] == "done", step
     assert (step["metrics"]["truncation_rate"], step["metrics"]["trained_trajectories"]) == (0.0, 4.0)
     kl = {"coefficient": 0.1, "reference": step["adapter"]}
+    stack.cli("finish", first)  # else the next run waits until this one, idle, gives its worker back
     near = submitted(stack, tiny_model, "--algorithm", "dapo", "--loss", json.dumps({"kl": kl}))
     found = train(stack, near, tmp_path, random_groups(seed=1))
     assert found["state"] == "done", found
     assert found["metrics"]["kl_reference"] > 1e-6, "the reference is another model than the base that begins"
+    stack.cli("finish", near)
     missing = {"coefficient": 0.1, "reference": step["adapter"].replace("v000001", "v000009")}
     far = submitted(stack, tiny_model, "--loss", json.dumps({"kind": "ppo", "kl": missing}))
     view = stack.cli("watch", far, "--timeout", "60", "--json", check=False)
     assert view.json["status"] == "failed"
     assert "v000009: there is no such folder" in view.json["problem"]["message"]
-    for run_id in (first, near):
-        stack.cli("finish", run_id)

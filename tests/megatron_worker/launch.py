@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -19,9 +21,19 @@ def environment(**variables: str) -> dict[str, str]:
 
 def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
     """Run to the end; stdout of all ranks. A rank that fails fails the test, with what it said."""
-    command = torchrun_command(module, *arguments, num_ranks=num_ranks)
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with subprocess.Popen(
+        torchrun_command(module, *arguments, num_ranks=num_ranks),
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        try:
+            stdout, stderr = launcher.communicate(timeout=timeout_s)
+        except BaseException:  # ranks have sessions of their own, and would wait for each other on and on
+            for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+                process.kill()
+            raise
+    assert launcher.returncode == 0, stdout + stderr
+    return stdout

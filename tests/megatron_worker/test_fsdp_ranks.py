@@ -34,7 +34,7 @@ def results(tmp_path_factory):
     (single / "damaged" / "adapter_model.safetensors").write_bytes(data[:-100])
     for world in WORLDS:
         arguments = [str(model), str(out / str(world)), str(single)]
-        torchrun("tests.megatron_worker.fsdp_ranks", *arguments, num_ranks=world, timeout_s=800)
+        torchrun("tests.megatron_worker.fsdp_ranks", *arguments, num_ranks=world, timeout_s=500)
         for kind in KINDS:
             folder = out / str(world) / kind
             fsdp_ranks.go_on(model, Layout(), folder / "middle", kind, folder / "to-single")
@@ -52,7 +52,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return merged
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 class TestAgainstOneRank:

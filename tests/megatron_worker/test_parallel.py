@@ -97,7 +97,7 @@ def results(tmp_path_factory):
             for name, layout in TRIALS
             if layout.world_size == world
         ]
-        run_trials("parallel_ranks", out, trials, num_ranks=world, timeout_s=900)
+        run_trials("parallel_ranks", out, trials, num_ranks=world, timeout_s=350)
     return out
 
 

@@ -46,7 +46,7 @@ def do(workshop: Workshop, name: str, layout: Layout, fields: dict[str, object],
     job = workshop.job(name, plan, start)
     path = workshop.root / f"{name}.json"
     path.write_text(job.model_dump_json())
-    torchrun("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=600)
+    torchrun("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=200)
     assert isinstance(read_log(job.log_path)[-1], Succeeded), read_log(job.log_path)[-1]
     return job
 

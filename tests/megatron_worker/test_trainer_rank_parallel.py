@@ -25,7 +25,7 @@ TRIALS = [
     Trial(model="experts", layout=Layout(tp=2, sp=True, ep=4, dp=2)),
 ]
 MODELS = {"dense": {}, "experts": {"family": "qwen3_moe", "tied": False}}
-pytestmark = pytest.mark.timeout(1200)  # two launches of several ranks
+pytestmark = pytest.mark.timeout(600)  # two launches of several ranks
 
 
 def single(name: str) -> str:
@@ -46,7 +46,7 @@ def results(tmp_path_factory):
         torch.set_num_threads(threads)
     for world in (2, 4):
         trials = [trial for trial in TRIALS if trial.layout.world_size == world]
-        run_trials("trainer_ranks", out, trials, num_ranks=world, timeout_s=800)
+        run_trials("trainer_ranks", out, trials, num_ranks=world, timeout_s=500)
     return out
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -43,7 +44,7 @@ def postgres() -> Iterator[str]:
             _wait_for(url)
             yield url
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGINT)  # at once; asked by SIGTERM it waits for its last client
             server.wait()
     finally:
         log.close()

@@ -83,7 +83,10 @@ def sampler_host(settings: Settings) -> Iterator[subprocess.Popen]:
         yield host
     finally:
         host.terminate()
-        host.wait()
+        try:
+            host.wait(30)
+        finally:
+            host.kill()
 
 
 async def granted(handle: WorkflowHandle) -> LeaseGrant:
