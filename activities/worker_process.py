@@ -19,6 +19,8 @@ from shared.paths import HostPaths, WorkerPaths, write_atomically
 
 _TERM_GRACE_S = 1.0
 _STOP_GRACE_S = 5.0
+# SIGKILL ends whatever is not in the kernel for good, as a process on a device that has failed may be.
+_KILL_PATIENCE_S = 60.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
 _NEW_S = 10.0
@@ -185,12 +187,20 @@ def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]
 
 
 def end_processes(worker_id: str, pid: int | None = None) -> None:
-    """SIGTERM, a grace, then SIGKILL until none is left: ranks have sessions of their own, and may start more."""
+    """SIGTERM, a grace, then SIGKILL until none is left: ranks have sessions of their own, and may start more.
+
+    Raises:
+        OSError: some live on, killed or not.
+    """
     asked = processes_of(worker_id, pid)
     for process in asked:
         _signal(process, kill=False)
     _wait_until_gone(asked, _TERM_GRACE_S)
+    deadline = time.monotonic() + _KILL_PATIENCE_S
     while left := [p for p in asked if _lives(p)] or processes_of(worker_id, pid):
+        if time.monotonic() > deadline:
+            told = ", ".join(f"{process.pid} ({_status(process)})" for process in left)
+            raise OSError(f"processes of worker {worker_id} live on, though they were killed: {told}")
         for process in left:
             _signal(process, kill=True)
         _wait_until_gone(left, 0.2)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import activities.lease
+from activities import worker_process
 from activities.worker_process import end_leftovers, end_processes, launch, processes_of
 from shared.errors import WorkerLost
 from shared.jobs import Lora
@@ -239,6 +240,22 @@ def test_a_new_host_ends_what_a_killed_one_left(tmp_path: Path, plan, with_pid: 
     finally:
         ours.kill()
         ours.wait()
+
+
+def test_a_process_that_outlives_its_kill_is_named_instead_of_waited_for(
+    tmp_path: Path, plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the kernel does not give back, of a device that has failed."""
+    key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+    left = orphan(HostPaths(tmp_path / "host").worker("left"), 1, 0.0, key, with_pid=True)
+    monkeypatch.setattr(worker_process, "_signal", lambda process, kill: None)
+    monkeypatch.setattr(worker_process, "_KILL_PATIENCE_S", 0.5)
+    try:
+        with pytest.raises(OSError, match=rf"live on, though they were killed: {left.pid} \(sleeping\)"):
+            worker_process.end_processes("left")
+    finally:
+        left.kill()
+        left.wait()
 
 
 def test_a_folder_that_another_host_is_just_making_is_left_alone(tmp_path: Path) -> None:

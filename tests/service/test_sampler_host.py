@@ -29,6 +29,7 @@ from shared.leases import SamplerKey, WorkerRecord
 from shared.paths import HostPaths
 from shared.settings import Settings
 from shared.store import open_store
+from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.workflows.stand_in import wait_until
 
 
@@ -78,15 +79,11 @@ def sampler_host(settings: Settings) -> Iterator[subprocess.Popen]:
     """In a process of its own."""
     environment = {"LONGSHORE_TEMPORAL_ADDRESS": settings.temporal_address, "LONGSHORE_SHAPE": settings.shape}
     command = [sys.executable, "-m", "service.host", "--role", "sampler", "--root", str(settings.root)]
-    host = subprocess.Popen(command, env={**os.environ, **environment})
+    host = subprocess.Popen(command, env={**os.environ, **TELLS_WHERE_IT_STANDS, **environment})
     try:
         yield host
     finally:
-        host.terminate()
-        try:
-            host.wait(30)
-        finally:
-            host.kill()
+        end(host)
 
 
 async def granted(handle: WorkflowHandle) -> LeaseGrant:

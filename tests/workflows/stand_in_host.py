@@ -1,6 +1,7 @@
 """A gpu host in a process of its own, with stand-in workers: `python -m tests.workflows.stand_in_host STEP_S`."""
 
 import asyncio
+import os
 import signal
 import sys
 
@@ -17,3 +18,4 @@ async def main(step_s: float) -> None:
 
 if __name__ == "__main__":
     asyncio.run(main(float(sys.argv[1])))
+    os._exit(0)  # as service/host.py: the SDK's threads may hang in an interpreter that is being taken down
