@@ -37,7 +37,7 @@ class RecordResult:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    @activity.defn(name="record_result")
+    @activity.defn(name="record_result", no_thread_cancel_exception=True)
     def record_result(self, status: RunStatus) -> Recorded:
         store = open_store(self._settings.store, self._settings.s3)
         key = RunKeys(status.run_id).result
@@ -45,7 +45,7 @@ class RecordResult:
             store.put_bytes(key, status.model_dump_json(indent=1).encode())
         return Recorded(uri=f"{store.uri}/{key}")
 
-    @activity.defn(name="reopen")
+    @activity.defn(name="reopen", no_thread_cancel_exception=True)
     def reopen(self, request: ReopenRequest) -> Reopened:
         """A resumed run has no result until it ends again; the one that it had is kept beside."""
         store, keys = open_store(self._settings.store, self._settings.s3), RunKeys(request.run_id)

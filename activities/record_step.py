@@ -40,12 +40,12 @@ class Recovered(Frozen):
 
 
 class RecordStep:
-    """Writes a step's record, and finds the last ones again."""
+    """Writes a step's record, and finds the last ones again. A cancellation, which beats bring, cuts neither in two."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    @activity.defn(name="record_step")
+    @activity.defn(name="record_step", no_thread_cancel_exception=True)
     def record_step(self, request: StepRecordRequest) -> None:
         """The record, then its key's: a key that is found has a whole record."""
         with beating():
@@ -55,7 +55,7 @@ class RecordStep:
             if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
                 store.put_if_absent(keys.step_key(request.step.key), data)
 
-    @activity.defn(name="recover_steps")
+    @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
     def recover_steps(self, request: RecoverRequest) -> Recovered:
         """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
         with beating():

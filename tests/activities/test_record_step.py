@@ -1,8 +1,10 @@
 """The record of train steps: what a run without a history goes on from, and what must not be gone on from."""
 
+import time
 from pathlib import Path
 
 import pytest
+from temporalio.testing import ActivityEnvironment
 
 from activities.checkpoints import newest, own
 from activities.record_step import RecordStep, RecoverRequest, StepRecordRequest
@@ -10,7 +12,7 @@ from shared.jobs import Fence, JobPlan, Lora, PackedData, Schedule
 from shared.paths import RunKeys
 from shared.runs import CheckpointRef, StepStatus
 from shared.settings import Settings
-from shared.store import ObjectStore, open_store
+from shared.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
 
 RUN = "r1"
@@ -108,3 +110,20 @@ def test_what_the_job_before_left_is_not_this_jobs_own(store: ObjectStore, tmp_p
     later = first.model_copy(update={"first_step": 4, "initial_checkpoint": before.artifact})
     assert own(first, before) == before
     assert (own(later, before), own(later, after), own(later, None)) == (None, after, None)
+
+
+def test_a_cancellation_cuts_no_record_in_two(
+    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the step would stand without its key, and whoever sends the key again would have it trained twice."""
+    environment, put_bytes = ActivityEnvironment(), LocalStore.put_bytes
+
+    def put_while_cancelled(self: LocalStore, key: str, data: bytes) -> None:
+        put_bytes(self, key, data)
+        environment.cancel()
+        time.sleep(0.1)  # an exception reaches a thread between two of its instructions
+
+    monkeypatch.setattr(LocalStore, "put_bytes", put_while_cancelled)
+    step = StepStatus(step=1, key="k", groups="g", state="done")
+    environment.run(RecordStep(settings).record_step, StepRecordRequest(run_id=RUN, step=step))
+    assert store.get_bytes(RunKeys(RUN).step_key("k")) == store.get_bytes(RunKeys(RUN).step(1))
