@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
+# Of one request: from its last byte to the answer's first, and how often it is made.
+TIMEOUT_S, ATTEMPTS = 600.0, 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 # vLLM would take these from the model's generation_config.json, and draw from another distribution.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -63,7 +65,9 @@ class Sampler:
     Every method raises InvalidInput for what the server refuses (4xx) and SamplerUnavailable for what passes.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0, attempts: int = 5) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S, attempts: int = ATTEMPTS
+    ) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult
 from pydantic import Field
 
 from activities.http_source import checked, resolve, shown
-from activities.sampler_client import Sampler
+from activities.sampler_client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerProcess
 from shared.completions import SamplerReady
@@ -108,7 +108,7 @@ class Samplers:
 
 
 @contextmanager
-def connected(worker: WorkerProcess, timeout_s: float = 600.0, attempts: int = 5) -> Iterator[OpenSampler]:
+def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int = ATTEMPTS) -> Iterator[OpenSampler]:
     """A sampler process of this host, asked as the client's arguments say. Raises WorkerLost when it has left."""
     try:
         ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())

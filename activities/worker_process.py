@@ -91,6 +91,9 @@ class WorkerProcess:
 
         Args:
             polite: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
+
+        Raises:
+            OSError: some live on, killed or not.
         """
         if polite and isinstance(self.key, WorkerKey) and self.is_alive():
             with contextlib.suppress(OSError):  # no space for the file: then it is ended unasked

@@ -7,7 +7,7 @@ from shared.settings import Settings
 
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
-# Of its silence: a host that lives takes a job at once.
+# A host that lives takes a job at once; one that has not by so many heartbeat timeouts is taken for dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +40,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 # Behind hypothesis, which repeats the same examples there. Where pytest sees these it compares whatever is unequal line
-# by line: a minute for 6 KB of bytes, and an adapter has 39.
+# by line: half a minute for 6 KB of bytes, and an adapter has 39.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
 
@@ -140,6 +142,15 @@ def s3_server() -> Iterator[S3Server]:
     boto3.client("s3", endpoint_url=endpoint_url).create_bucket(Bucket="longshore")
     yield S3Server(endpoint_url, "longshore", S3Settings(endpoint_url=endpoint_url, region="us-east-1"))
     server.stop()
+
+
+@pytest.fixture
+def chance(record_property: Callable[[str, object], None]) -> random.Random:
+    """Chance that can be repeated: its seed is printed and on record."""
+    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
+    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
+    record_property("seed", seed)
+    return random.Random(seed)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Activities on the control queue, as every run's workflow calls them."""
 
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
@@ -16,23 +17,31 @@ with workflow.unsafe.imports_passed_through():
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
-async def do(name: str, request: Frozen, answer: type[Answer], retry: RetryPolicy = policies.RETRY) -> Answer:
+async def do(
+    name: str,
+    request: Frozen,
+    answer: type[Answer],
+    retry: RetryPolicy = policies.RETRY,
+    within: timedelta = policies.DATA_TIMEOUT,
+) -> Answer:
     """One piece of work, retried a bounded number of times."""
-    result: Answer = await _execute(name, request, answer, retry)
+    result: Answer = await _execute(name, request, answer, retry, within)
     return result
 
 
 async def check(name: str, subject: Frozen) -> None:
     """Something looked at before it is used. Only an error is said of it."""
-    await _execute(name, subject, None, policies.RETRY)
+    await _execute(name, subject, None, policies.RETRY, policies.DATA_TIMEOUT)
 
 
-async def _execute(name: str, request: Frozen, answer: type[BaseModel] | None, retry: RetryPolicy) -> Any:
+async def _execute(
+    name: str, request: Frozen, answer: type[BaseModel] | None, retry: RetryPolicy, within: timedelta
+) -> Any:
     return await workflow.execute_activity(
         name,
         request,
         result_type=answer,
-        start_to_close_timeout=policies.DATA_TIMEOUT,
+        start_to_close_timeout=within,
         heartbeat_timeout=policies.DATA_HEARTBEAT,
         retry_policy=retry,
     )
@@ -40,23 +49,10 @@ async def _execute(name: str, request: Frozen, answer: type[BaseModel] | None, r
 
 async def record(name: str, request: Frozen) -> None:
     """Put something on record in the store: small, and tried for as long as a store may be away."""
-    await workflow.execute_activity(
-        name,
-        request,
-        start_to_close_timeout=policies.RECORD_TIMEOUT,
-        heartbeat_timeout=policies.DATA_HEARTBEAT,
-        retry_policy=policies.RECORD_RETRY,
-    )
+    await _execute(name, request, None, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
 
 
 async def reopen(run_id: str) -> RunStatus | None:
     """Take away the result of a run that goes on. Returns how it had ended, if it had."""
-    reopened: Reopened = await workflow.execute_activity(
-        "reopen",
-        ReopenRequest(run_id=run_id),
-        result_type=Reopened,
-        start_to_close_timeout=policies.RECORD_TIMEOUT,
-        heartbeat_timeout=policies.DATA_HEARTBEAT,
-        retry_policy=policies.RECORD_RETRY,
-    )
-    return reopened.status
+    request = ReopenRequest(run_id=run_id)
+    return (await do("reopen", request, Reopened, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)).status

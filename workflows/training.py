@@ -16,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs import JobPlan
     from shared.leases import WorkerKey
     from shared.runs import CheckpointRef, Problem, Start
-    from workflows import policies
+    from workflows import control, policies
     from workflows.interruption import Work
     from workflows.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunCancelled, RunFailed
@@ -116,14 +116,8 @@ class Training:
 
     async def _find_checkpoint(self, plan: JobPlan) -> bool:
         """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
-        point: ResumePoint = await workflow.execute_activity(
-            "find_checkpoint",
-            FindCheckpointRequest(run_id=self.start.run_id),
-            result_type=ResumePoint,
-            start_to_close_timeout=policies.RECORD_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.PATIENT,
-        )
+        request = FindCheckpointRequest(run_id=self.start.run_id)
+        point = await control.do("find_checkpoint", request, ResumePoint, policies.PATIENT, policies.RECORD_TIMEOUT)
         step_before = self._found.step if self._found else plan.first_step
         self._found = self.checkpoint = own(plan, point.checkpoint)
         self._last_epoch = max(self.epoch, point.last_epoch)

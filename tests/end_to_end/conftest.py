@@ -1,10 +1,7 @@
 """One stack a session, patient enough for a loaded machine and quick to notice a death."""
 
 import json
-import os
-import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,15 +30,6 @@ LETTERS = {
     "name": "letters",
     "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
 }
-
-
-@pytest.fixture
-def chance(record_property: Callable[[str, object], None]) -> random.Random:
-    """Chance that can be repeated: its seed is printed and on record."""
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or time.time())
-    print(f"seed {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
-    record_property("seed", seed)
-    return random.Random(seed)
 
 
 @pytest.fixture(scope="session")

@@ -436,17 +436,14 @@ async def test_a_terminated_run_gives_its_worker_back(stack: Stack) -> None:
 
 
 @pytest.mark.slow
-async def test_random_kills_of_workers_and_hosts_change_no_bit(stack: Stack) -> None:
-    seed = int(os.environ.get("LONGSHORE_TEST_SEED") or random.randrange(10**6))
-    print(f"seed of the kills: {seed} (LONGSHORE_TEST_SEED={seed} repeats it)")
-    kills = random.Random(seed)
+async def test_random_kills_of_workers_and_hosts_change_no_bit(stack: Stack, chance: random.Random) -> None:
     host = stack.spawn_gpu_host(step_s=0.02)
     timing = RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=3, max_losses=10)
     handle = await stack.start(steps=300, checkpoint_every=10, timing=timing)
     num_kills = 0
     while num_kills < 6 and (await handle.query(SFTWorkflow.status)).state == "running":
-        await asyncio.sleep(kills.uniform(0.0, 3.0))
-        if kills.random() < 0.5:
+        await asyncio.sleep(chance.uniform(0.0, 3.0))
+        if chance.random() < 0.5:
             host.kill()
             host.wait()
             host = stack.spawn_gpu_host(step_s=0.02)
