@@ -6,9 +6,10 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -26,6 +27,7 @@ from service.database.engine import open_database
 from service.database.rebuild import rebuild
 from service.description import DescribedApp
 from service.edge import LOOPBACK_NAMES, Edge
+from service.listening import config
 from service.native_api import graders as grader_api
 from service.native_api import run_files as run_files_api
 from service.native_api import runs as native_api
@@ -41,6 +43,7 @@ from service.openai_api import uploads as openai_uploads
 from service.openai_api.job_events import JobEvents
 from service.page import pages
 from shared.errors import LongshoreError
+from shared.paths import private_folder
 from shared.settings import Settings
 from shared.store import open_store
 
@@ -181,6 +184,7 @@ async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[obj
 def main() -> None:
     """Serve until SIGTERM."""
     import uvicorn
+    from uvicorn.main import STARTUP_FAILURE
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -191,21 +195,19 @@ def main() -> None:
     hosts = arguments.allow_host
     if hosts is None and arguments.host not in LOOPBACK_NAMES:
         hosts = ["*"]  # DNS rebinding is a danger to services that only this machine can reach
-    app = create_app(allowed_hosts=hosts)
+    settings = Settings()
+    app = create_app(settings, hosts)
     # Two hundred thousand objects that live as long as the process: looking through them again and again for garbage
     # would let every request wait for a tenth of a second.
     gc.collect()
     gc.freeze()
-    uvicorn.run(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        http="h11",  # httptools, which uvicorn would take where it is installed, reads headers without end
-        access_log=False,  # the edge logs, with request ids
-        log_config=None,
-        server_header=False,
-        timeout_graceful_shutdown=3,
-    )
+    private_folder(settings.root_path)
+    served = config(app, settings, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=3)
+    server = uvicorn.Server(served)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        sys.exit(STARTUP_FAILURE)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What every request passes before an API sees it: a request id, Host header, key, rate and size; and the audit log."""
 
+import asyncio
 import logging
 import math
 import re
 import secrets
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from urllib.parse import urlencode
 
@@ -32,6 +34,10 @@ OPEN_PATHS = ("/health", "/api/v1/health", *pages.OPEN_PATHS)
 _LOOKS = ("GET", "HEAD")
 UPLOAD_PATHS = re.compile(r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs")
 _LONGEST_PATH = 2048
+_RECHECK_S = 2.0  # a key that was revoked takes its answers with it: those that are still waited for, and streams
+_SILENCE_S = 30.0  # of a client in the middle of a body
+_BODY_S = 60.0  # for a body, and beyond that as long as it takes at the slowest rate that is waited for
+_SLOWEST_BYTES_PER_S = 16 << 10
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _KEY_UNKNOWN = "this API key is not known here, was revoked, or has expired"
 _SESSION_OVER = "this session has ended, or its key has: sign in again"
@@ -81,12 +87,46 @@ class Edge:
             return
         body = _LimitedBody(receive, self._limit(scope))
         try:
-            await self._app(scope, body.receive, exchange.send)
+            await self._app(scope, body.receive, self._while_known(scope, headers, exchange))
+        except _NoLongerKnown:
+            await self._end(exchange, scope, receive)
         except Exception as error:  # the last edge: whatever gets here has no handler, or its answer had begun
             logger.error("%s failed", exchange, exc_info=error)
             if not exchange.begun:
                 text = "the service failed; its log has the reason under this answer's x-request-id"
                 await problems.answer(500, text, path=scope["path"])(scope, receive, exchange.send)
+
+    def _while_known(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Send:
+        """Sends as long as who asks is still known: what is streamed or waited for outlives its first look."""
+        if "principal" not in scope["state"]:
+            return exchange.send
+        checked_at = time.monotonic()
+
+        async def send(message: Message) -> None:
+            nonlocal checked_at
+            # Pieces of a stream are few, and looked at one by one; those of a file come by the thousand.
+            if exchange.is_event_stream or time.monotonic() - checked_at > _RECHECK_S:
+                with suppress(DatabaseUnavailable):  # then the last answer stands
+                    if await self._principal(headers) is None:
+                        raise _NoLongerKnown
+                checked_at = time.monotonic()
+            await exchange.send(message)
+
+        return send
+
+    async def _end(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
+        """Of a stream the connection is closed: it has no end of its own, and whoever comes again is told why."""
+        logger.info("%s: its key or session ended under it", exchange)
+        if not exchange.begun:
+            text = "the key or session that asked has ended meanwhile"
+            refusal = problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=scope["path"])
+            await refusal(scope, receive, exchange.send)
+
+    async def _principal(self, headers: Headers) -> Principal | None:
+        """Who asks; None for nobody that is known, or no longer. Raises DatabaseUnavailable."""
+        if token := _session_token(headers):
+            return await self._sessions.find(token)
+        return await self._keys.find(headers.get("authorization"))
 
     async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
         """Why a request goes no further, as an answer. Puts who asks into the request's state."""
@@ -94,14 +134,12 @@ class Edge:
         if self._hosts is not None and host not in self._hosts:
             return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
         if path not in OPEN_PATHS and not path.startswith(f"{pages.STATIC}/"):
-            token = "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+            token = _session_token(headers)
             if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
                 return problems.answer(403, text, path=path)
             try:
-                principal = await (
-                    self._sessions.find(token) if token else self._keys.find(headers.get("authorization"))
-                )
+                principal = await self._principal(headers)
             except DatabaseUnavailable as error:
                 return problems.answer(503, str(error), headers={"retry-after": "2"}, path=path)
             if principal is None:
@@ -134,6 +172,7 @@ class _Exchange:
         self._audit = audit_log
         self._touched = audit.begin()
         self.begun = False
+        self.is_event_stream = False
 
     def __str__(self) -> str:
         return f"{self._request_id} {self._scope['method']} {self._scope['path']}"
@@ -142,6 +181,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.begun = True
             headers = MutableHeaders(scope=message)
+            self.is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
             headers["x-request-id"] = self._request_id
             # What a browser opens of ours is what it says that it is, and runs nothing; pages say what they run.
             headers.setdefault("x-content-type-options", "nosniff")
@@ -169,20 +209,41 @@ class _Exchange:
 
 
 class _LimitedBody:
-    """Counts a body that does not say its length."""
+    """Counts a body that does not say its length, and waits for it as long as it comes at a bearable rate."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
         self._limit = limit
         self._num_bytes = 0
+        self._begin = time.monotonic()
+        self._is_whole = False
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        if self._is_whole:  # what comes now is the client's hanging up, whenever that is
+            return await self._receive()
+        left_s = self._begin + _BODY_S + self._num_bytes / _SLOWEST_BYTES_PER_S - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, min(left_s, _SILENCE_S))):
+                message = await self._receive()
+        except TimeoutError:
+            self._is_whole = True
+            text = f"the body did not come: {self._num_bytes} bytes in {time.monotonic() - self._begin:.0f} s"
+            raise HTTPException(408, text, headers={"connection": "close"}) from None
+        self._is_whole = not message.get("more_body", False)
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
             # FastAPI takes any other exception from here for a body that is broken.
             raise HTTPException(413, f"the body is larger than the {self._limit} bytes that are taken here")
         return message
+
+
+class _NoLongerKnown(Exception):
+    """The key or session that asked was good when it asked."""
+
+
+def _session_token(headers: Headers) -> str:
+    """The page's session, of a request that shows no key."""
+    return "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
 def _unknown(authorization: str | None) -> str:

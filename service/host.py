@@ -32,7 +32,7 @@ from activities.samplers import Samplers
 from activities.signals import WorkflowSignals
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerCommand, torchrun
-from shared.paths import HostPaths
+from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
 from shared.store import open_store
 from workflows.policies import completion_queue
@@ -301,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(root=given.root) if given.root else Settings()
+    private_folder(settings.root_path)
     _share_free_memory()
     asyncio.run(_main(given.role, settings))
 

@@ -74,7 +74,7 @@ class ForeignErrorBody(Frozen):
 _NO_HTTP = {"text/plain": {"schema": {"type": "string"}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "content": _NO_HTTP},
-    **{code: {"model": ErrorBody} for code in (401, 403, 404, 409, 413, 422, 429, 503, 507)},
+    **{code: {"model": ErrorBody} for code in (401, 403, 404, 408, 409, 413, 422, 429, 503, 507)},
 }
 """What the description of each operation of the native API says of errors."""
 FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -92,6 +92,7 @@ _BY_STATUS = {
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    408: "timeout",
     409: "conflict",
     413: "too_large",
     422: "invalid_input",

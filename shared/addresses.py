@@ -3,19 +3,34 @@
 import ipaddress
 import socket
 
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that is routed (RFC 4291, 2.4). Whatever else IPv6 has or had is local: site-local, IPv4-compatible, SIIT, ..."""
+_MAPPED = ipaddress.ip_network("::ffff:0:0/96")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_ISATAP = (0x00005EFE, 0x02005EFE)
+"""The upper half of an interface id that ends in an IPv4 address (RFC 5214, 6.1)."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet, and so is every IPv4 address that it wraps."""
+    """Whether an IP address is on the public internet, and so is every IPv4 address that it carries."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        wrapped = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in _NAT64:
-            wrapped.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-        if any(inner is not None for inner in wrapped):
-            return all(is_public(str(inner)) for inner in wrapped if inner is not None)
-    return ip.is_global and not ip.is_multicast
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip.is_global and not ip.is_multicast
+    carried = _carried(ip)
+    if ip in _MAPPED or ip in _NAT64:
+        return all(map(is_public, carried))
+    # Transition prefixes are not global by themselves: what they carry decides.
+    is_global = ip.is_global or ip.sixtofour is not None or ip.teredo is not None
+    return ip in _GLOBAL_UNICAST and is_global and all(map(is_public, carried))
+
+
+def _carried(ip: ipaddress.IPv6Address) -> list[str]:
+    """The IPv4 addresses in an IPv6 one to which a gateway, a tunnel or this machine's own stack would send."""
+    found = [ip.sixtofour, *(ip.teredo or ())]
+    last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    if ip in _MAPPED or ip in _NAT64 or (int(ip) >> 32) & 0xFFFFFFFF in _ISATAP:
+        found.append(last)
+    return [str(inner) for inner in found if inner is not None]
 
 
 def is_plainly_private(host: str) -> bool:

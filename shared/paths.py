@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ from typing import BinaryIO
 
 from shared.jobs import Fence
 from shared.models import Frozen
+
+logger = logging.getLogger("longshore.paths")
 
 MANIFEST = "manifest.json"
 
@@ -300,6 +304,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder, and close it to other users: runs, datasets and webhooks' secrets are its owner's own.
+
+    One that is shared by its nature (/tmp) or that is another's is left as it is, with a warning.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if not found.st_mode & 0o077:
+        return
+    if found.st_mode & stat.S_ISVTX or found.st_uid != os.geteuid():
+        logger.warning("other users of this machine may look into %s, which holds runs and datasets", folder)
+        return
+    folder.chmod(0o700)
 
 
 def fsync_folder(folder: Path) -> None:

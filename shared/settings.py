@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, SecretStr, field_validator
+from pydantic import BaseModel, Field, IPvAnyNetwork, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 KernelPolicy = Literal["auto", "strict", "torch"]
@@ -131,6 +131,9 @@ class Settings(BaseSettings):
     )
     quotas: QuotaSettings = QuotaSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()
+    trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(
+        default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
+    )
     audit_days: float = Field(default=90.0, gt=0, description="how long the service's audit log goes back")
 
     shape: str = Field(

@@ -29,6 +29,7 @@ from service.dev.children import MARK, Child, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.problems import DevError
+from shared.paths import private_folder
 from shared.settings import Settings
 
 TEMPORAL_PORT, UI_PORT, API_PORT = 7233, 8233, 8484
@@ -207,7 +208,7 @@ def banner(connection: Connection) -> str:
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """Hold the root's lock, with our pid in it."""
-    _make_root(root)
+    private_folder(root)
     with _lock_file(root).open("a+") as file:
         if not _try_lock(file.fileno()):
             raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")
@@ -215,11 +216,6 @@ def _locked(root: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-def _make_root(root: Path) -> None:
-    """Runs, datasets and webhooks' secrets are the user's own, also on a machine that others use."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def supervisor(root: Path) -> psutil.Process | None:
@@ -257,7 +253,7 @@ def detach(root: Path, api_port: int | None = None, timeout_s: float = 60.0) -> 
     """
     if supervisor(root) is not None:
         raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")
-    _make_root(root)
+    private_folder(root)
     log = root / "logs" / "dev.log"
     log.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-P", "-m", "service.dev.supervisor", "--root", str(root)]

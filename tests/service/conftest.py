@@ -30,6 +30,7 @@ from service.app import create_app
 from service.database.engine import open_database
 from service.database.rebuild import rebuild
 from service.host import webhook_worker
+from service.listening import config
 from shared.artifacts import seal, upload
 from shared.paths import published_version, version_claim
 from shared.settings import DownloadSettings, RateLimitSettings, Settings
@@ -139,10 +140,8 @@ def serving(settings: Settings, port: int = 0) -> Iterator[Service]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
-        create_app(settings.model_copy(update={"api_key": KEY})), log_config=None, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
+    app = create_app(settings.model_copy(update={"api_key": KEY}))
+    server = uvicorn.Server(config(app, settings, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -68,6 +68,7 @@ class Dev:
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
     dev = Dev(tmp_path_factory.mktemp("dev") / "root")
+    dev.root.mkdir(mode=0o755)  # as one of an older Longshore may be
     try:
         started = dev.cli("dev", "--detach")
         assert started.code == 0, started

@@ -1,5 +1,7 @@
 """Which hosts a user may name without reaching into our own network."""
 
+import ipaddress
+
 import pytest
 
 from shared.addresses import is_plainly_private, is_public
@@ -17,7 +19,30 @@ def test_private_addresses(address) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:2800:220:1::1", "::ffff:8.8.8.8"])
+@pytest.mark.parametrize("inner", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.1.1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "::{}", "::ffff:{}", "::ffff:0:{}", "64:ff9b::{}", "64:ff9b:1::{}", "64:ff9b:1:7f00:0:1::", "fec0::{}",
+        "2606:2800:220:1:0:5efe:{}", "2606:2800:220:1:200:5efe:{}", "2002:{hex}::1", "2002:{hex}:1:2:3:4:5",
+        "2001:0:{hex}::1", "2001:0:808:808:0:0:{flipped}",
+    ],
+)  # fmt: skip
+def test_no_form_of_ipv6_carries_a_private_ipv4_address(form: str, inner: str) -> None:
+    number = int(ipaddress.IPv4Address(inner))
+    flipped = number ^ 0xFFFFFFFF
+    address = form.format(
+        inner, hex=f"{number >> 16:x}:{number & 0xFFFF:x}", flipped=f"{flipped >> 16:x}:{flipped & 0xFFFF:x}"
+    )
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["fec0::1", "feff::1", "4000::1", "100::1", "::8.8.8.8", "64:ff9b:1::808:808"])
+def test_only_global_unicast_is_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808"])
 def test_public_addresses(address) -> None:
     assert is_public(address)
 

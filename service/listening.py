@@ -1,0 +1,78 @@
+"""How uvicorn listens: a client that owes bytes is hung up on after a while, and proxies are believed if they are named."""
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shared.settings import Settings
+
+HEADERS_S = 20.0
+"""From the first byte of a request, or from the connection, to the end of its headers."""
+
+
+class BoundedH11(H11Protocol):
+    """uvicorn's HTTP/1.1, whose own timeout holds only between two requests, until the first byte of the next one.
+
+    While an application reads a body, how slow it may be is the edge's affair.
+    """
+
+    _owed: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Begin to wait for what is owed, once: bytes that drip in do not prolong it."""
+        if not self._client_owes:
+            self._disarm()
+        elif self._owed is None and not self.transport.is_closing():
+            self._owed = self.loop.call_later(HEADERS_S, self.transport.abort)
+
+    @property
+    def _client_owes(self) -> bool:
+        """Whether nobody works on this connection, and the client has begun something."""
+        if self.conn.their_state is h11.IDLE:
+            return self.cycle is None or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
+
+    def _disarm(self) -> None:
+        if self._owed is not None:
+            self._owed.cancel()
+            self._owed = None
+
+
+def config(app: FastAPI, settings: Settings, **options: Any) -> uvicorn.Config:
+    """uvicorn's settings for our service.
+
+    Args:
+        options: uvicorn's own, such as `host` and `port`.
+    """
+    return uvicorn.Config(
+        app,
+        http=BoundedH11,  # httptools, which uvicorn would take where it is installed, reads headers without end
+        ws="none",
+        # X-Forwarded-For is what its sender likes: only named proxies are taken at their word.
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=[str(network) for network in settings.trusted_proxies],
+        access_log=False,  # the edge logs, with request ids
+        log_config=None,
+        server_header=False,
+        **options,
+    )

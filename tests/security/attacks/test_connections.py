@@ -1,0 +1,160 @@
+"""What a connection holds and for how long: slow headers and bodies, a stream of a key that is gone, forged addresses."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service import edge, listening
+from shared.settings import RateLimitSettings, Settings
+from tests.security.belongings import Belongings
+from tests.security.conftest import client
+from tests.service.conftest import Service, serving, wait_until
+
+_SOON_S = 0.4
+_PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service's own deadlines, made short."""
+    monkeypatch.setattr(listening, "HEADERS_S", _SOON_S)
+    monkeypatch.setattr(edge, "_BODY_S", _SOON_S)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n",
+        # A whole request, and then half of another on the same connection.
+        b"GET /static/page.css HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\nGET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n",
+        # A body that nobody reads, because its sender is not known.
+        b"POST /api/v1/files?name=a HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n\r\n",
+    ],
+    ids=["nothing", "half a header", "half a header after a request", "half a body without a key"],
+)
+def test_a_client_that_drips_is_hung_up_on(service: Service, before: bytes) -> None:
+    assert _hung_up(service, before)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("path", ["/api/v1/runs/sft", "/api/v1/files?name=slow.jsonl", "/v1/chat/completions"])
+def test_a_body_that_drips_is_answered_and_hung_up_on(service: Service, belongings: Belongings, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {belongings.key}\r\n"
+    body = "content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+    answer = _hung_up(service, (head + body).encode())
+    assert answer.startswith(b"HTTP/1.1 408"), answer
+    assert b"the body did not come" in answer
+
+
+def _hung_up(service: Service, before: bytes) -> bytes:
+    """What is answered to a client that goes on byte by byte, until nobody listens any more."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=0.05) as connection:
+        connection.sendall(before)
+        end = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end:
+            try:
+                if before:
+                    connection.sendall(b"x")
+                if not (piece := connection.recv(1 << 16)):
+                    return found or b"closed"
+                found += piece
+            except TimeoutError:
+                continue
+            except OSError:
+                return found or b"closed"
+    pytest.fail(f"the connection is open after {_PATIENCE_S:g} s; it was answered {found[:200]!r}")
+
+
+def test_a_stream_ends_with_its_key(service: Service, belongings: Belongings, owner: httpx.Client) -> None:
+    made = owner.post("/api/v1/keys", json={"scopes": ["read"]}).json()
+    lines, opened = [], threading.Event()
+
+    def listen() -> None:
+        path = f"/api/v1/runs/{belongings.ids['run_id']}/events"
+        with client(service, made["key"]) as asking:
+            with asking.stream("GET", path, headers={"accept": "text/event-stream"}) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    opened.set()
+
+    listener = threading.Thread(target=_ignoring, args=(listen,), daemon=True)
+    listener.start()
+    assert opened.wait(_PATIENCE_S)
+    assert owner.delete(f"/api/v1/keys/{made['key_id']}").status_code == 200
+    heard = len(lines)
+    listener.join(_PATIENCE_S)
+    assert not listener.is_alive(), "the stream goes on"
+    assert lines[heard + 2 :] == []  # one may have been on its way, and it has an empty line behind it
+
+
+def test_what_is_waited_for_is_not_told_to_a_key_that_is_gone(
+    service: Service, belongings: Belongings, owner: httpx.Client
+) -> None:
+    made = owner.post("/api/v1/keys", json={"scopes": ["read"]}).json()
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with client(service, made["key"]) as asking:
+            path = f"/api/v1/runs/{belongings.ids['run_id']}/events"
+            answers.append(asking.get(path, params={"wait_s": 4}))
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    # Used: the service has let it in.
+    wait_until(lambda: _last_used(owner, made["key_id"]), "the key is used")
+    owner.delete(f"/api/v1/keys/{made['key_id']}")
+    asker.join(_PATIENCE_S)
+    assert [answer.status_code for answer in answers] == [401]
+
+
+def _last_used(owner: httpx.Client, key_id: str) -> float | None:
+    return next(key["last_used_at"] for key in owner.get("/api/v1/keys").json() if key["key_id"] == key_id)
+
+
+def _ignoring(listen) -> None:
+    try:
+        listen()
+    except httpx.HTTPError:
+        pass
+
+
+@pytest.mark.parametrize("trusted", [(), ("127.0.0.1",)], ids=["no proxy is named", "the proxy is named"])
+def test_a_forged_address_buys_no_further_tries(
+    temporal_address: str, tmp_path: Path, trusted: tuple[str, ...]
+) -> None:
+    limits = RateLimitSettings(sign_ins_per_min=0.001, sign_in_burst=3)
+    settings = Settings(
+        root=tmp_path, temporal_address=temporal_address, rate_limit=limits, trusted_proxies=list(trusted)
+    )
+    with serving(settings) as service, httpx.Client(base_url=service.url, trust_env=False) as stranger:
+        seen = [
+            stranger.post(
+                "/login", data={"key": f"ls-{i:012x}-guess"}, headers={"x-forwarded-for": f"9.9.9.{i}"}
+            ).status_code
+            for i in range(5)
+        ]
+    assert seen == ([401] * 5 if trusted else [401] * 3 + [429] * 2)
+
+
+@pytest.mark.parametrize("command", [("service.app", "--port", "0"), ("service.host", "--role", "control")])
+def test_a_root_that_others_may_look_into_is_closed(tmp_path: Path, command: tuple[str, ...]) -> None:
+    root = tmp_path / "root"
+    root.mkdir(mode=0o755)
+    environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_TEMPORAL_ADDRESS": "127.0.0.1:1"}
+    process = subprocess.Popen([sys.executable, "-m", *command], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: stat.S_IMODE(root.stat().st_mode) == 0o700, "the root is closed", timeout_s=60)
+    finally:
+        process.kill()
+        process.wait()
