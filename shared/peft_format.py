@@ -14,24 +14,37 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 
 
-class _Config(BaseModel):
-    """Plain LoRA on our linears; a field that would change the computation has one value that is taken."""
+# Written by PEFT beside what is computed, and without a say in it once the weights are there. Dropout is of training,
+# which goes by the run's own settings; the configs of initialisations are read by those alone (see _Config).
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
+        *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+    }
+)
 
-    model_config = ConfigDict(extra="ignore")
+
+class _Config(BaseModel):
+    """Plain LoRA on our linears. PEFT 0.21 has three dozen fields more: those that are on are refused (_switched_on).
+
+    PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
+    adapter is loaded, and MiCA trains one matrix alone.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     peft_type: Literal["LORA"]
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
     target_modules: tuple[Linear, ...] = Field(min_length=1)
-    bias: Literal["none"] = "none"
-    use_rslora: Literal[False] = False
-    use_dora: Literal[False] = False
-    fan_in_fan_out: Literal[False] = False
-    lora_bias: Literal[False] = False
-    modules_to_save: None = None
-    layers_to_transform: None = None
-    rank_pattern: dict[str, Any] = Field(default={}, max_length=0)
-    alpha_pattern: dict[str, Any] = Field(default={}, max_length=0)
+    init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
+
+
+def _switched_on(config: _Config) -> list[str]:
+    """The fields, of this PEFT or of any to come, that ask for more than plain LoRA."""
+    more = (config.model_extra or {}).items()
+    return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
 
 
 def config_of(lora: Lora) -> dict[str, object]:
@@ -60,7 +73,15 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
         read = _Config.model_validate(config)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc']))} cannot be used: {first['msg']}", place) from error
+        field, given = (
+            ".".join(map(str, first["loc"])),
+            "" if first["type"] == "missing" else f" = {first['input']!r:.80}",
+        )
+        raise InvalidInput(f"{field}{given} cannot be used: {first['msg']}", place) from error
+    if fields := _switched_on(read):
+        value = (read.model_extra or {})[fields[0]]
+        rule = "only plain LoRA is computed, and what this field asks for would be ignored"
+        raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
     targets = tuple(name for name in LINEARS if name in read.target_modules)
     return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets)
 

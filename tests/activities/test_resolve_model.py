@@ -463,7 +463,7 @@ def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:
     ("changes", "reason"),
     [
         ({"peft_type": "IA3"}, "peft_type"),
-        ({"r": 0}, "adapter_config.json: r "),
+        ({"r": 0}, "adapter_config.json: r = 0 "),
         ({"r": 5}, "does not fit r=5"),
         ({"use_dora": True}, "use_dora"),
         ({"use_rslora": True}, "use_rslora"),
