@@ -1,4 +1,4 @@
-"""How uvicorn listens: a client that owes bytes is hung up on after a while, and proxies are believed if they are named."""
+"""How uvicorn listens: who owes bytes is hung up on after a while, and proxies are believed if they are named."""
 
 import asyncio
 from typing import Any
