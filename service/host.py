@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
@@ -19,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from temporalio.client import Client
+from temporalio.client import Client, Interceptor
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
@@ -32,6 +31,7 @@ from activities.samplers import Samplers
 from activities.signals import WorkflowSignals
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerCommand, torchrun
+from service.host_record import HostRecord
 from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
 from shared.store import open_store
@@ -59,7 +59,9 @@ _BEAT = timedelta(seconds=1)
 _log = logging.getLogger("longshore.host")
 
 
-async def connect(settings: Settings, patience_s: float = _CONNECT_PATIENCE_S) -> Client:
+async def connect(
+    settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
+) -> Client:
     """The Temporal server's client, as soon as the server answers.
 
     Raises:
@@ -73,6 +75,7 @@ async def connect(settings: Settings, patience_s: float = _CONNECT_PATIENCE_S) -
                 settings.temporal_address,
                 namespace=settings.temporal_namespace,
                 data_converter=pydantic_data_converter,
+                interceptors=interceptors,
             )
         except RuntimeError as error:
             if loop.time() > deadline:
@@ -164,10 +167,9 @@ def webhook_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
 
 
 def gpu_workers(
-    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool
+    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, host_queue: str
 ) -> tuple[Worker, Worker]:
-    """One lease at a time on the shape's queue, and its jobs on a queue of this host's own."""
-    host_queue = f"host-{uuid.uuid4().hex}"
+    """One lease at a time on the shape's queue, and its jobs on `host_queue`, this host's own."""
     store = open_store(settings.store, settings.s3)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     leases = _worker(client, settings.lease_queue, threads, 1, [Lease(pool, store, signals, host_queue).lease])
@@ -176,10 +178,14 @@ def gpu_workers(
 
 
 def sampler_workers(
-    client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, answers: Complete
+    client: Client,
+    settings: Settings,
+    threads: ThreadPoolExecutor,
+    pool: WorkerPool,
+    answers: Complete,
+    host_queue: str,
 ) -> tuple[Worker, Worker]:
-    """One lease at a time on the shape's sampler queue, and what is asked of it on a queue of this host's own."""
-    host_queue = f"host-{uuid.uuid4().hex}"
+    """One lease at a time on the shape's sampler queue, and what is asked of it on `host_queue`, this host's own."""
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     lease = LeaseSampler(pool, settings, signals, host_queue).lease_sampler
     leases = _worker(client, settings.sampler_queue, threads, 1, [lease])
@@ -225,8 +231,10 @@ def _worker(
 
 async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = torchrun) -> None:
     """Poll until `stopped`; then end what is in hand, and every worker process. `command` starts a gpu host's."""
-    client = await connect(settings)
     async with AsyncExitStack() as stack:
+        record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
+        client = await connect(settings, interceptors=[record])
+        await record.report_lost(client)
         match role:
             case "control":
                 threads = stack.enter_context(ThreadPoolExecutor(_CONTROL_THREADS))
@@ -239,14 +247,14 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(4))
                 pool = await _pool(stack, settings, command)
-                for worker in gpu_workers(client, settings, threads, pool):
+                for worker in gpu_workers(client, settings, threads, pool, record.queue):
                     await stack.enter_async_context(worker)
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
                 sampler = SamplerCommand(HostPaths(settings.root_path).cache, settings.s3)
                 pool = await _pool(stack, settings, sampler)
                 answers = stack.enter_context(closing(Complete(settings, Samplers(settings, pool))))
-                for worker in sampler_workers(client, settings, threads, pool, answers):
+                for worker in sampler_workers(client, settings, threads, pool, answers, record.queue):
                     await stack.enter_async_context(worker)
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()

@@ -248,10 +248,13 @@ def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
 
 
 class HostPaths:
-    """Local folders of one host: workers, the cache of staged artifacts, compiled kernels, and scratch."""
+    """Local folders of the hosts of one root: their records, workers, the cache of staged artifacts, compiled kernels,
+    and scratch.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.hosts = root / "hosts"
         self.workers = root / "workers"
         self.cache = root / "cache"
         self.compiled = root / "compiled"

@@ -5,21 +5,54 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from temporalio.client import Client
 
+from activities.download import Downloaded, DownloadRequest
 from service.host import connect, control_worker, serve
+from service.host_record import HostRecord
+from shared.runs import DatasetSource
 from shared.settings import Settings
 from tests.conftest import free_port
+from tests.ended import TELLS_WHERE_IT_STANDS, end
 
 
-def spawn(role: str, address: str, root: Path) -> subprocess.Popen:
-    environment = {**os.environ, "LONGSHORE_TEMPORAL_ADDRESS": address}
+def spawn(role: str, address: str, root: Path, **given: str) -> subprocess.Popen:
+    environment = {**os.environ, "LONGSHORE_TEMPORAL_ADDRESS": address, **given}
     command = [sys.executable, "-m", "service.host", "--role", role, "--root", str(root)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def spawned(role: str, address: str, root: Path, **given: str) -> Iterator[subprocess.Popen]:
+    host = spawn(role, address, root, **TELLS_WHERE_IT_STANDS, **given)
+    assert host.stderr is not None
+    drain = threading.Thread(target=host.stderr.read)
+    drain.start()
+    try:
+        yield host
+    finally:
+        end(host)
+        drain.join()
+
+
+@contextmanager
+def serving(answers: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    """A web server on loopback; its port."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("role", ["control", "gpu", "sampler"])
@@ -31,6 +64,54 @@ def test_a_host_leaves_when_it_is_told_to(role: str, temporal_address: str, tmp_
     host.send_signal(signal.SIGTERM)
     assert host.wait(15) == 0
     host.stderr.close()
+
+
+async def test_what_a_killed_control_host_had_in_hand_is_done_anew_at_once(
+    temporal_address: str, tmp_path: Path
+) -> None:
+    """The next host of its root tells of it: nobody waits for a heartbeat, of which there is none here."""
+    queue = f"control-{uuid.uuid4().hex[:6]}"
+    given = {"LONGSHORE_CONTROL_QUEUE": queue, "LONGSHORE_DOWNLOAD__ALLOW_PRIVATE_ADDRESSES": "1"}
+    asked, is_silent, ended = threading.Event(), True, threading.Event()
+
+    class Rows(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            if is_silent:
+                ended.wait(60)
+                return
+            self.send_response(200)
+            self.send_header("content-length", "3")
+            self.end_headers()
+            self.wfile.write(b"{}\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    client: Client = await connect(Settings(temporal_address=temporal_address))
+    with serving(Rows) as port, spawned("control", temporal_address, tmp_path, **given) as first:
+        source = DatasetSource(uri=f"http://127.0.0.1:{port}/rows.jsonl")
+        handle = await client.start_activity(
+            "download",
+            DownloadRequest(run_id="r1", split="train", source=source),
+            id=f"download-{queue}",
+            task_queue=queue,
+            start_to_close_timeout=timedelta(hours=1),
+            result_type=Downloaded,
+        )
+        assert await asyncio.to_thread(asked.wait, 60)
+        first.kill()
+        is_silent = False
+        ended.set()
+        with spawned("control", temporal_address, tmp_path, **given):
+            assert (await handle.result()).num_files == 1
+
+
+async def test_hosts_of_one_root_have_records_of_their_own(tmp_path: Path) -> None:
+    with HostRecord(tmp_path, "gpu") as first, HostRecord(tmp_path, "gpu") as second:
+        assert first.queue != second.queue
+    with HostRecord(tmp_path, "gpu") as next_one:
+        assert next_one.queue == first.queue
 
 
 async def test_a_server_that_does_not_answer_is_named() -> None:

@@ -11,19 +11,29 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from temporalio.api.enums.v1 import EventType
-from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
+from temporalio.client import (
+    ActivityFailureError,
+    Client,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+)
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.worker import Worker
 
 from activities.find_checkpoint import FindCheckpoint
+from activities.lease import LeaseRecord
 from activities.progress import ProgressReport
 from activities.publish import Publish
 from activities.record_result import RecordResult
 from activities.resolve_model import ModelRequest
+from activities.run_job import JobRequest
 from activities.worker_pool import WorkerPool
 from activities.worker_process import processes_of
 from service.host import _end_idle_workers, connect, gpu_workers
@@ -36,7 +46,7 @@ from shared.runs import STATUS_MEMO, DatasetSource, RunStart, RunStatus, RunTimi
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store, open_uri
 from tests.ended import TELLS_WHERE_IT_STANDS, end
-from tests.workflows.stand_in import REPOSITORY, StandInCommand
+from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow
@@ -70,15 +80,16 @@ class Stack:
         )
         self.exits.callback(pool.close)
         self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
-        for worker in gpu_workers(self.client, self.settings, threads, pool):
+        for worker in gpu_workers(self.client, self.settings, threads, pool, f"host-{uuid.uuid4().hex}"):
             await self.exits.enter_async_context(worker)
 
-    def spawn_gpu_host(self, step_s: float = 0.01) -> subprocess.Popen:
-        """A host in a process of its own, to be killed."""
+    def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> subprocess.Popen:
+        """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""
         given = self.settings
         environment = {
             "PYTHONPATH": str(REPOSITORY),
-            "LONGSHORE_ROOT": str(given.root_path),
+            "LONGSHORE_ROOT": str(root or given.root_path),
+            "LONGSHORE_STORE_URI": given.store,
             "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
             "LONGSHORE_SHAPE": given.shape,
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
@@ -234,9 +245,10 @@ async def test_a_killed_worker_is_replaced_and_the_run_ends_in_the_same_bits(sta
     assert sorted(set(steps)) == list(range(1, 101))
 
 
-async def test_a_killed_host_is_replaced_and_the_run_ends_in_the_same_bits(stack: Stack) -> None:
+async def test_a_killed_host_is_replaced_at_once_and_the_run_ends_in_the_same_bits(stack: Stack) -> None:
+    """The next host of its root tells of it. Its silence would be noticed when this test has long been given up."""
     first = stack.spawn_gpu_host(step_s=0.03)
-    handle = await stack.start(steps=100)
+    handle = await stack.start(steps=100, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
     await eventually(lambda: has_checkpoint(handle), "a checkpoint")
     [worker_id] = stack.worker_ids()
     first.send_signal(signal.SIGKILL)
@@ -247,6 +259,44 @@ async def test_a_killed_host_is_replaced_and_the_run_ends_in_the_same_bits(stack
     assert stack.weights(status) == adapter_bytes(7, 100)
     assert processes_of(worker_id) == []
     assert worker_id not in stack.worker_ids()
+
+
+async def test_a_host_that_never_comes_back_is_replaced_by_another_machines(stack: Stack, tmp_path: Path) -> None:
+    first = stack.spawn_gpu_host(step_s=0.03, root=tmp_path / "first")
+    handle = await stack.start(steps=100)
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    stack.spawn_gpu_host()
+    status = await handle.result()
+    assert (status.epoch, status.workers_lost) == (2, 1)
+    assert stack.weights(status) == adapter_bytes(7, 100)
+
+
+async def test_a_job_that_a_killed_host_never_took_is_refused_by_the_next_one(stack: Stack) -> None:
+    """It waits in a queue that nobody else looks at."""
+    first = stack.spawn_gpu_host(step_s=0.03)
+    handle = await stack.start(steps=10_000, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
+    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    lease = LeaseRecord.model_validate_json(stack.store.get_bytes(RunKeys(handle.id).lease(1)))
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    await handle.terminate()
+    plan = job_plan(artifact(stack.store, stack.settings.root_path / "any", "any", a="b"))
+    request = JobRequest(plan=plan, fence=lease.fence, worker_id=stack.worker_ids()[0], cancel_grace_s=1)
+    late = await stack.client.start_activity(
+        "run_job",
+        request,
+        id=f"late-{handle.id}",
+        task_queue=lease.host_queue,
+        schedule_to_start_timeout=timedelta(hours=1),
+        start_to_close_timeout=timedelta(hours=1),
+        retry_policy=RetryPolicy(maximum_attempts=1),
+    )
+    stack.spawn_gpu_host()
+    with pytest.raises(ActivityFailureError) as caught:
+        await late.result()
+    assert "no longer serves this run's lease" in str(caught.value.cause)
 
 
 async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> None:
