@@ -36,12 +36,13 @@ class WorkerCommand(Protocol):
     def __call__(self, folder: Path, key: ProcessKey) -> list[str]: ...
 
 
-def torchrun(folder: Path, key: ProcessKey) -> list[str]:
-    """One rank for each of the layout's, on this machine."""
+def ranks_command(folder: Path, key: ProcessKey) -> list[str]:
+    """One rank for each of the layout's, on this machine; several below a launcher."""
     assert isinstance(key, WorkerKey)
-    ranks = f"--nproc_per_node={key.layout.world_size}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
-    return [*launcher, "-m", "megatron_worker", "--root", str(folder)]
+    num = key.layout.world_size
+    launcher = ["megatron_worker.launcher", str(num)] if num > 1 else []
+    # -P: a folder named `shared` where the host stands must not be taken for ours.
+    return [sys.executable, "-P", "-m", *launcher, "megatron_worker", "--root", str(folder)]
 
 
 class WorkerProcess:
@@ -98,17 +99,10 @@ class WorkerProcess:
         if polite and isinstance(self.key, WorkerKey) and self.is_alive():
             with contextlib.suppress(OSError):  # no space for the file: then it is ended unasked
                 write_atomically(self.paths.stop, b"")
-                self._wait_for_ranks(_STOP_GRACE_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_STOP_GRACE_S)
         end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
         self._process.wait()
-
-    def _wait_for_ranks(self, timeout_s: float) -> None:
-        """Not for torchrun, which takes five seconds more to say goodbye to itself."""
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive() and time.monotonic() < deadline:
-            if all(process.pid == self._process.pid for process in processes_of(self.worker_id)):
-                break
-            time.sleep(0.05)
 
     def remove(self) -> None:
         """Delete its folder, after its end."""
@@ -134,7 +128,7 @@ def launch(paths: HostPaths, key: ProcessKey, command: WorkerCommand, environmen
         key=key,
     )
     write_atomically(worker.record, record.model_dump_json().encode())
-    temporary = worker.root / "tmp"  # torchrun leaves folders there, which go with the worker's own
+    temporary = worker.root / "tmp"  # what it leaves there goes with the worker's folder
     temporary.mkdir()
     marks = {
         WORKER_ID_VARIABLE: worker_id,

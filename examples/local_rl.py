@@ -31,7 +31,7 @@ from activities.resolve_model import ModelRequest, ResolveModel
 from activities.sample import Sample, Sampled, SampleRequest
 from activities.samplers import Samplers, ServedSampler
 from activities.step_metrics import job_metrics
-from activities.worker_process import WorkerCommand, WorkerProcess, launch, torchrun
+from activities.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
 from shared.completions import SamplerReady
 from shared.errors import WorkerLost
 from shared.events import Event, Probed, Saved, Step, Succeeded, Terminal
@@ -75,7 +75,7 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
         worker_key = WorkerKey(
             model=state.model, layout=run.layout, dtype=run.dtype, threads_per_rank=start.threads_per_rank
         )
-        with running(paths, worker_key, torchrun) as worker:
+        with running(paths, worker_key, ranks_command) as worker:
             for number in range(1, state.rollouts.num_steps + 1):
                 yield loop.step(number, worker)
 

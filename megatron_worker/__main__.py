@@ -1,9 +1,9 @@
 """The worker's entry point.
 
-    torchrun --standalone --nproc_per_node N -m megatron_worker --root FOLDER         do jobs until told to stop
+    python -m megatron_worker.launcher N megatron_worker --root FOLDER          do jobs until told to stop
     torchrun --standalone --nproc_per_node N -m megatron_worker --once JOB.json [--into FOLDER]      do one, by hand
 
-`python -m megatron_worker` does for one rank. With `--once` the exit status is 0 after success, 1 after a failure, 2
+Either way of starting N ranks does for both; for one rank, `python -m megatron_worker`. With `--once` the exit status is 0 after success, 1 after a failure, 2
 when the job was not begun.
 """
 

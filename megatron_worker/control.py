@@ -11,14 +11,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp, Store
 
 from megatron_worker.faults import Fault, JobFailed, fault_of
-from megatron_worker.process_group import backend
+from megatron_worker.process_group import backend, start_group
 
 T = TypeVar("T")
 
-# A dead peer ends the worker (torchrun, vigil.py); these only bound a peer that lives and is stuck.
+# A dead peer ends the worker (launcher.py, vigil.py); these only bound a peer that lives and is stuck.
 SETUP_PATIENCE = timedelta(hours=6)
 STEP_PATIENCE = timedelta(seconds=30)
-_COLLECTIVE_PATIENCE = timedelta(minutes=30)
+
+
+class AbsentRank(Exception):
+    """A rank did not come to an exchange in time, or ended."""
 
 
 class Control:
@@ -39,10 +42,14 @@ class Control:
         if self.world_size == 1:
             assert data is not None
             return data
-        box = [data]
-        dist.broadcast_object_list(box, 0, self._group)
-        assert box[0] is not None
-        return box[0]
+        # As bytes: torch's own way for objects unpickles whatever arrives.
+        length = torch.tensor([len(data or b"")])
+        dist.broadcast(length, 0, self._group)
+        if not int(length):
+            return b""
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length)).byte()
+        dist.broadcast(content, 0, self._group)
+        return content.numpy().tobytes()
 
     def total(self, values: list[int]) -> list[int]:
         return self._reduce(values, ReduceOp.SUM)
@@ -57,14 +64,17 @@ class Control:
         """Every rank's text. Through the store, not a collective, so that ranks may come to it alone and find out.
 
         Raises:
-            torch.distributed.DistStoreError: a rank did not come in time.
+            AbsentRank: a rank did not come in time.
         """
         if self.world_size == 1:
             return [text]
         self._round += 1
         keys = [f"exchange/{self._round}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], text)
-        self._store.wait(keys, patience)
+        try:
+            self._store.wait(keys, patience)
+        except RuntimeError as error:  # each kind of store has its own
+            raise AbsentRank(str(error)) from error
         texts = [self._store.get(key).decode() for key in keys]
         # Whoever is here has seen all of the round before, so nobody reads the one before that any more.
         self._store.delete_key(f"exchange/{self._round - 2}/{self.rank}")
@@ -89,7 +99,7 @@ class Control:
             self.settle(_told(error), patience)
         except JobFailed as failed:
             return failed
-        except dist.DistError:
+        except AbsentRank:
             raise error from None
         raise AssertionError("a fault was settled as none")
 
@@ -121,14 +131,9 @@ def _told(error: Exception) -> Fault:
 
 
 def connect() -> Control:
-    """Join the process group that torchrun prepared; without torchrun, be a group of one."""
-    if "RANK" not in os.environ:
-        store: Store = dist.HashStore()
-        rank, world_size, local_rank = 0, 1, 0
-    else:
-        store, rank, world_size = next(dist.rendezvous("env://"))
-        local_rank = int(os.environ["LOCAL_RANK"])
+    """Join the ranks that were started with this one; alone, be a group of one."""
+    rank, local_rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_PATIENCE)
-    return Control(dist.PrefixStore("longshore", store), rank, local_rank, world_size)
+    store = start_group(backend())
+    return Control(dist.PrefixStore("longshore", store), rank, local_rank, max(world_size, 1))

@@ -30,7 +30,7 @@ from activities.run_job import RunJob
 from activities.samplers import Samplers
 from activities.signals import WorkflowSignals
 from activities.worker_pool import WorkerPool
-from activities.worker_process import WorkerCommand, torchrun
+from activities.worker_process import WorkerCommand, ranks_command
 from service.host_record import HostRecord
 from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
@@ -229,7 +229,7 @@ def _worker(
     )
 
 
-async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = torchrun) -> None:
+async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = ranks_command) -> None:
     """Poll until `stopped`; then end what is in hand, and every worker process. `command` starts a gpu host's."""
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))

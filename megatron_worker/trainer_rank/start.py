@@ -1,4 +1,4 @@
-"""From a torchrun process, or one alone, to its TrainerRank."""
+"""From a rank that was launched, or a process alone, to its TrainerRank."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_worker.process_group import backend
+from megatron_worker.process_group import backend, start_group
 from megatron_worker.trainer_rank.rank import TrainerRank
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.jobs import Dtype
@@ -24,7 +24,7 @@ def start(
 
     Args:
         model: a Hugging Face folder.
-        layout: by default all of torchrun's ranks are data-parallel.
+        layout: by default all ranks are data-parallel.
 
     Raises:
         InvalidInput: the folder or the layout cannot be used.
@@ -33,7 +33,7 @@ def start(
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if num_ranks > 1 and not dist.is_initialized():
-        dist.init_process_group(backend())
+        start_group(backend())
     return TrainerRank(_new_engine(engine, model, layout or Layout(dp=num_ranks), dtype), memory_budget_bytes)
 
 

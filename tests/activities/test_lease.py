@@ -171,7 +171,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path, plan) -> None:
 
 
 def test_a_worker_that_is_never_ready_is_ended_with_its_whole_group(tmp_path: Path, plan) -> None:
-    """Its child has a session of its own, as torchrun's ranks have, and neither hears SIGTERM."""
+    """Its child has a session of its own, and neither hears SIGTERM."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     parent = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True); {deaf}"

@@ -19,7 +19,6 @@ from tests.end_to_end.victims import (
     ranks,
     signal_all,
     temporal_server,
-    torchrun,
     web_service,
 )
 
@@ -116,7 +115,7 @@ def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
 
 
 POINTS: list[Point] = [before_the_claim, mid_step, between_save_and_manifest, after_save, at_the_sentinel]
-VICTIMS: list[Victim] = [a_rank, torchrun, gpu_host, control_host, web_service, temporal_server]
+VICTIMS: list[Victim] = [a_rank, gpu_host, control_host, web_service, temporal_server]
 
 
 def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
@@ -130,7 +129,7 @@ def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
 def test_a_kill_at_every_point_changes_nothing(
     stack: Stack, undisturbed: Answer, sft_options: list[str], turn: int
 ) -> None:
-    """Five kills a run, one at each point. The victims take turns: in six runs each dies at each point."""
+    """Five kills a run, one at each point. The victims take turns: in five runs each dies at each point."""
     run_id = _submit(stack, sft_options)
     for place, point in enumerate(POINTS):
         _kill(stack, run_id, point, VICTIMS[(turn + place) % len(VICTIMS)])

@@ -29,14 +29,13 @@ from tests.end_to_end.victims import (
     gpu_host,
     kill,
     temporal_server,
-    torchrun,
     web_service,
 )
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_RL_STEPS") or 16)
-VICTIMS: list[Victim] = [a_rank, torchrun, gpu_host, control_host, web_service, temporal_server]
+VICTIMS: list[Victim] = [a_rank, gpu_host, control_host, web_service, temporal_server]
 _STEPS_A_KILL = 8
 
 

@@ -7,7 +7,7 @@ import psutil
 
 from tests.end_to_end.stack import Stack, wait_until
 
-LAUNCHER = "torch.distributed.run"  # what `torchrun` runs
+LAUNCHER = "megatron_worker.launcher"
 SAMPLER = "megatron_worker.sampler"
 
 Victim = Callable[[Stack], list[psutil.Process]]
@@ -20,10 +20,6 @@ def ranks(stack: Stack) -> list[psutil.Process]:
 
 def a_rank(stack: Stack) -> list[psutil.Process]:
     return ranks(stack)[:1]
-
-
-def torchrun(stack: Stack) -> list[psutil.Process]:
-    return stack.processes(LAUNCHER, "megatron_worker")[:1]
 
 
 def gpu_host(stack: Stack) -> list[psutil.Process]:

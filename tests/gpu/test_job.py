@@ -9,7 +9,7 @@ import pytest
 from shared.events import Offloaded, Step, Succeeded
 from shared.jobs import Job, Lora, PackedData, Schedule
 from tests.gpu.cuda import NEEDS_CUDA
-from tests.megatron_worker.launch import REPOSITORY, environment, torchrun_command
+from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan, write_units
 
 pytestmark = NEEDS_CUDA
@@ -34,7 +34,7 @@ def done(workshop: Workshop, name: str, **variables: str) -> Job:
     )
     path = workshop.root / f"{name}.json"
     path.write_text(job.model_dump_json())
-    command = torchrun_command("megatron_worker", "--once", str(path))
+    command = ranks_command("megatron_worker", "--once", str(path))
     alone = environment(**variables, LONGSHORE_ROOT=str(workshop.root / "longshore"))
     alone.pop("TRITON_INTERPRET", None)
     ran = subprocess.run(command, cwd=REPOSITORY, env=alone, capture_output=True, text=True, timeout=280, check=False)

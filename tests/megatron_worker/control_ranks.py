@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: what the ranks agree on, and what they find out when one of them fails alone."""
+"""Run by the launcher on two ranks: what the ranks agree on, and what they find out when one of them fails alone."""
 
 import sys
 import time

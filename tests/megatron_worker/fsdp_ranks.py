@@ -1,6 +1,6 @@
-"""What each rank of an FSDP engine does in test_fsdp_ranks.py, under torchrun; on one rank, what to compare with.
+"""What each rank of an FSDP engine does in test_fsdp_ranks.py, under the launcher; on one rank, what to compare with.
 
-torchrun ... -m tests.megatron_worker.fsdp_ranks MODEL OUT SINGLE
+python -m megatron_worker.launcher N tests.megatron_worker.fsdp_ranks MODEL OUT SINGLE
 """
 
 import json
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_worker.engine import Outputs
 from megatron_worker.fsdp.ranks import Ranks
+from megatron_worker.process_group import start_group
 from shared.errors import InvalidInput
 from shared.layout import Layout
 from tests.megatron_worker.driving import train
@@ -151,7 +152,7 @@ def refuse(model: Path, layout: Layout, single: Path, out: Path) -> None:
 def main() -> None:
     model, out, single = (Path(argument) for argument in sys.argv[1:])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    start_group("gloo")
     layout = Layout(dp=dist.get_world_size())
     run(model, layout, out)
     run_trees(model, layout, single / "lora" / "end" / "weights", out / "trees")

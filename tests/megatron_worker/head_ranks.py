@@ -1,10 +1,11 @@
-"""Run by torchrun: each rank holds a shard of the vocabulary; all must agree with the whole, in float64."""
+"""Run by the launcher: each rank holds a shard of the vocabulary; all must agree with the whole, in float64."""
 
 import torch
 import torch.distributed as dist
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head import VocabShard, score_targets
+from megatron_worker.process_group import start_group
 from tests.megatron_worker.test_head import HIDDEN_SIZE, VOCAB_SIZE, gradient_of_both, inputs, reference
 
 
@@ -44,7 +45,7 @@ def check_entropy(rows_per_rank: int, chunk_tokens: int, temperature: float = 1.
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    start_group("gloo")
     check(rows_per_rank=51, chunk_tokens=10)  # one row of padding
     check(rows_per_rank=VOCAB_SIZE, chunk_tokens=256)  # the second shard is all padding
     check_entropy(rows_per_rank=51, chunk_tokens=10)

@@ -1,4 +1,4 @@
-"""Run by torchrun, interpreted: each rank scans a shard of the vocabulary; all must agree with the whole in float64."""
+"""Run by the launcher, interpreted: each rank scans a shard of the vocabulary; all must agree with the whole in float64."""
 
 import torch
 import torch.distributed as dist
@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron_worker.engine import Outputs
 from megatron_worker.head import VocabShard, score_targets
 from megatron_worker.kernels.choice import set_policy
+from megatron_worker.process_group import start_group
 from tests.megatron_worker.test_head import gradient_of_both, reference
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 301, 24
@@ -43,7 +44,7 @@ def check(rows_per_rank: int, dtype: torch.dtype, tolerance: float, temperature:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    start_group("gloo")
     set_policy("strict")
     check(rows_per_rank=151, dtype=torch.float32, tolerance=1e-5)  # one row of padding
     check(rows_per_rank=VOCAB_SIZE, dtype=torch.float32, tolerance=1e-5)  # the second shard is all padding

@@ -1,4 +1,4 @@
-"""Starts torchrun as a user would: a real launcher, real ranks, gloo on loopback."""
+"""Starts ranks: as a host does, by our launcher; and as a user may by hand, by torchrun."""
 
 import os
 import subprocess
@@ -10,6 +10,11 @@ import psutil
 REPOSITORY = Path(__file__).parents[2]
 
 
+def ranks_command(module: str, *arguments: str, num_ranks: int = 1) -> list[str]:
+    launcher = ["megatron_worker.launcher", str(num_ranks)] if num_ranks > 1 else []
+    return [sys.executable, "-m", *launcher, module, *arguments]
+
+
 def torchrun_command(module: str, *arguments: str, num_ranks: int = 1) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     return [*launcher, "-m", module, *arguments]
@@ -19,10 +24,18 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | variables
 
 
-def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
+def run_ranks(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
     """Run to the end; stdout of all ranks. A rank that fails fails the test, with what it said."""
+    return run(ranks_command(module, *arguments, num_ranks=num_ranks), timeout_s)
+
+
+def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
+    return run(torchrun_command(module, *arguments, num_ranks=num_ranks), timeout_s)
+
+
+def run(command: list[str], timeout_s: float) -> str:
     with subprocess.Popen(
-        torchrun_command(module, *arguments, num_ranks=num_ranks),
+        command,
         cwd=REPOSITORY,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -31,7 +44,7 @@ def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float 
     ) as launcher:
         try:
             stdout, stderr = launcher.communicate(timeout=timeout_s)
-        except BaseException:  # ranks have sessions of their own, and would wait for each other on and on
+        except BaseException:  # ranks would wait for each other on and on
             for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
                 process.kill()
             raise

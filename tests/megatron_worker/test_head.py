@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
-from tests.megatron_worker.launch import torchrun
+from tests.megatron_worker.launch import run_ranks
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12
 
@@ -176,7 +176,7 @@ def test_nothing_asked_nothing_computed():
 
 def test_two_ranks_with_a_shard_each_agree_with_one():
     """Over gloo, the last shard padded; and again with a second shard that is all padding."""
-    assert torchrun("tests.megatron_worker.head_ranks", num_ranks=2).count("agrees") == 2
+    assert run_ranks("tests.megatron_worker.head_ranks", num_ranks=2).count("agrees") == 2
 
 
 def test_peak_memory_at_a_large_vocabulary():

@@ -1,4 +1,4 @@
-"""A job file under parallel layouts, through torchrun as by hand: events, evaluation, samples, and moves."""
+"""A job file under parallel layouts, through the launcher, by hand: events, evaluation, samples, and moves."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from shared.events import Evaluated, Saved, Step, Succeeded
 from shared.jobs import Adam, Artifact, Checkpointing, Evaluation, Full, Job, Lora, Schedule
 from shared.layout import Layout
 from tests.megatron_worker.differences import furthest
-from tests.megatron_worker.launch import torchrun
+from tests.megatron_worker.launch import run_ranks
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 NUM_STEPS = 3
@@ -46,7 +46,7 @@ def do(workshop: Workshop, name: str, layout: Layout, fields: dict[str, object],
     job = workshop.job(name, plan, start)
     path = workshop.root / f"{name}.json"
     path.write_text(job.model_dump_json())
-    torchrun("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=200)
+    run_ranks("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=200)
     assert isinstance(read_log(job.log_path)[-1], Succeeded), read_log(job.log_path)[-1]
     return job
 

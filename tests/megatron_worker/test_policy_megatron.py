@@ -35,7 +35,7 @@ from shared.jobs import (
 )
 from shared.layout import Layout
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
-from tests.megatron_worker.launch import torchrun
+from tests.megatron_worker.launch import run_ranks
 from tests.megatron_worker.rows import Row, bin_of, random_rows
 from tests.megatron_worker.test_megatron_job import new_worker
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
@@ -347,7 +347,7 @@ def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, layout: La
     new_worker(workshop.root).do_one(single)
     path = workshop.root / f"{layout.label}.json"
     path.write_text(double.model_dump_json())
-    torchrun("megatron_worker", "--once", str(path), "--into", str(workshop.root / layout.label), num_ranks=2)
+    run_ranks("megatron_worker", "--once", str(path), "--into", str(workshop.root / layout.label), num_ranks=2)
     log = next((workshop.root / layout.label).rglob("log.jsonl"))
     theirs = [e.metrics for e in read_log(log) if isinstance(e, Step)]
     for ours, other in zip(steps(single), theirs, strict=True):

@@ -1,4 +1,4 @@
-"""The job protocol with real processes: torchrun, signals, /proc. Nothing here looks inside the worker."""
+"""The job protocol with real processes: launcher, signals, /proc. Nothing here looks inside the worker."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from shared.jobs import Artifact, Fence, Job
 from shared.layout import Layout
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.paths import WorkerPaths, write_atomically
-from tests.megatron_worker.launch import REPOSITORY, environment, torchrun, torchrun_command
+from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command, torchrun
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
 
 WORKER = "tests.megatron_worker.tiny_engine"
@@ -35,10 +35,11 @@ class Host:
 
     def __init__(self, root: Path, num_ranks: int, **variables: str) -> None:
         self.paths = WorkerPaths(root)
+        self.num_ranks = num_ranks
         self.worker_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
         root.mkdir(parents=True)
         variables |= {WORKER_ID_VARIABLE: self.worker_id, "LONGSHORE_ROOT": str(root / "home")}
-        command = torchrun_command(WORKER, "--root", str(root), num_ranks=num_ranks)
+        command = ranks_command(WORKER, "--root", str(root), num_ranks=num_ranks)
         with self.paths.output.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -65,8 +66,8 @@ class Host:
         self.wait_for(lambda: log.exists() and f'"step":{step},'.encode() in log.read_bytes())
 
     def ranks(self) -> list[psutil.Process]:
-        """Every process that carries this worker's mark, the launcher left out."""
-        return [p for p in marked(self.worker_id) if p.pid != self.process.pid]
+        """Every process that carries this worker's mark; where there are several, the launcher left out."""
+        return [p for p in marked(self.worker_id) if p.pid != self.process.pid or self.num_ranks == 1]
 
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
@@ -221,6 +222,20 @@ def test_an_archived_job_run_again_by_hand_gives_the_same_bytes(host: Host, work
     assert not (tmp_path / "scratch").exists()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_while_a_job_runs_nothing_of_a_worker_can_be_reached_from_elsewhere(
+    new_host: Callable[..., Host], workshop: Workshop, num_ranks: int
+):
+    """Told by their environment to use the network, too."""
+    elsewhere = next((name for name in psutil.net_if_addrs() if not name.startswith("lo")), "lo")
+    host = new_host(num_ranks, GLOO_SOCKET_IFNAME=elsewhere, TINY_ENGINE_SECONDS_PER_BIN="0.5")
+    job = submit(host.paths, workshop.plan(layout=Layout(dp=num_ranks)))
+    host.wait_for_step(job, 1)
+    bound = [c for process in marked(host.worker_id) for c in process.net_connections("inet") if not c.raddr]
+    print([(c.status, c.laddr) for c in bound])
+    assert {c.laddr.ip for c in bound} <= {"127.0.0.1", "::1"}
+
+
 def test_stop_lets_the_job_in_hand_end_and_then_leaves(new_host: Callable[..., Host], workshop: Workshop):
     host = new_host(1)
     job = submit(host.paths, workshop.plan())
@@ -257,7 +272,7 @@ def test_no_rank_is_left_behind_by_the_death_of(
 def test_an_idle_worker_is_not_left_behind_either(
     new_host: Callable[..., Host], stand_in: subprocess.Popen, workshop: Workshop, victim: str
 ):
-    host = new_host(1)
+    host = new_host(2)
     write_atomically(host.paths.record, record_of(host, stand_in.pid, workshop).model_dump_json().encode())
     host.wait_for(host.paths.ready.exists)
     (stand_in if victim == "host" else host.process).kill()
@@ -303,7 +318,7 @@ def test_a_pid_that_was_used_again_is_another_process():
 
 def test_a_job_that_cannot_begin_by_hand_says_why_and_leaves_with_2(tmp_path: Path):
     (tmp_path / "job.json").write_text("{}")
-    command = [*torchrun_command(WORKER)[:1], "-m", WORKER, "--once", str(tmp_path / "job.json")]
+    command = [*ranks_command(WORKER)[:1], "-m", WORKER, "--once", str(tmp_path / "job.json")]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "job.json" in done.stderr

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class StandInCommand:
-    """Starts tests/workflows/stand_in_worker.py where torchrun would start megatron_worker."""
+    """Starts tests/workflows/stand_in_worker.py where a host starts megatron_worker."""
 
     def __init__(self, step_s: float = 0.01) -> None:
         self._step_s = step_s
