@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from activities.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
 from shared.errors import WorkerLost
+from shared.layout import MAX_WORLD_SIZE
 from shared.leases import LeaseMark, ProcessKey
 from shared.paths import HostPaths
 
@@ -21,19 +22,29 @@ class WorkerPool:
     """
 
     def __init__(
-        self, paths: HostPaths, command: WorkerCommand, environment: Mapping[str, str], idle_limit_s: float
+        self,
+        paths: HostPaths,
+        command: WorkerCommand,
+        environment: Mapping[str, str],
+        idle_limit_s: float,
+        max_ranks: int = MAX_WORLD_SIZE,
     ) -> None:
         self._paths = paths
         self._command = command
         self._environment = dict(environment)
         self._idle_limit_s = idle_limit_s
+        self._max_ranks = max_ranks
         self._lock = threading.Lock()
         self._leased: dict[str, WorkerProcess] = {}
         self._idle: dict[str, tuple[WorkerProcess, float]] = {}
         end_leftovers(paths)
 
     def acquire(self, key: ProcessKey) -> WorkerProcess:
-        """A worker for this key. Warm workers of other keys are ended first: the device has room for one."""
+        """A worker for this key. Warm workers of other keys are ended first: the device has room for one.
+
+        Raises:
+            InvalidInput: it is to have more ranks than this host takes.
+        """
         with self._lock:
             idle = [worker for worker, _ in self._idle.values()]
             self._idle.clear()
@@ -41,7 +52,7 @@ class WorkerPool:
             for worker in idle:
                 if worker is not fit:
                     _dispose(worker)
-            worker = fit or launch(self._paths, key, self._command, self._environment)
+            worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks)
             self._leased[worker.worker_id] = worker
             return worker
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import psutil
 
+from shared.layout import MAX_WORLD_SIZE, check_ranks
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, WorkerPaths, write_atomically
 
@@ -109,12 +110,33 @@ class WorkerProcess:
         shutil.rmtree(self.paths.root, ignore_errors=True)
 
 
-def launch(paths: HostPaths, key: ProcessKey, command: WorkerCommand, environment: Mapping[str, str]) -> WorkerProcess:
+def room_for_ranks(limit: int) -> int:
+    """How many ranks this machine takes: one a GPU where it has any, and never more than the limit."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    else:
+        gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return min(limit, gpus) if gpus else limit
+
+
+def launch(
+    paths: HostPaths,
+    key: ProcessKey,
+    command: WorkerCommand,
+    environment: Mapping[str, str],
+    max_ranks: int = MAX_WORLD_SIZE,
+) -> WorkerProcess:
     """Start a worker in a folder of its own.
 
     Its folder and record stand before it is started, without its pid: whoever comes after a host that was killed in
     between finds the process by the mark in its environment.
+
+    Raises:
+        InvalidInput: the layout has more ranks than `max_ranks`, whoever let it come so far.
     """
+    if isinstance(key, WorkerKey):
+        check_ranks(key.layout, max_ranks)
     worker_id = uuid.uuid4().hex
     worker = paths.worker(worker_id)
     arguments = command(worker.root, key)

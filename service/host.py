@@ -30,7 +30,7 @@ from activities.run_job import RunJob
 from activities.samplers import Samplers
 from activities.signals import WorkflowSignals
 from activities.worker_pool import WorkerPool
-from activities.worker_process import WorkerCommand, ranks_command
+from activities.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from service.host_record import HostRecord
 from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
@@ -263,7 +263,8 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
 
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:
     """This host's processes, all ended when the host leaves, and idle ones before."""
-    pool = WorkerPool(HostPaths(settings.root_path), command, _environment(settings), settings.worker_idle_s)
+    paths, ranks = HostPaths(settings.root_path), room_for_ranks(settings.max_ranks)
+    pool = WorkerPool(paths, command, _environment(settings), settings.worker_idle_s, ranks)
     stack.callback(pool.close)
     # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
     tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -1,15 +1,16 @@
 """The parallel layout of one worker: how many ranks, and what each dimension splits."""
 
 import re
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
 from shared.errors import InvalidInput
 from shared.models import Frozen
 
 Degree = Annotated[int, Field(ge=1, le=4096)]
 EngineName = Literal["megatron", "fsdp"]
+MAX_WORLD_SIZE = 4096
 _FSDP_FAMILIES = ("qwen3", "qwen2", "llama")
 
 
@@ -29,6 +30,12 @@ class Layout(Frozen):
     ep: Degree = 1
     etp: Degree = 1
     dp: Degree = 1
+
+    @model_validator(mode="after")
+    def _total_is_bounded(self) -> Self:
+        if self.world_size > MAX_WORLD_SIZE:
+            raise ValueError(f"tp * pp * cp * dp = {self.world_size:,} ranks; a layout has up to {MAX_WORLD_SIZE:,}")
+        return self
 
     @property
     def world_size(self) -> int:
@@ -55,7 +62,12 @@ class Layout(Frozen):
             if found is None or name is None or name in degrees:
                 raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
             degrees[name] = int(found[3] or 1)
-        return cls.model_validate(degrees)
+        try:
+            return cls.model_validate(degrees)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(["layout", *map(str, first["loc"])])
+            raise InvalidInput(first["msg"].removeprefix("Value error, "), place) from None
 
 
 class ModelShape(Frozen):
@@ -113,6 +125,19 @@ def _check_experts(layout: Layout, shape: ModelShape) -> None:
     if stage % (layout.ep * layout.etp):
         message = f"ep * etp = {layout.ep * layout.etp} does not divide tp * cp * dp = {stage}"
         raise InvalidInput(message, "layout.ep")
+
+
+def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
+    """Refuse a layout of more ranks than a host has room for, whatever the model.
+
+    Raises:
+        InvalidInput: names the dimension, where one alone asks for too much.
+    """
+    if layout.world_size > max_ranks:
+        split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
+        place = f"{below}layout.{split[0]}" if len(split) == 1 else f"{below}layout"
+        rule = f"{layout.world_size:,} ranks ({layout.label}); a host of this installation takes up to {max_ranks}"
+        raise InvalidInput(f"{rule} (setting max_ranks)", place)
 
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:

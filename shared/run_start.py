@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from shared.runs import DPORun, RLRun, RLStart, Run, RunRecord, RunStart, RunTiming, SFTRun
+from shared.errors import InvalidInput
+from shared.layout import check_ranks
+from shared.runs import DPORun, RLRun, RLStart, Rollouts, Run, RunRecord, RunStart, RunTiming, SFTRun
 from shared.settings import Settings
 
 SFT_WORKFLOW = "SFTWorkflow"
@@ -27,6 +29,29 @@ def workflow_of(record: RunRecord, settings: Settings, *, resumed: bool = False)
             return SFT_WORKFLOW, RunStart(run=run, **given)
         case RLRun() as run:
             return RL_WORKFLOW, RLStart(run=run, serves_sampler=settings.sampling.url is not None, **given)
+
+
+def check_parallelism(run: Run, settings: Settings, below: str = "") -> None:
+    """Refuse what no host could start, and data-parallel ranks that would never have anything to do.
+
+    Args:
+        below: where the run's fields stand in the request, such as `run.`.
+
+    Raises:
+        InvalidInput: names the field of the layout and the rule.
+    """
+    check_ranks(run.layout, settings.max_ranks, below)
+    match run:
+        case SFTRun(batch_size=int(examples)) | DPORun(batch_size=int(examples)):
+            told = f"batch_size {examples}"
+        case RLRun(rollouts=Rollouts() as rollouts):
+            examples = rollouts.prompts_per_step * rollouts.group_size
+            told = f"the {examples} samples of a step"
+        case _:
+            return
+    if run.layout.dp > examples:
+        rule = f"dp={run.layout.dp} ranks would share out {told}: dp may be {examples} at most"
+        raise InvalidInput(rule, f"{below}layout.dp")
 
 
 def timing_of(settings: Settings) -> RunTiming:

@@ -139,6 +139,9 @@ class Settings(BaseSettings):
     shape: str = Field(
         default="cpu", description="what this host offers: the lease queue is gpu-<shape> or sampler-<shape>"
     )
+    max_ranks: int = Field(
+        default=8, ge=1, le=4096, description="of one worker: more are refused at submission, and by the host itself"
+    )
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")

@@ -51,7 +51,7 @@ async def submit_step(
 async def submit_sft(backend: Backend, asking: Principal, model: ArtModel, url: str, config: SftConfig) -> RunView:
     """Start a supervised job. Raises as `submit_step` does."""
     run = sft_run(model, url, config, None)
-    await backend.runs.check_access(asking.tenant, run)
+    await backend.runs.check_run(asking.tenant, run, "longshore.")
     async with backend.art_models.lock(model.model_id):
         if (last := await _open_run(backend, asking.tenant, model)) is not None:
             await _end(backend, last)

@@ -34,6 +34,7 @@ from service.temporal import PATIENCE, Temporal
 from service.turns import Turns
 from shared.errors import InvalidInput, NotFound
 from shared.paths import last_scheduled, schedule_record
+from shared.run_start import check_parallelism
 from shared.schedules import (
     ACTION_MEMO,
     Action,
@@ -77,8 +78,9 @@ class Schedules:
 
         Raises:
             Conflict: the name is taken by another, or there are too many.
-            InvalidInput: a cron line of no meaning; a URI that leads where the tenant may not go.
+            InvalidInput: a cron line of no meaning; a URI that leads where the tenant may not go; a layout too large.
         """
+        check_parallelism(scheduled.run, self._settings, "run.")
         await asyncio.to_thread(self._access.check, tenant, scheduled)
         record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
         async with self._turns.of(tenant, scheduled.name), self._temporal.client() as client:

@@ -33,7 +33,7 @@ from service.turns import Turns
 from shared import paths
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
 from shared.models import Frozen
-from shared.run_start import threads_per_rank, workflow_of
+from shared.run_start import check_parallelism, threads_per_rank, workflow_of
 from shared.runs import Run, RunRecord, RunStatus, Source, State
 from shared.settings import Settings
 from shared.store import ObjectStore
@@ -93,7 +93,7 @@ class Runs:
             InvalidInput: a URI leads where it may not, or the key was used for another request.
             QuotaExceeded
         """
-        await self.check_access(asking.tenant, run)
+        await self.check_run(asking.tenant, run, "" if source is None or source.api == "native" else "longshore.")
         run_id = new_run_id(run.kind)
         if idempotency_key:
             run_id = await self._claim(asking.tenant, idempotency_key, run_id, asked or run)
@@ -111,6 +111,14 @@ class Runs:
         """Raises InvalidInput when a URI in a request leads where this tenant may not go."""
         for request in requests:
             await asyncio.to_thread(self._access.check, tenant, request)
+
+    async def check_run(self, tenant: str, run: Run, below: str = "") -> None:
+        """Raises InvalidInput for a URI that leads where this tenant may not go, or a layout that no host offers.
+
+        `below`: where the fields of the run stand in the request.
+        """
+        check_parallelism(run, self._settings, below)
+        await self.check_access(tenant, run)
 
     async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
