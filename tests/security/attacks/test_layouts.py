@@ -10,7 +10,7 @@ import pytest
 from activities.worker_process import launch
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
-from shared.layout import MAX_WORLD_SIZE, Layout
+from shared.layout import Layout
 from shared.leases import WorkerKey
 from shared.paths import HostPaths
 from tests.security.belongings import DATA, ROLLOUTS
@@ -31,7 +31,7 @@ def openai_job(**longshore: Any) -> dict[str, Any]:
 DOORS = [
     ("/api/v1/runs/sft", sft(batch_size=4096, layout=MANY), "layout.dp", "1,000 ranks (dp1000); a host"),
     ("/api/v1/runs/sft", sft(batch_size=8, layout={"tp": 4, "pp": 4}), "layout", "16 ranks (tp4-pp4); a host"),
-    ("/api/v1/runs/sft", sft(layout=HUGE), "layout", f"ranks; a layout has up to {MAX_WORLD_SIZE:,}"),
+    ("/api/v1/runs/sft", sft(layout=HUGE), "layout", "ranks; a layout has up to 4,096"),
     ("/api/v1/runs/sft", sft(batch_size=2, layout={"dp": 3}), "layout.dp", "dp may be 2 at most"),
     ("/api/v1/runs/dpo", sft(layout=MANY), "layout.dp", "1,000 ranks"),
     ("/api/v1/runs/rl", {"model": "tiny", "rollouts": ROLLOUTS, "layout": MANY}, "layout.dp", "1,000 ranks"),
@@ -60,7 +60,7 @@ def test_a_layout_that_no_host_offers_is_refused_where_it_comes_in(
 
 
 def test_the_command_line_is_told_the_field(service: Service) -> None:
-    said = service.cli("submit", "sft", "--model", "tiny", "--dataset", DATA, "--steps", "1", "--dp", "1000")
+    said = service.cli("submit", "sft", "--model", "org/tiny", "--dataset", DATA, "--steps", "1", "--dp", "1000")
     assert said.code != 0 and "1,000 ranks" in said.stderr and "--dp" in said.stderr, said.stderr
 
 
