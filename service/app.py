@@ -27,6 +27,7 @@ from service.database.engine import open_database
 from service.database.rebuild import rebuild
 from service.description import DescribedApp
 from service.edge import LOOPBACK_NAMES, Edge
+from service.head_requests import HeadRequests
 from service.listening import config
 from service.native_api import graders as grader_api
 from service.native_api import run_files as run_files_api
@@ -98,7 +99,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         redoc_url=None,
         openapi_url=None,
         lifespan=_lifespan,
-        middleware=[edge],
+        middleware=[edge, Middleware(HeadRequests)],
     )
     app.state.backend = backend
     app.state.job_events = JobEvents(backend.store, backend.reader)
@@ -114,6 +115,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
     app.mount(pages.STATIC, pages.static_files())
     app.add_api_route("/health", native_api.health, include_in_schema=False)
     problems.install(app)
+    app.add_exception_handler(404, pages.unknown_address)
     return app
 
 

@@ -143,7 +143,8 @@ class Edge:
             except DatabaseUnavailable as error:
                 return problems.answer(503, str(error), headers={"retry-after": "2"}, path=path)
             if principal is None:
-                if pages.is_page(path) and scope["method"] in _LOOKS:
+                is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
+                if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
                 text = _SESSION_OVER if token else _unknown(headers.get("authorization"))
                 return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)

@@ -1,6 +1,8 @@
 """Bodies of requests, taken as JSON means them: "5" is no number, 1 is no truth, and 2.0 is an integer."""
 
 import json
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
@@ -38,9 +40,28 @@ def _text(value: Any) -> str:
     if isinstance(value, bytes):
         raise PydanticCustomError("no_json", "send JSON, and say so: content-type application/json")
     try:
-        return json.dumps(value)
+        return json.dumps(value, allow_nan=False)
     except RecursionError:
         raise PydanticCustomError("too_deep", "this is nested too deep") from None
+    except ValueError:
+        place = next(_no_numbers(value, ()), ())
+        error = PydanticCustomError("no_number", "NaN and Infinity are no numbers of JSON")
+        raise ValidationError.from_exception_data(
+            "body", [InitErrorDetails(type=error, loc=place, input=None)]
+        ) from None
+
+
+def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """The places of floats that JSON cannot say."""
+    match value:
+        case float() if not math.isfinite(value):
+            yield place
+        case list():
+            for i, each in enumerate(value):
+                yield from _no_numbers(each, (*place, i))
+        case dict():
+            for name, each in value.items():
+                yield from _no_numbers(each, (*place, name))
 
 
 def _guessed(error: ValidationError) -> list[InitErrorDetails]:

@@ -85,6 +85,9 @@ FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 # What is named in paths: by what can be no name of one, nothing is named.
 _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
+# Members of `trainable`, which pydantic names behind the field; a field of that name is the last part.
+_TAGS = ("lora", "full")
+_MOST_RULES = 20
 _NO_RETRY = {"x-should-retry": "false"}
 _BY_STATUS = {
     400: "invalid_request",
@@ -159,7 +162,7 @@ def install(app: FastAPI) -> None:
     """Give an app its error handlers. What they raise again is a bug, which the edge logs and answers with 500."""
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(LongshoreError, _ours)
-    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(OSError, _os)
 
 
@@ -169,14 +172,20 @@ def describe(errors: Sequence[Any]) -> ApiProblem:
     Args:
         errors: `error.errors()` of a ValidationError.
     """
-    found = [(_place(e["loc"]), rule_in_words(e)) for e in errors]
+    found = [(_place(e["loc"]), rule_in_words(e)) for e in errors[:_MOST_RULES]]
+    if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
+        found[0] = ("body", found[0][1])
     first, rule = found[0]
     rest = "".join(f"; {place or 'the request'}: {text}" for place, text in found[1:])
+    if len(errors) > _MOST_RULES:
+        rest += f"; and {len(errors) - _MOST_RULES:,} more"
     return ApiProblem(type="invalid_input", message=rule + rest, place=first)
 
 
 def _place(loc: Sequence[int | str]) -> str | None:
-    parts = [str(part) for part in loc if part not in ("body", "query", "path", "header", "lora", "full")]
+    """The field: without the part of the request that it is in, and without the tags of a union's members."""
+    inner = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
+    parts = [str(part) for i, part in enumerate(inner) if part not in _TAGS or i == len(inner) - 1]
     return ".".join(parts) or None
 
 
@@ -211,7 +220,7 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
             raise error
 
 
-async def _http(request: Request, error: Exception) -> JSONResponse:
+async def http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
         # FastAPI calls a body that is no JSON 422, and one in which it cannot even look for JSON 400.

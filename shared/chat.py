@@ -3,16 +3,24 @@
 `POST /v1/chat/completions`. What would be ignored is refused, unless its value is the one that changes nothing.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from shared.completions import MAX_TOP_LOGPROBS, Answer, Request, Usage
+from shared.completions import MAX_TOP_LOGPROBS, AllTokens, Answer, Only0, Only1, Request, Usage
+from shared.field_rules import only
 from shared.models import Frozen
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOOLS = 128
+_ToolChoice = Annotated[
+    Literal["none", "auto"] | None,
+    only(
+        *("none", "auto"),
+        words='no call can be forced: "auto" (the model calls a tool or answers) or "none" (it is told of no tools)',
+    ),
+]
 
 
 class StreamOptions(Request):
@@ -41,7 +49,7 @@ class ChatRequest(Request):
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto"] | None = Field(default=None, description="none: the model is told of no tools")
+    tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
 
     # Labels of the client's own: they change no answer.
     user: str | None = None
@@ -54,11 +62,11 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
 
     # Known to clients; only at the values that change nothing.
-    presence_penalty: float | None = Field(default=None, ge=0, le=0)
-    frequency_penalty: float | None = Field(default=None, ge=0, le=0)
-    repetition_penalty: float | None = Field(default=None, ge=1, le=1)
-    top_k: Literal[-1, 0] | None = None
-    min_p: float | None = Field(default=None, ge=0, le=0)
+    presence_penalty: Only0 = None
+    frequency_penalty: Only0 = None
+    repetition_penalty: Only1 = None
+    top_k: AllTokens = None
+    min_p: Only0 = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
     response_format: dict[str, JsonValue] | None = None
     modalities: list[Literal["text"]] | None = None

@@ -5,15 +5,24 @@ Requests are strict: what a sampler would ignore is refused, unless its value is
 Answers are read leniently, because other servers say more than we need.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from shared.field_rules import only
 from shared.models import Frozen
 
 MAX_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 20
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+Only0 = Annotated[float | None, Field(ge=0, le=0), only(0, words="this is not applied here: leave it out, or give 0")]
+Only1 = Annotated[float | None, Field(ge=1, le=1), only(1, words="this is not applied here: leave it out, or give 1")]
+AllTokens = Annotated[
+    Literal[-1, 0] | None, only(-1, 0, words="this is not applied here: leave it out, or give -1: all tokens")
+]
+"""Settings that clients know and samplers here do not apply: only the values that change nothing."""
 
 
 class Sampling(Frozen):
@@ -58,12 +67,12 @@ class CompletionRequest(Request):
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
-    top_k: Literal[-1, 0] | None = None
-    min_p: float | None = Field(default=None, ge=0, le=0)
+    top_k: AllTokens = None
+    min_p: Only0 = None
     min_tokens: Literal[0] | None = None
-    presence_penalty: float | None = Field(default=None, ge=0, le=0)
-    frequency_penalty: float | None = Field(default=None, ge=0, le=0)
-    repetition_penalty: float | None = Field(default=None, ge=1, le=1)
+    presence_penalty: Only0 = None
+    frequency_penalty: Only0 = None
+    repetition_penalty: Only1 = None
     user: str | None = None
 
     @field_validator("prompt_logprobs")

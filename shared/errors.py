@@ -1,5 +1,10 @@
 """Errors that cross a boundary. Everything else is a bug or a passing fault, and propagates."""
 
+import re
+
+# Below a tenant's folder of the store (shared/paths.py): behind an upload's hash is the name that its user gave.
+_OF_TENANT = re.compile(r"/tenants/[a-z0-9-]+/(?:uploads/[0-9a-f]{64}/)?")
+
 
 class LongshoreError(Exception):
     """The parent of every error that Longshore raises on purpose."""
@@ -10,10 +15,13 @@ class InvalidInput(LongshoreError):
 
     Args:
         message: what is wrong and which rule it breaks, in a sentence a user can act on.
-        place: where it is: a field, a file, `file:line`, or a URI.
+        place: where it is: a field, a file, `file:line`, or a URI. Of a place in a tenant's folder of the store,
+            what the tenant knows it by: `train.jsonl:12` of an upload, `adapters/NAME/v000003` of what was published.
     """
 
     def __init__(self, message: str, place: str | None = None) -> None:
+        if place is not None and (match := _OF_TENANT.search(place)):
+            place = place[match.end() :]
         self.message = message
         self.place = place
         super().__init__(f"{place}: {message}" if place else message)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from shared.field_rules import pattern
+from shared.field_rules import NO_NUL, pattern
 from shared.graders import Grader
 from shared.jobs import PPO, Artifact, Dtype, Fence, Lora, PolicyLoss, Trainable
 from shared.layout import EngineName, Layout, ModelShape, engine_takes_the_layout
@@ -12,7 +12,8 @@ from shared.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.models import Frozen
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
-RunId = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,62}$", f"an id has at most 63 {_PLAIN}")]
+RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
+RunId = Annotated[str, pattern(RUN_ID, f"an id has at most 63 {_PLAIN}")]
 Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name has at most 48 {_PLAIN}")]
 FIRST_TENANT = "default"
 Name = Annotated[
@@ -434,11 +435,14 @@ class RunStatus(Frozen):
 
 MAX_METADATA = 16
 # PostgreSQL's text has no NUL.
-MetadataKey = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]*$")]
-MetadataValue = Annotated[str, Field(max_length=512, pattern=r"^[^\x00]*$")]
+MetadataKey = Annotated[str, pattern(NO_NUL, "text here has no NUL character", min_length=1, max_length=64)]
+MetadataValue = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=512)]
 
 
-WandbName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$")]
+WandbName = Annotated[
+    str,
+    pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters"),
+]
 
 
 class WandbRun(Frozen):

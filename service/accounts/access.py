@@ -12,6 +12,7 @@ from shared.settings import Settings
 from shared.store import LocalStore, ObjectStore, S3Store, open_uri
 
 _LONGEST = 4096
+_MODEL_FIELDS = ("model", "model_uri", "initial_adapter", "reference")
 
 
 class Access:
@@ -26,9 +27,11 @@ class Access:
         """Blocking: paths are resolved.
 
         Raises:
-            InvalidInput: a URI or a path leads to what is ours or another tenant's, whether that exists or not.
+            InvalidInput: a URI or a path leads to what is ours or another tenant's, whether that exists or not, or
+                has a scheme that is not read.
         """
         for place, text in _strings(request.model_dump(mode="json")):
+            _check_scheme(text, place)
             key = self._key(text)
             if key is not None and not key.startswith(f"{tenant_folder(tenant)}/"):
                 raise InvalidInput("this leads into the service's own store, and to nothing of yours", place)
@@ -60,6 +63,16 @@ class Access:
             if with_parents and root.is_relative_to(resolved):
                 return ""
         return None
+
+
+def _check_scheme(text: str, place: str) -> None:
+    """What no host could read is refused before a run waits for one."""
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    field = place.rpartition(".")[2]
+    if field == "uri" and scheme not in ("file", "http", "https", "s3"):
+        raise InvalidInput("a dataset's URI starts with file://, http://, https:// or s3://", place)
+    if field in _MODEL_FIELDS and scheme not in ("", "file", "s3"):
+        raise InvalidInput("give an absolute path, a file:// or s3:// URI, or a hub id such as org/name", place)
 
 
 def _roots(settings: Settings, store: ObjectStore) -> list[Path]:

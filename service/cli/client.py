@@ -166,13 +166,13 @@ class Client:
         return str(self.upload_file(path)["uri"])
 
     def upload_file(self, path: Path) -> dict[str, Any]:
-        """Stream a file into the store. Returns its record."""
+        """Stream a file into the store. Returns its record; `is_new`: whether it did not stand there before."""
         with path.open("rb") as file:
             body = iter(lambda: file.read(_CHUNK_BYTES), b"")
             headers = {"content-length": str(path.stat().st_size)}
             params = {"name": _plain_name(path)}
-            record: dict[str, Any] = self._call("POST", "/files", params=params, content=body, headers=headers)
-        return record
+            answer = self._sent("POST", "/files", params=params, content=body, headers=headers)
+        return {**answer.json(), "is_new": answer.status_code == 201}
 
     def preview(self, request: "PreviewRequest") -> "Preview":
         from workflows.preview import Preview
@@ -240,10 +240,14 @@ class Client:
 
     def _call(self, method: str, path: str, **options: Any) -> Any:
         with self._translated():
+            return self._sent(method, path, **options).json()
+
+    def _sent(self, method: str, path: str, **options: Any) -> httpx.Response:
+        with self._translated():
             answer = self._http.request(method, f"/api/v1{path}", **options)
             if answer.is_error:
                 raise _problem(answer)
-            return answer.json()
+            return answer
 
     @contextmanager
     def _stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:

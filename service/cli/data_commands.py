@@ -1,5 +1,7 @@
 """`validate` and `preview`: a dataset as a model will see it, before any training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,9 +19,9 @@ from service.cli.submit_commands import (
     PromptField,
     TooLong,
     Truncation,
-    dataset_uri,
     model_uri,
     naming_options,
+    uploaded,
     usage,
 )
 
@@ -50,8 +52,8 @@ def validate(
     """Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it."""
     reading = (format, prompt_field, completion_field)
     with connect(context) as client:
-        request = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=0)
-        with naming_options(request.model_uri):
+        asked = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=0)
+        with asked as request, naming_options(request.model_uri):
             found = client.validate(request)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json", exclude={"rows"}))
@@ -76,8 +78,8 @@ def preview(
     """Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧."""
     reading = (format, prompt_field, completion_field)
     with connect(context) as client:
-        request = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=num_rows)
-        with naming_options(request.model_uri):
+        asked = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=num_rows)
+        with asked as request, naming_options(request.model_uri):
             found = client.preview(request)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json"))
@@ -86,6 +88,7 @@ def preview(
     _print_report(found)
 
 
+@contextmanager
 def _request(
     client: "Client",
     model: str,
@@ -94,8 +97,11 @@ def _request(
     max_tokens: int,
     too_long: TooLong,
     num_rows: int,
-) -> "PreviewRequest":
-    """The request of both commands; a local dataset is uploaded once its options are known to be right."""
+) -> "Iterator[PreviewRequest]":
+    """The request of both commands; a local dataset is uploaded once its options are known to be right.
+
+    What was uploaded for the look alone is deleted after it.
+    """
     from pydantic import ValidationError
 
     from workflows.preview import PreviewRequest
@@ -107,8 +113,13 @@ def _request(
         PreviewRequest.model_validate(fields | {"source": source | {"uri": dataset}})
     except ValidationError as error:
         raise usage(error) from None
-    uri = dataset_uri(client, dataset, "--dataset")
-    return PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
+    file = uploaded(client, dataset, "--dataset")
+    uri = file["uri"] if file else dataset
+    try:
+        yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
+    finally:
+        if file and file["is_new"]:
+            client.ask("DELETE", f"/files/{file['file_id']}")
 
 
 def _print_rows(found: "Preview") -> None:

@@ -77,6 +77,8 @@ def estimate(
             counted = client.validate(_request(run))
         measured = measured_throughput(client, run)
     course = course_of(run, counted.report.num_kept, counted.report.num_tokens)
+    why_not = measured if isinstance(measured, str) else None
+    measured = None if isinstance(measured, str) else measured
     seconds = course.tokens / measured.tokens_per_s if measured else None
     if wants_json(context, as_json):
         found = {
@@ -88,11 +90,15 @@ def estimate(
             "tokens_per_s": measured.tokens_per_s if measured else None,
             "measured_on": list(measured.run_ids) if measured else [],
             "same_layout": measured.is_alike if measured else None,
+            "not_measured": why_not,
             "seconds": seconds,
         }
         print_json(found)
     else:
         _print(run, counted, course, measured, seconds)
+        if why_not is not None:
+            advice = "submit a short run (--steps 5), then estimate again"
+            say(f"how long: not measured yet, because {why_not}: {advice}")
     if counted.problem:
         raise typer.Exit(FAILED)
 
@@ -119,15 +125,24 @@ def course_of(run: "DatasetRun", num_examples: int, tokens: int) -> Course:
     return Course(whole + share, steps, round(tokens * (whole + share)), is_exact)
 
 
-def measured_throughput(client: "Client", run: "DatasetRun") -> Throughput | None:
-    """What the newest ended runs of the same kind and model measured: those of the same layout, where there are any."""
+def measured_throughput(client: "Client", run: "DatasetRun") -> Throughput | str:
+    """What the newest ended runs of the same kind and model measured: those of the same layout, where there are any.
+
+    Returns:
+        Why nothing was measured, where nothing was.
+    """
     page = client.runs(_LOOKED_AT, "succeeded", kind=run.kind, words=run.model[-128:])
     same = [view for view in page.runs if view.run.model == run.model and view.run.trainable.kind == run.trainable.kind]
     alike = [view for view in same if _machine(view.run) == _machine(run)]
     for views, is_alike in ((alike, True), (same, False)):
         if found := _speeds(client, views):
             return Throughput(median(found.values()), tuple(found), is_alike)
-    return None
+    if same:
+        return f"{same[0].run_id} and others like it succeeded, but their events have no tokens_per_s"
+    of_model = [view for view in page.runs if view.run.model == run.model]
+    if of_model:
+        return f"{of_model[0].run_id} trained {of_model[0].run.trainable.kind}, this one trains {run.trainable.kind}"
+    return f"no {run.kind} run of yours with {run.model} has succeeded"
 
 
 def _machine(run: "Run") -> tuple[object, ...]:
@@ -196,12 +211,7 @@ def _print(
         rows.append(("tokens a second", f"{measured.tokens_per_s:,.0f}, measured on {', '.join(measured.run_ids)}"))
         rows.append(("training", f"about {span(seconds)}"))
     print_table(("", ""), [(name, plain(text)) for name, text in rows])
-    if measured is None:
-        say(
-            f"how long: not measured yet. That takes a {run.kind} run of yours with {run.model} that has succeeded:"
-            " submit a short one (--steps 5), then estimate again"
-        )
-    elif not measured.is_alike:
+    if measured is not None and not measured.is_alike:
         say("those runs had another layout, engine or precision: the time may be far off")
     if not counted.is_complete:
         say(f"only the first {report.num_rows:,} rows were counted: the whole is more")

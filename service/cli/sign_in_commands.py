@@ -119,15 +119,20 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show this machine's settings; api_url and api_key as commands use them here. Of secrets the beginning alone."""
+    """Show this machine's settings; addresses as commands and the dev stack use them. Of secrets the beginning."""
     from dataclasses import replace
 
     from service.cli.setting_origins import setting_values, shown
+    from service.dev.connection import Connection
 
-    found = address(context.obj)
-    used = {"api_url": (found.url, found.url_origin), "api_key": (found.key, found.key_origin or "default")}
+    found, settings = address(context.obj), read_settings()
+    used: dict[str, tuple[str | None, str]] = {}
+    if dev := Connection.read(settings.root_path):  # its ports are chosen when it starts
+        place = f"the dev stack of {settings.root_path}"
+        used = {"temporal_address": (dev.temporal_address, place), "temporal_ui": (dev.temporal_ui, place)}
+    used |= {"api_url": (found.url, found.url_origin), "api_key": (found.key, found.key_origin or "default")}
     values = []
-    for value in setting_values(read_settings()):
+    for value in setting_values(settings):
         if value.name in used:
             text, place = used[value.name]
             value = replace(value, value=shown(value.name, text), origin=place)

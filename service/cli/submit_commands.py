@@ -342,9 +342,15 @@ def model_uri(model: str) -> str:
 
 
 def dataset_uri(client: "Client", dataset: str, option: str) -> str:
-    """A file of this machine, uploaded; URIs as they are."""
+    """The URI of a file of this machine, uploaded; URIs as they are."""
+    file = uploaded(client, dataset, option)
+    return str(file["uri"]) if file else dataset
+
+
+def uploaded(client: "Client", dataset: str, option: str) -> dict[str, Any] | None:
+    """The record of a file of this machine, uploaded; None for a URI. `is_new`: it did not stand there before."""
     if "://" in dataset:
-        return dataset
+        return None
     path = Path(dataset).expanduser()
     if path.is_dir():
         raise Stop(f"{option}: {dataset} is a folder; give a file, or an s3:// prefix", USAGE)
@@ -353,10 +359,10 @@ def dataset_uri(client: "Client", dataset: str, option: str) -> str:
     if not path.stat().st_size:
         raise Stop(f"{option}: {dataset} is empty", USAGE)
     start = time.monotonic()
-    uri = client.upload(path)
+    record = client.upload_file(path)
     if (duration_s := time.monotonic() - start) > 1:
         say(f"uploaded {path.name} in {duration_s:.1f} s")
-    return uri
+    return record
 
 
 def lora_of(rank: int | None, alpha: float | None, targets: str | None) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from service.accounts import audit
 from service.models.published_models import Published, PublishedModels, Target
 from service.models.untrained_models import UntrainedModels
@@ -25,14 +23,16 @@ from service.runs.own_settings import OwnSettings
 from service.turns import Turns
 from shared import paths
 from shared.errors import InvalidInput, NotFound
+from shared.field_rules import pattern
 from shared.models import Frozen
 from shared.runs import Name, RunStatus, StepStatus, Tenant
 from shared.store import ObjectStore
 
+_WORD, _WORD_RULE = r"^[^/\\#?%:\x00-\x1f\x7f]+$", "no / \\ # ? % : and no control characters"
 # As W&B has them, whose artifacts ART names models by.
-ArtWord = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^/\\#?%:\x00-\x1f\x7f]+$")]
+ArtWord = Annotated[str, pattern(_WORD, _WORD_RULE, min_length=1, max_length=64)]
 _MODEL_ID = re.compile(r"^model-[0-9a-f]{17}$")
-ModelId = Annotated[str, Field(pattern=_MODEL_ID.pattern)]
+ModelId = Annotated[str, pattern(_MODEL_ID.pattern, "the id of a model: model- and 17 hex digits")]
 
 _ARTIFACT = "wandb-artifact:///"
 _NAME = re.compile(r"(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(:(step(?P<step>[0-9]{1,6})|latest))?")

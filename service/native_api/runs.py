@@ -1,6 +1,7 @@
 """The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -325,16 +326,21 @@ async def _published(backend: Backend, tenant: str, run_id: str) -> PublishedFil
     return await asyncio.to_thread(PublishedFiles.of, status, backend.settings.s3)
 
 
-@router.post("/files", status_code=201, openapi_extra=_BYTES)
+@router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
 async def upload_file(
     request: Request,
+    response: Response,
     backend: Backed,
     asking: Asking,
     name: Annotated[str, Query(description="a plain file name", json_schema_extra={"pattern": FILE_NAME})],
     content_length: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
 ) -> FileRecord:
-    """Put the request's body into the store; its URI is a dataset's. The same file again gives the same URI."""
-    return await backend.files.receive(asking.tenant, name, request.stream(), num_bytes=content_length)
+    """Put the request's body into the store; its URI is a dataset's. The same file again has the same one, and 200."""
+    asked_at = time.time()
+    record = await backend.files.receive(asking.tenant, name, request.stream(), num_bytes=content_length)
+    if record.created_at < asked_at:
+        response.status_code = 200
+    return record
 
 
 @router.get("/files")

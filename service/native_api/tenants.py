@@ -14,6 +14,7 @@ from service.accounts.tenants import TenantRecord
 from service.backend import Backed, Backend
 from service.json_bodies import JsonBody
 from service.problems import RESPONSES, Conflict, Forbidden
+from shared.field_rules import NO_NUL, pattern
 from shared.models import Frozen
 from shared.runs import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
@@ -21,7 +22,7 @@ from shared.settings import QuotaSettings
 router = APIRouter(prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)
 _admin = [Depends(require("admin"))]
 
-Title = Annotated[str, Field(max_length=128, pattern=r"^[^\x00]*$")]
+Title = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=128)]
 
 
 class KeyRequest(Frozen):

@@ -12,6 +12,7 @@ from service.json_bodies import JsonBody
 from service.openai_api.files import FileObject, checked_purpose, plain_name
 from service.openai_api.forms import BINARY, FileForm, described
 from shared.errors import InvalidInput
+from shared.field_rules import pattern
 from shared.models import Frozen
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"], dependencies=[Depends(require("write"))])
@@ -32,7 +33,7 @@ class CompleteRequest(Frozen):
     """The parts in the order of the file, and what it must be."""
 
     part_ids: tuple[Annotated[str, Field(max_length=64)], ...] = Field(min_length=1, max_length=MAX_PARTS)
-    md5: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{32}$")
+    md5: str | None = pattern(r"^[0-9a-fA-F]{32}$", "an MD5 has 32 hex digits", default=None)
 
 
 class UploadObject(BaseModel):

@@ -1,6 +1,7 @@
 """The page's own addresses: sign in and out, and the frames that its scripts fill."""
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -10,12 +11,13 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 
+from service import problems
 from service.accounts import audit
 from service.accounts.keys import shown_prefix
 from service.accounts.principals import Asking
 from service.backend import Backed, Backend
 from service.page.sessions import COOKIE, LASTS_S, csrf_token
-from shared.runs import RunId
+from shared.runs import RUN_ID
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"
@@ -42,6 +44,19 @@ def is_page(path: str) -> bool:
     return path in ("/", "/schedules") or path.startswith("/runs/")
 
 
+def is_opened(path: str, accept: str) -> bool:
+    """Whether a person's browser opens an address, which may be none of ours."""
+    is_api = path in ("/api", "/v1", "/health") or path.startswith(("/api/", "/v1/", f"{STATIC}/"))
+    return "text/html" in accept and not is_api
+
+
+async def unknown_address(request: Request, error: Exception) -> Response:
+    """What stands at no address of ours: a page for people, the documented error for programs."""
+    if is_opened(request.url.path, request.headers.get("accept", "")):
+        return _html("unknown.html", 404)
+    return await problems.http_error(request, error)
+
+
 def static_files() -> StaticFiles:
     """Scripts, styles and pictures. They say nothing of runs, and need no session."""
     return _Fresh(directory=_HERE / "static")
@@ -62,7 +77,9 @@ async def runs(request: Request, backend: Backed, asking: Asking) -> Response:
 
 
 @router.get("/runs/{run_id}")
-async def run(run_id: RunId, request: Request, backend: Backed, asking: Asking) -> Response:
+async def run(run_id: str, request: Request, backend: Backed, asking: Asking) -> Response:
+    if not re.fullmatch(RUN_ID, run_id):
+        return _html("unknown.html", 404)
     return _frame(request, backend, "run.html", asking=asking, run_id=run_id)
 
 

@@ -245,6 +245,7 @@ def test_an_estimate_counts_and_measures(
     before = cli(*sft)
     assert before.code == 0 and "not measured yet" in before.stderr and "--steps 5" in before.stderr, before
     assert re.search(r"^steps +8$", before.stdout, re.MULTILINE)  # 5 + 5 + 2, twice, then 5 + 1
+    assert "because no sft run of yours with" in before.stderr
     assert not api.get("/runs").json()["runs"], "nothing is started"
 
     for rates, changes in (((10.0, 40.0, 20.0), {}), ((900.0,), {"layout": {"dp": 2}})):

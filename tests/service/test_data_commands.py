@@ -51,6 +51,22 @@ def test_validate_counts_all_rows(service: Service, options) -> None:
     assert answer.json["problem"] is None and "rows" not in answer.json
 
 
+def test_a_look_leaves_no_file_behind_but_what_stood_there(service: Service, options) -> None:
+    def names() -> list[str]:
+        return [file["file_id"] for file in service.cli("files", "ls", "--json").json]
+
+    before = names()
+    assert service.cli("validate", *options).code == 0
+    assert service.cli("preview", *options).code == 0
+    assert service.cli("validate", *options, "--max-tokens", "8").code == 100
+    assert names() == before
+    [kept] = service.cli("files", "upload", options[-1], "--json").json
+    assert kept["is_new"]
+    assert service.cli("validate", *options).code == 0
+    assert names() == [kept["file_id"], *before], "a file that the user had sent stays"
+    assert service.cli("files", "rm", kept["file_id"]).code == 0
+
+
 def test_validate_says_why_a_run_would_be_refused(service: Service, options) -> None:
     answer = service.cli("validate", *options, "--max-tokens", "8")
     assert answer.code == 100, answer

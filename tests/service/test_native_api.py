@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import tarfile
 import time
 from pathlib import Path
@@ -145,7 +146,13 @@ def test_cancel_and_resume(api) -> None:
     [
         (sft(steps=None), None, "epochs and steps"),
         (sft(learning_rate=-1), "learning_rate", "greater than 0"),
-        (sft(learning_rat=1), "learning_rat", "no such field"),
+        (sft(learning_rat=1), "learning_rat", "no such field: learning_rat"),
+        (sft(lora={"rank": 4}), "lora", "no such field: lora"),
+        (sft(model=None), "model", "valid string"),
+        ({key: value for key, value in sft().items() if key != "model"}, "model", "this field is required"),
+        (sft(dataset={"uri": "ftp://host/rows.jsonl"}), "dataset.uri", "starts with file://, http://, https:// or s3"),
+        (sft(dataset={"uri": "rows.jsonl"}), "dataset.uri", "starts with file://, http://, https:// or s3"),
+        (sft(model="http://host/model"), "model", "a hub id such as org/name"),
         (sft(dataset={"uri": ""}), "dataset.uri", "at least 1"),
         (sft(dataset={"uri": "x", "prompt_field": "q"}), "dataset", "go together"),
         (sft(layout={"tp": 0}), "layout.tp", "greater than or equal to 1"),
@@ -161,6 +168,46 @@ def test_a_bad_request_names_field_and_rule(api, body, place, word) -> None:
     assert error["type"] == "invalid_input"
     assert error["place"] == place
     assert word in error["message"]
+
+
+def test_an_empty_body_and_what_is_no_number_are_said_in_words(api) -> None:
+    empty = api.post("/runs/sft").json()["error"]
+    assert (empty["place"], empty["message"]) == ("body", "the request needs a body: a JSON object")
+    body = json.dumps(sft(learning_rate=math.nan, layout={"tp": math.inf})).encode()
+    answer = api.post("/runs/sft", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == "NaN and Infinity are no numbers of JSON"
+    assert answer.json()["error"]["place"] in ("learning_rate", "layout.tp")
+
+
+def test_head_answers_as_get_without_the_body(service: Service, api) -> None:
+    """Download clients ask for a file's size first."""
+    made = api.post("/files", params={"name": "rows.jsonl"}, content=b'{"text": "a"}\n' * 100_000)
+    file_id = made.json()["file_id"]
+    for path in (f"/files/{file_id}/content", f"/files/{file_id}", "/runs", "/health"):
+        head, get = api.head(path), api.get(path)
+        assert (head.status_code, head.content) == (200, b"") and get.content
+        kept = ("content-length", "content-type", "etag")
+        assert {k: head.headers.get(k) for k in kept} == {k: get.headers.get(k) for k in kept}
+    assert api.head("/files/none").status_code == api.head("/nowhere").status_code == 404
+    with service.http(None) as nobody:
+        assert nobody.head(f"/files/{file_id}/content").status_code == 401
+
+
+def test_an_unknown_address_is_a_page_for_people_and_an_error_for_programs(service: Service) -> None:
+    browser = {"accept": "text/html,application/xhtml+xml"}
+    with httpx.Client(base_url=service.url, trust_env=False) as people:
+        asked = people.get("/nowhere", headers=browser)
+        assert (asked.status_code, asked.headers["location"]) == (303, "/login?after=%2Fnowhere")
+        assert people.post("/login", data={"key": KEY}).status_code == 303
+        for path in ("/nowhere", "/runs/NO_ID", "/a/b/c"):
+            page = people.get(path, headers=browser)
+            assert page.status_code == 404 and "There is nothing at this address" in page.text, page.text
+            assert page.headers["content-type"].startswith("text/html")
+        for path in ("/api/v1/nowhere", "/v1/nowhere"):
+            assert people.get(path, headers=browser).headers["content-type"] == "application/json"
+    with service.http() as api:
+        assert api.get(f"{service.url}/nowhere").json()["error"]["type"] == "not_found"
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b'{"model": "\xff"}', b"[" * 100_000])

@@ -5,11 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from shared.chat import ChatRequest
 from shared.errors import InvalidInput
 from shared.events import Probed, Started, Step, Succeeded, parse_event
+from shared.field_rules import rule_in_words
 from shared.jobs import DPO, PPO, Artifact, CrossEntropy, Fence, Job, JobPlan, Lora, PackedData, Schedule
 from shared.layout import Layout, ModelShape, check_layout
 from shared.paths import RunKeys, content_key, write_atomically
+from shared.peft_format import CONFIG
 from shared.runs import DatasetSource, SFTRun
 
 ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)
@@ -195,3 +198,33 @@ def test_a_layout_is_read_from_its_label() -> None:
     for label in ("", "tp", "tp0", "tp2-tp2", "sp2", "zp2", "tp2 dp2"):
         with pytest.raises(InvalidInput, match="layout: "):
             Layout.from_label(label)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("frequency_penalty", 1, "leave it out, or give 0"),
+        ("presence_penalty", -0.5, "leave it out, or give 0"),
+        ("min_p", 0.1, "leave it out, or give 0"),
+        ("repetition_penalty", 1.1, "leave it out, or give 1"),
+        ("top_k", 5, "leave it out, or give -1: all tokens"),
+        ("tool_choice", "required", '"auto" (the model calls a tool or answers) or "none"'),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "no call can be forced"),
+    ],
+)
+def test_what_a_sampler_does_not_apply_is_refused_in_words(field: str, value: object, words: str) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest.model_validate(asked | {field: value})
+    assert words in rule_in_words(refused.value.errors()[0])
+    neutral = {"repetition_penalty": 1.0, "top_k": -1, "tool_choice": "auto"}.get(field, 0)
+    assert getattr(ChatRequest.model_validate(asked | {field: neutral}), field) == neutral
+
+
+def test_the_place_of_an_upload_is_the_name_that_its_user_gave() -> None:
+    folder = "file:///srv/longshore/store/tenants/acme"
+    assert str(InvalidInput("no", f"{folder}/uploads/{'0f' * 32}/rows.jsonl:12")) == "rows.jsonl:12: no"
+    assert str(InvalidInput("no", f"s3://b/tenants/acme/adapters/sums/v000003/{CONFIG}")) == (
+        f"adapters/sums/v000003/{CONFIG}: no"
+    )
+    assert str(InvalidInput("no", "file:///data/rows.jsonl:12")) == "file:///data/rows.jsonl:12: no"

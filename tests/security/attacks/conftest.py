@@ -29,7 +29,9 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, open_folder: Path, hub_home: Path, tiny_model: Path) -> Iterator[Stack]:
+def stack(
+    tmp_path_factory: pytest.TempPathFactory, open_folder: Path, hub_home: Path, tiny_model: Path
+) -> Iterator[Stack]:
     settings = {
         "LONGSHORE_DOWNLOAD__FILE_ROOTS": json.dumps([str(open_folder), str(tiny_model)]),
         "LONGSHORE_DOWNLOAD__ALLOW_PRIVATE_ADDRESSES": "true",
