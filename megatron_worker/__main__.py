@@ -3,8 +3,8 @@
     python -m megatron_worker.launcher N megatron_worker --root FOLDER          do jobs until told to stop
     torchrun --standalone --nproc_per_node N -m megatron_worker --once JOB.json [--into FOLDER]      do one, by hand
 
-Either way of starting N ranks does for both; for one rank, `python -m megatron_worker`. With `--once` the exit status is 0 after success, 1 after a failure, 2
-when the job was not begun.
+Either way of starting N ranks does for both; for one rank, `python -m megatron_worker`. With `--once` the exit status
+is 0 after success, 1 after a failure, 2 when the job was not begun.
 """
 
 import argparse

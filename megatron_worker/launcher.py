@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine, and ends all of them when one fails: `python -m megatron_worker.launcher N MODULE …`.
+"""Start the ranks of one machine, and end all of them when one fails: `python -m megatron_worker.launcher N MODULE …`.
 
 The ranks meet in a file of a folder that only this user can open (torch's FileStore): unlike torchrun, nothing listens
 for them, and nothing that a stranger could send is ever unpickled.

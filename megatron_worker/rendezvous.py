@@ -1,3 +1,3 @@
-"""The name under which the launcher tells its ranks where they meet. Apart from torch, which the launcher never loads."""
+"""Name by which the launcher tells its ranks where they meet: apart from torch, which the launcher never loads."""
 
 RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"

@@ -1,4 +1,4 @@
-"""Run by the launcher, interpreted: each rank scans a shard of the vocabulary; all must agree with the whole in float64."""
+"""Run by the launcher, interpreted: each rank scans a shard of the vocabulary; all agree with the whole in float64."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""What the ranks of the table of layouts do: `python -m megatron_worker.launcher N tests.megatron_worker.layout_ranks OUT TRIALS`.
+"""What the ranks of the table of layouts do.
+
+`python -m megatron_worker.launcher N tests.megatron_worker.layout_ranks OUT TRIALS`
 
 One rank's results, made with the same functions, are what they are compared with (layout_table.py). Everybody begins at
 the same checkpoint of one rank and has the same bins, from one file.

@@ -1,4 +1,6 @@
-"""What the ranks of a parallel test do: `python -m megatron_worker.launcher N tests.megatron_worker.parallel_ranks OUT TRIALS`.
+"""What the ranks of a parallel test do.
+
+`python -m megatron_worker.launcher N tests.megatron_worker.parallel_ranks OUT TRIALS`
 
 `TRIALS` is JSON: model folder, layout, names of faults. Every layout's results go to `OUT/<model>/<layout>/`; the test
 compares them with those of one rank, which it makes with the same functions in its own process.

@@ -1,5 +1,8 @@
-"""What the ranks of a parallel TrainerRank do: `python -m megatron_worker.launcher N tests.megatron_worker.trainer_ranks OUT TRIALS`. The
-test compares what they leave with the same functions in its own process.
+"""What the ranks of a parallel TrainerRank do.
+
+`python -m megatron_worker.launcher N tests.megatron_worker.trainer_ranks OUT TRIALS`
+
+The test compares what they leave with the same functions in its own process.
 """
 
 import json

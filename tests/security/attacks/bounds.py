@@ -1,4 +1,4 @@
-"""What a stack under attack may take of the machine, so that an attack that succeeds does not take the machine along."""
+"""What a stack under attack may take of the machine, so that an attack that succeeds does not take it along."""
 
 import resource
 import threading
