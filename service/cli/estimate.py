@@ -75,13 +75,12 @@ def estimate(
     with connect(context, patience_s=20) as client:
         with naming_options(run.model):
             counted = client.validate(_request(run))
-        measured = measured_throughput(client, run)
+        found = measured_throughput(client, run)
     course = course_of(run, counted.report.num_kept, counted.report.num_tokens)
-    why_not = measured if isinstance(measured, str) else None
-    measured = None if isinstance(measured, str) else measured
+    measured, why_not = (None, found) if isinstance(found, str) else (found, None)
     seconds = course.tokens / measured.tokens_per_s if measured else None
     if wants_json(context, as_json):
-        found = {
+        document = {
             "problem": counted.problem,
             "is_complete": counted.is_complete,
             "examples": counted.report.num_kept,
@@ -93,7 +92,7 @@ def estimate(
             "not_measured": why_not,
             "seconds": seconds,
         }
-        print_json(found)
+        print_json(document)
     else:
         _print(run, counted, course, measured, seconds)
         if why_not is not None:
