@@ -54,6 +54,9 @@ _SANDBOX = SandboxedWorkflowRunner(restrictions=SandboxRestrictions.default.with
 _M_ARENA_MAX, _MALLOC_ARENAS = -8, 2  # the first is malloc.h's
 _CONNECT_PATIENCE_S = 60.0
 _SHUTDOWN_GRACE = timedelta(seconds=10)
+# What a control host that was killed is asked goes to another after this long, instead of Temporal's 10 s. A host that
+# lives and is slower than that only reads the run's history again.
+_STICKY = timedelta(seconds=3)
 # Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
 _BEAT = timedelta(seconds=1)
 _log = logging.getLogger("longshore.host")
@@ -223,6 +226,7 @@ def _worker(
         activity_executor=threads,
         workflow_runner=_SANDBOX,
         max_cached_workflows=_CACHED_WORKFLOWS,
+        sticky_queue_schedule_to_start_timeout=_STICKY,
         max_concurrent_activities=num_at_once,
         max_heartbeat_throttle_interval=_BEAT,
         graceful_shutdown_timeout=_SHUTDOWN_GRACE,
