@@ -1,8 +1,10 @@
 """Chat requests as a sampler's requests, and its answers as chat completions: pure functions."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from activities.tool_calls import NO_CALLS, told_calls
+from shared.answer_records import AnswerRecord, DrawnChoice
 from shared.chat import ChatAnswer, ChatChoice, ChatCompletion, ChatRequest, ChoiceLogprobs, TokenLogprob, TopLogprob
 from shared.completions import Choice, CompletionRequest, CompletionResponse
 from shared.errors import InvalidInput, SamplerUnavailable
@@ -36,27 +38,62 @@ def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], m
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=bool(asked.ignore_eos),
         seed=asked.seed,
-        logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
+        logprobs=asked.top_logprobs or 0,  # also of answers that are asked for without: they may be trained on
         return_token_ids=True,
     )
 
 
-def chat_completion(asked: ChatRequest, drawn: CompletionResponse, bytes_of: Callable[[int], bytes]) -> ChatCompletion:
+def chat_completion(
+    asked: ChatRequest,
+    drawn: CompletionResponse,
+    bytes_of: Callable[[int], bytes],
+    answer_id: str,
+    prompt_ids: Sequence[int],
+) -> ChatCompletion:
     """A sampler's answer as the client expects it.
 
     Args:
         bytes_of: a token id's own bytes.
+        answer_id: what the answer is to be known by.
+        prompt_ids: what the sampler was asked with.
 
     Raises:
         SamplerUnavailable: the sampler gave a choice up.
     """
     choices = sorted(drawn.choices, key=lambda choice: choice.index)
     return ChatCompletion(
-        id=f"chatcmpl-{drawn.id.removeprefix('cmpl-')}",
+        id=answer_id,
         created=drawn.created,
         model=asked.model,
         choices=[_choice(choice, asked, drawn.id, bytes_of) for choice in choices],
         usage=drawn.usage,
+        prompt_token_ids=list(prompt_ids) if asked.return_token_ids else None,
+    )
+
+
+def record_of(
+    answer: ChatCompletion, drawn: CompletionResponse, prompt_ids: Sequence[int], model_sha256: str
+) -> AnswerRecord | None:
+    """What is to be remembered of an answer; None where the sampler does not tell ids and logprobs of all of it."""
+    drawn_of = {choice.index: choice for choice in drawn.choices}
+    choices = [_drawn_choice(choice, drawn_of[choice.index]) for choice in answer.choices]
+    whole = [choice for choice in choices if choice is not None]
+    if len(whole) < len(choices):
+        return None
+    return AnswerRecord(
+        answer_id=answer.id, model_sha256=model_sha256, prompt_ids=tuple(prompt_ids), choices=tuple(whole)
+    )
+
+
+def _drawn_choice(told: ChatChoice, drawn: Choice) -> DrawnChoice | None:
+    logprobs = [value for value in (drawn.logprobs.token_logprobs if drawn.logprobs else ()) if value is not None]
+    if not drawn.token_ids or len(logprobs) != len(drawn.token_ids) or not all(map(math.isfinite, logprobs)):
+        return None
+    return DrawnChoice(
+        content=told.message.content,
+        tool_calls=told.message.tool_calls or (),
+        token_ids=tuple(drawn.token_ids),
+        logprobs=tuple(logprobs),
     )
 
 
@@ -71,6 +108,7 @@ def _choice(choice: Choice, asked: ChatRequest, answer_id: str, bytes_of: Callab
         message=ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None),
         logprobs=_logprobs(choice, asked.top_logprobs or 0, bytes_of) if asked.logprobs else None,
         finish_reason="tool_calls" if calls else choice.finish_reason,
+        token_ids=choice.token_ids if asked.return_token_ids else None,
     )
 
 

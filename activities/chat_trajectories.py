@@ -1,66 +1,102 @@
-"""Conversations with the sampler's logprobs, as trajectories of token ids: rendered, and held against what was sampled.
+"""Conversations with what was sampled in them, as trajectories of token ids.
 
-A chat completion names the tokens that it sampled; their ids come from rendering the conversation with the model's own
-template and tokenizer. Both must agree on every sampled token, and each answer must stand behind the very ids that the
-model was asked for it with. Otherwise other tokens would be trained than were sampled, or behind another context: the
-trajectory is broken.
+The ids of an answer are those that were drawn, never those that its text would be tokenized to. Where this
+installation gave the answer, it remembers them, and what it was asked with. Where the client brings ids, they are held
+against the text. Where it brings texts alone, rendering the conversation must give every sampled token again. What is
+none of these is broken: other tokens would be trained than were sampled.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from pydantic import ValidationError
-
-from activities.formats import Chat, message_of
+from activities.formats import Chat
 from activities.prompt_rows import Question
-from activities.rows import Row
+from activities.remembered_answers import RememberedAnswers, is_same_message
+from activities.sampled_turns import PLACE, BrokenConversation, Turns, broken, turns_of
 from activities.template_process import TemplateProcess
 from activities.tokenizer import ModelTokenizer, load_tokenizer
-from activities.tool_calls import with_parsed_calls
+from shared.answer_records import AnswerRecord
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
 from shared.settings import S3Settings
-from shared.trajectories import ChatTrajectory, SampledTurn, TokenLogprob, Trajectory
+from shared.trajectories import ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
+
+__all__ = ["BrokenConversation", "Conversations", "PublishedPolicy"]
 
 _TOKEN_ID = "token_id:"
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_PLACE = "messages"  # of a conversation alone; whoever asks knows its file and line
-
-_ANOTHER_CONTEXT = (
-    "a later turn was sampled behind other ids than this answer and what it was asked with (templates rewrite earlier "
-    "turns, and tokenizers join their ends): let a trajectory end with this answer"
-)
-
-
-class BrokenConversation(Exception):
-    """A conversation that is no trajectory: the field, a short name for the rule, and a sentence."""
-
-    def __init__(self, field: str, rule: str, message: str) -> None:
-        self.field, self.rule, self.message = field, rule, message
-        super().__init__(f"{field}: {message}")
 
 
 @dataclass(frozen=True)
-class _Turns:
-    """Messages as templates take them, and how some of them were sampled, by message."""
+class PublishedPolicy:
+    """The policy that a step starts from: its number in the run, and the name and version that it was published as.
 
-    messages: list[dict[str, Any]]
-    sampled: dict[int, SampledTurn]
+    `version` is None before the run's first step.
+    """
 
-    @property
-    def last(self) -> int:
-        return max(self.sampled)
+    number: int
+    name: str | None = None
+    version: int | None = None
+
+    def number_of(self, version: int | None, name: str | None = None) -> int | None:
+        """The run's number of a published version; 0 for what is older than the run, None for what is another's."""
+        if version is None or name not in (None, self.name):
+            return None
+        if self.version is None:
+            return 0
+        return min(self.number, max(0, self.number - (self.version - version)))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """How an answer was drawn: the ids that were asked with, the ids that came, and their logprobs."""
+
+    asked: list[int]
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"] | None
+    policy_version: int | None = None
+
+
+@dataclass
+class _Sequence:
+    """Ids in the order in which the model saw them; a logprob beside each that was drawn."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def extend(self, turn: _Drawn) -> None:
+        context = turn.asked[len(self.ids) :]
+        self.ids += [*context, *turn.ids]
+        self.logprobs += [*[None] * len(context), *turn.logprobs]
+        self.finish_reason = turn.finish_reason
 
 
 class Conversations:
-    """Reads conversations of one model. Its tokenizer and template are opened at the first; `with` closes them."""
+    """Reads conversations of one model. Its tokenizer and template are opened at the first; `with` closes them.
 
-    def __init__(self, model: Artifact | None, cache: Path, s3: S3Settings) -> None:
+    `counts`: turns whose drawn ids were remembered, turns that were rendered, ids of answers that nobody remembers.
+    """
+
+    def __init__(
+        self,
+        model: Artifact | None,
+        cache: Path,
+        s3: S3Settings,
+        answers: RememberedAnswers | None = None,
+        policy: PublishedPolicy | None = None,
+    ) -> None:
         self._model, self._cache, self._s3 = model, cache, s3
+        self._answers = answers
+        self._policy = policy or PublishedPolicy(0)
         self._open: tuple[ModelTokenizer, TemplateProcess] | None = None
         self._closing = ExitStack()
+        self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         return self
@@ -68,46 +104,82 @@ class Conversations:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def trajectory_of(self, chat: ChatTrajectory, max_tokens: int) -> Trajectory:
-        """The token form of a conversation.
+    def prepare(self, trajectories: Iterable[SentTrajectory]) -> None:
+        """Read at once what is remembered of these trajectories' answers. Raises StoreUnavailable."""
+        if self._answers is not None:
+            chats = (one for one in trajectories if isinstance(one, ChatTrajectory))
+            named = (message.get("answer_id") for chat in chats for message in chat.messages)
+            self._answers.fetch(answer_id for answer_id in named if isinstance(answer_id, str))
+
+    def trajectories_of(self, chat: ChatTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
+        """The token form of a conversation: one sequence, or several where a later answer was asked for with other ids
+        than the answers before it were drawn as (templates rewrite earlier turns, texts are tokenized anew).
 
         Raises:
             BrokenConversation: it is no conversation, too long, or does not give again what was sampled.
             InvalidInput: the model has no chat template, or its template does not end.
         """
-        tokenizer, process = self._opened()
-        turns = _turns_of(chat)
+        turns = turns_of(chat)
         tools = [dict(tool) for tool in chat.tools] if chat.tools else None
-        answers = _answers(turns, tools, tokenizer, process)
-        for i, turn in turns.sampled.items():
-            _check_tokens(i, turn, answers[i], tokenizer)
-        asked = _asked(turns, tools, tokenizer, process)
-        ids = asked[turns.last] + answers[turns.last][: len(turns.sampled[turns.last].logprobs.tokens)]
-        if len(ids) > max_tokens:
-            _broken(_PLACE, "too_long", f"{len(ids)} tokens; max_tokens is {max_tokens}")
-        logprobs: list[float | None] = [None] * len(ids)
-        for i, turn in turns.sampled.items():
-            start = len(asked[i])
-            if ids[:start] != asked[i] or (i != turns.last and ids[start : start + len(answers[i])] != answers[i]):
-                _broken(f"messages.{i}", "context", _ANOTHER_CONTEXT)
-            for k, token in enumerate(turn.logprobs.tokens):
-                logprobs[start + k] = token.logprob
-        return Trajectory(
-            token_ids=tuple(ids),
-            sampled=tuple(logprob is not None for logprob in logprobs),
-            logprobs=tuple(logprobs),
-            reward=chat.reward,
-            advantage=chat.advantage,
-            policy_version=chat.policy_version or 0,
-            finish_reason=_end_of(turns.sampled[turns.last]),
-            metrics=chat.metrics,
-            metadata=chat.metadata,
+        drawn = [self._drawn(i, turn, turns, tools) for i, turn in turns.sampled.items()]
+        sequences = _chained(drawn)
+        if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
+            broken(PLACE, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
+        version = drawn[0].policy_version
+        if version is None:
+            version = chat.policy_version
+        if version is None:
+            version = self._policy.number_of(chat.model_version)
+        return tuple(
+            Trajectory(
+                token_ids=tuple(one.ids),
+                sampled=tuple(logprob is not None for logprob in one.logprobs),
+                logprobs=tuple(one.logprobs),
+                reward=chat.reward,
+                advantage=chat.advantage,
+                policy_version=version,
+                finish_reason=one.finish_reason,
+                metrics=chat.metrics,
+                metadata=chat.metadata,
+            )
+            for one in sequences
         )
+
+    def _drawn(self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None) -> _Drawn:
+        record = None
+        if turn.answer_id is not None:
+            record = self._answers.get(turn.answer_id) if self._answers is not None else None
+            if record is None and turn.logprobs is None:
+                rule = "no answer of this id is remembered here, and there are no logprobs beside it"
+                broken(f"messages.{i}.answer_id", "unknown_answer", rule)
+            self.counts["unknown_answers"] += record is None
+        if record is not None:
+            self.counts["remembered_turns"] += 1
+            return self._remembered(i, turn, turns.messages[i], record)
+        self.counts["rendered_turns"] += 1
+        tokenizer, process = self._opened()
+        return _rendered(i, turns, tools, tokenizer, process)
+
+    def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
+        """What was drawn, where the client's message is the answer's. Nothing is rendered or tokenized."""
+        place = f"messages.{i}"
+        if self._model is not None and record.model_sha256 != self._model.sha256:
+            broken(f"{place}.answer_id", "another_model", "another model than the run's gave this answer")
+        if turn.index >= len(record.choices):
+            broken(f"{place}.index", "unknown_answer", f"the answer has {len(record.choices)} choices")
+        choice = record.choices[turn.index]
+        if not is_same_message(message, choice):
+            rule = "the message is not what the answer of this id said: send it as it was given, or without answer_id"
+            broken(f"{place}.message", "another_text", rule)
+        if turn.token_ids is not None and turn.token_ids != choice.token_ids:
+            broken(f"{place}.token_ids", "differs", "these are not the ids that were drawn for the answer of this id")
+        version = self._policy.number_of(record.version, record.name)
+        return _Drawn(list(record.prompt_ids), list(choice.token_ids), list(choice.logprobs), _end_of(turn), version)
 
     def _opened(self) -> tuple[ModelTokenizer, TemplateProcess]:
         if self._open is None:
             if self._model is None:
-                raise InvalidInput("trajectories of messages need the model that they are rendered for", _PLACE)
+                raise InvalidInput("trajectories of messages need the model that they are rendered for", PLACE)
             tokenizer = load_tokenizer(self._model, self._cache, self._s3)
             if tokenizer.template is None:
                 rule = "the model has no chat template: send trajectories as token ids"
@@ -117,81 +189,74 @@ class Conversations:
         return self._open
 
 
-def _turns_of(chat: ChatTrajectory) -> _Turns:
-    """Messages and choices told apart; nothing of how a turn was sampled is left in its message."""
-    turns = _Turns([], {})
-    for i, given in enumerate(chat.messages):
-        match given.get("message"):
-            case dict() as inner:
-                message, sampling = inner, {key: value for key, value in given.items() if key != "message"}
-            case _:
-                beside = set(SampledTurn.model_fields)
-                message = {key: value for key, value in given.items() if key not in beside}
-                sampling = {key: value for key, value in given.items() if key in beside}
+def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
+    """One answer behind the other, as long as each was asked for with the very ids of those before it."""
+    sequences: list[_Sequence] = []
+    for turn in drawn:
+        if not sequences or turn.asked[: len(sequences[-1].ids)] != sequences[-1].ids:
+            sequences.append(_Sequence())
+        sequences[-1].extend(turn)
+    return sequences
+
+
+def _rendered(
+    i: int, turns: Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
+) -> _Drawn:
+    """A turn behind the conversation up to it, as a server renders it to ask for the turn.
+
+    Templates write an answer in one way where it is the last, and in another where more follows (they add empty
+    thoughts, or cut thoughts out): it was sampled as one of the two.
+    """
+    turn, ends = turns.sampled[i], (i + 1, max(turns.sampled) + 1)
+    assert turn.logprobs is not None
+    try:
+        [text] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
+        rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
+        rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
+    except InvalidInput as error:
+        _refused(error)
+    differs: BrokenConversation | None = None
+    for each in rendered:
+        encoded = tokenizer.encode([each.text], [each.spans])
         try:
-            turns.messages.append(with_parsed_calls(message_of(Row(_PLACE, {}), f"messages[{i}]", message)))
-        except InvalidInput as error:
-            _broken(_PLACE, "messages", error.message)
-        if sampling.get("logprobs") is not None:
-            turns.sampled[i] = _sampled(i, sampling, turns.messages[-1]["role"])
-    if not turns.sampled:
-        _broken(_PLACE, "nothing_sampled", "no assistant's turn has logprobs: there is nothing to train")
-    return turns
+            ids = _drawn_ids(i, turn, encoded.id_T[encoded.weight_T == 1.0].tolist(), turns.messages[i], tokenizer)
+        except BrokenConversation as error:
+            differs = differs or error
+        else:
+            logprobs = [token.logprob for token in turn.logprobs.tokens]
+            return _Drawn(tokenizer.tokens_of(text), ids, logprobs, _end_of(turn))
+    assert differs is not None
+    raise differs
 
 
-def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
-    place = f"messages.{i}"
-    if role != "assistant":
-        _broken(f"{place}.logprobs", "role", f"the message is the {role}'s: an assistant's alone are sampled")
-    try:
-        turn = SampledTurn.model_validate(sampling)
-    except ValidationError as error:
-        first = error.errors()[0]
-        _broken(".".join([place, *map(str, first["loc"])]), "logprobs", first["msg"])
-    tokens, ids = len(turn.logprobs.tokens), turn.token_ids
-    if not tokens:
-        _broken(f"{place}.logprobs", "missing_logprobs", "it names no token: ask the server for logprobs")
-    if ids is not None and len(ids) != tokens:
-        _broken(f"{place}.token_ids", "length", f"it has {len(ids)} entries for {tokens} logprobs")
-    return turn
-
-
-def _answers(
-    turns: _Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
-) -> dict[int, list[int]]:
-    """The ids of each sampled turn, with the one that ends it, in the conversation up to the last of them."""
-    messages = turns.messages[: turns.last + 1]
-    weights = [i + 1.0 if i in turns.sampled else 0.0 for i in range(len(messages))]
-    try:
-        [rendered] = process.spans([Chat(_PLACE, messages, tools, weights)])
-    except InvalidInput as error:
-        _refused(error)
-    encoded = tokenizer.encode([rendered.text], [rendered.spans])
-    return {i: encoded.id_T[encoded.weight_T == i + 1].tolist() for i in turns.sampled}
-
-
-def _asked(
-    turns: _Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
-) -> dict[int, list[int]]:
-    """The ids that the model was asked for each sampled turn with."""
-    questions = [Question(_PLACE, turns.messages[:i], tools, {}) for i in turns.sampled]
-    try:
-        texts = process.asked(questions)
-    except InvalidInput as error:
-        _refused(error)
-    return {i: tokenizer.tokens_of(text) for i, text in zip(turns.sampled, texts, strict=True)}
-
-
-def _check_tokens(i: int, turn: SampledTurn, own: list[int], tokenizer: ModelTokenizer) -> None:
-    """The turn's ids, of which the last ends it, must be those that were sampled. The end may be the template's own."""
+def _drawn_ids(
+    i: int, turn: SampledTurn, own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer
+) -> list[int]:
+    """The ids that the client brings, if the turn says the same; else the turn's own, which must be those sampled."""
+    assert turn.logprobs is not None
     tokens = turn.logprobs.tokens
+    given = list(turn.token_ids) if turn.token_ids is not None else [_id_of(token) for token in tokens]
+    whole = [token_id for token_id in given if token_id is not None]
+    if len(whole) == len(given) and _says_the_same(whole, own, message, tokenizer):
+        return whole
     for k, (token, token_id) in enumerate(zip(tokens, own, strict=False)):
-        given = turn.token_ids[k] if turn.token_ids is not None else _id_of(token)
-        if not _is_same(token, given, token_id, tokenizer):
-            _broken(f"messages.{i}.logprobs.content.{k}", "differs", _difference(token, given, token_id, tokenizer))
+        if not _is_same(token, given[k], token_id, tokenizer):
+            place = f"messages.{i}.logprobs.content.{k}"
+            broken(place, "differs", _difference(token, given[k], token_id, tokenizer))
     if len(tokens) not in (len(own), len(own) - 1):
         rule = f"{len(tokens)} tokens were sampled, and the conversation has {len(own)} there, end token and all"
-        _broken(f"messages.{i}.logprobs", "differs", rule)
+        broken(f"messages.{i}.logprobs", "differs", rule)
+    return own[: len(tokens)]
+
+
+def _says_the_same(given: list[int], own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer) -> bool:
+    """Whether ids have a turn's text, tokenized in whatever way. The end may be the template's own, and not sampled."""
+    text = tokenizer.decode(given)
+    if text in (tokenizer.decode(own), tokenizer.decode(own[:-1])):
+        return True
+    content = message.get("content")
+    is_text = isinstance(content, str) and not message.get("tool_calls")
+    return is_text and tokenizer.spoken(given).strip() == str(content).strip()
 
 
 def _end_of(turn: SampledTurn) -> Literal["stop", "length"] | None:
@@ -228,10 +293,6 @@ def _difference(token: TokenLogprob, given: int | None, own: int, tokenizer: Mod
 
 def _refused(error: InvalidInput) -> NoReturn:
     """A conversation that the template refuses is broken; a template that does not end refuses the step."""
-    if error.place != _PLACE:
+    if error.place != PLACE:
         raise error
-    _broken(_PLACE, "template", error.message)
-
-
-def _broken(field: str, rule: str, message: str) -> NoReturn:
-    raise BrokenConversation(field, rule, message)
+    broken(PLACE, "template", error.message)

@@ -1,34 +1,46 @@
 """Complete: a user's question, in text or in messages, and what a published adapter or model says to it."""
 
+import logging
+import time
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from temporalio import activity
 
-from activities.chat_answers import chat_completion, sampler_request
+from activities.chat_answers import chat_completion, record_of, sampler_request
 from activities.chat_prompts import ChatPrompts
 from activities.heartbeat import beating
 from activities.parallel_calls import in_parallel
 from activities.sampler_adapters import refusal
 from activities.samplers import OpenSampler, SamplerPlace, Samplers, ServedSampler
 from activities.serving_adapters import ServingAdapters
+from shared.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat import ChatCompletion, ChatRequest
 from shared.completions import CompletionRequest, CompletionResponse, ModelCard
-from shared.errors import InvalidInput, SamplerUnavailable
+from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
 from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.paths import HostPaths
+from shared.runs import FIRST_TENANT, Tenant
 from shared.settings import Settings
+from shared.store import open_store
+
+logger = logging.getLogger("longshore.complete")
 
 _MAX_ANSWER_BYTES = 1_500_000  # Temporal carries 2 MB
 _ATTEMPTS = 3
 
 
 class CompleteRequest(Frozen):
-    """A question to what was published: `adapter` beside `model`, or the model alone where there is none.
+    """A tenant's question to what was published: `adapter` beside `model`, or the model alone where there is none.
 
-    `base`: the model as its users named it, for a server behind a URL to be known by.
+    `base`: the model as its users named it, for a server behind a URL to be known by. `name` and `version`: of what was
+    published; a version of 0 is the base model that nobody has trained yet.
     """
+
+    tenant: Tenant = FIRST_TENANT
+    name: str | None = None
+    version: int | None = None
 
     model: Artifact
     adapter: Artifact | None
@@ -48,6 +60,7 @@ class Complete:
 
     def __init__(self, settings: Settings, samplers: Samplers) -> None:
         cache = HostPaths(settings.root_path).cache
+        self._settings = settings
         self._samplers = samplers
         self._prompts = ChatPrompts(cache, settings.s3)
         self._adapters = ServingAdapters(cache, settings.s3)
@@ -99,7 +112,27 @@ class Complete:
         assert prompt_ids is not None
         wanted = sampler_request(asked, model, prompt_ids, _max_model_len(opened))
         drawn = _ask(opened, wanted, "messages")
-        return chat_completion(asked, drawn, self._prompts.tokenizer(request.model).bytes_of)
+        bytes_of = self._prompts.tokenizer(request.model).bytes_of
+        answer = chat_completion(asked, drawn, bytes_of, new_answer_id(time.time()), prompt_ids)
+        record = record_of(answer, drawn, prompt_ids, request.model.sha256)
+        if record is None or not self._remembers(request, record):
+            return answer
+        known = [choice.model_copy(update={"answer_id": answer.id}) for choice in answer.choices]
+        return answer.model_copy(update={"choices": known})
+
+    def _remembers(self, request: CompleteRequest, record: AnswerRecord) -> bool:
+        """Keep what was drawn. A store that is away costs the answer its id, and nobody the answer."""
+        if not self._settings.serving.answers_kept_s:
+            return False
+        try:
+            store = open_store(self._settings.store, self._settings.s3)
+            remember(
+                store, request.tenant, record.model_copy(update={"name": request.name, "version": request.version})
+            )
+        except (StoreUnavailable, DiskFull) as error:
+            logger.warning("an answer is not remembered, and can be trained on by its text alone: %s", error)
+            return False
+        return True
 
 
 def _ask(opened: OpenSampler, request: CompletionRequest, place: str) -> CompletionResponse:

@@ -22,7 +22,7 @@ from shared.settings import Settings
 from shared.store import ObjectStore, disk_errors, open_store, uri_of
 from shared.trajectories import Trajectory, TrajectoryGroup
 
-_VERSION = "groups-1"  # raise it when the same completions and grades would make other groups
+_VERSION = "groups-2"  # raise it when the same completions and grades would make other groups
 
 GROUPS = "groups.jsonl"
 

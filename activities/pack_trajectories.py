@@ -1,5 +1,6 @@
 """Pack trajectories: a file of trajectory groups into units, and a plan of optimizer steps of whole groups."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -11,35 +12,49 @@ from temporalio import activity
 
 from activities import packing
 from activities.advantages import advantages_of
-from activities.chat_trajectories import Conversations
+from activities.chat_trajectories import Conversations, PublishedPolicy
 from activities.download import Download, DownloadRequest
 from activities.group_samples import find_groups
 from activities.heartbeat import beating
 from activities.prefix_tree import SequenceRow, split_tree
-from activities.read_groups import GroupsRead, GroupsReport, Rules, parse_groups, read_groups
+from activities.read_groups import (
+    Group,
+    GroupsRead,
+    GroupsReport,
+    Rules,
+    Scored,
+    parse_groups,
+    read_groups,
+    sequences_of,
+)
 from activities.record_step import find_key
+from activities.remembered_answers import RememberedAnswers
 from activities.scratch import scratch_folder
 from shared.artifacts import files_of, find, seal, stage, upload
 from shared.jobs import Artifact, PackedData
 from shared.models import Frozen
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
 from shared.paths import HostPaths, content_key, packed, tokenized, write_atomically
-from shared.runs import DatasetSource, RLRun, RunId, StepStatus
+from shared.runs import FIRST_TENANT, DatasetSource, RLRun, RunId, StepStatus, Tenant
 from shared.settings import Settings
 from shared.store import ObjectStore, disk_errors, open_store, uri_of
 from shared.trajectories import Trajectory
 
-_VERSION = "trajectories-2"  # raise it when the same groups give other units or another plan
+_VERSION = "trajectories-3"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
-Group = tuple[Trajectory, ...]
+logger = logging.getLogger("longshore.pack_trajectories")
 
 
 class GroupsRequest(Frozen):
     """Which groups to pack for which step of a run. `policy_version` and `vocab_size` are what they are checked by.
 
-    `model` is whose tokenizer and chat template read trajectories of messages; without it they are refused.
+    `model` is whose tokenizer and chat template read trajectories of messages; without it they are refused. `tenant` is
+    whose answers are remembered; `name` and `version` are what the policy was published as, if it was.
     """
 
+    tenant: Tenant = FIRST_TENANT
+    name: str | None = None
+    version: int | None = None
     run_id: RunId
     run: RLRun
     step: StepStatus
@@ -101,9 +116,13 @@ class PackTrajectories:
         _, manifest = files_of(groups, self._settings.s3)
         staged = stage(groups, paths.cache, self._settings.s3)
         names = [entry.path for entry in manifest.files]
-        with Conversations(request.model, paths.cache, self._settings.s3) as conversations:
+        answers = RememberedAnswers(store, request.tenant)
+        policy = PublishedPolicy(request.policy_version, request.name, request.version)
+        with Conversations(request.model, paths.cache, self._settings.s3, answers, policy) as conversations:
             rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
             read = read_groups((found for name in names for found in parse_groups(staged / name, name)), rules)
+        if read.report.dropped_broken:
+            logger.warning("step %d of %s: %s", request.step.step, request.run_id, read.report.summary)
         with scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
             write_step(read, request, folder / "units", folder / "plan")
             for name, place in (("units", tokenized(key)), ("plan", packed(key))):
@@ -133,14 +152,22 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
 
 
 def rows_of(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
-    """The sequences of every group, with the advantages that they have among all of these groups."""
+    """The sequences of every group, with the advantages that they have among all of these groups.
+
+    Every reward counts: the baseline of a policy gradient is the mean of what the policy was given, and those whose
+    tokens are lost were drawn from it like the others.
+    """
     rewards = [np.array([one.reward for one in group]) for group in groups]
-    given = [np.array([one.advantage or 0.0 for one in group]) for group in groups]
+    given = [np.array([_given(one) for one in group]) for group in groups]
     advantages = advantages_of(run.advantages, rewards, given)
     return [
-        [sequence_of(one, float(a)) for one, a in zip(group, advantage_G, strict=True)]
+        [sequence_of(each, float(a)) for one, a in zip(group, advantage_G, strict=True) for each in one.sequences]
         for group, advantage_G in zip(groups, advantages, strict=True)
     ]
+
+
+def _given(one: Scored) -> float:
+    return (one.sequences[0].advantage if one.sequences else None) or 0.0
 
 
 def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
@@ -207,37 +234,42 @@ def plan_steps(
 
 
 def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -> dict[str, float]:
-    """What the groups say of the policy that sampled them: over all whole trajectories, dropped groups included."""
+    """What the groups say of the policy that sampled them: over all trajectories that have a reward, dropped or not;
+    what only ids tell, over those that have ids.
+    """
+    report = read.report
     everyone = [one for group in read.all_groups for one in group]
-    trained = [one for group in read.groups for one in group]
-    if not everyone:
-        return {}
-    reward = np.array([one.reward for one in everyone])
-    spread = [np.std([one.reward for one in group]) for group in read.all_groups]
-    lengths = np.array([sum(one.sampled) for one in everyone])
-    behind = np.array([policy_version - one.policy_version for one in everyone])
-    metrics = {
-        "reward_mean": reward.mean(),
-        "reward_std": reward.std(),
-        "reward_spread_mean": np.mean(spread),
-        "zero_variance_share": read.report.equal_reward_groups / len(read.all_groups),
-        "response_tokens_mean": lengths.mean(),
-        "response_tokens_max": lengths.max(),
-        "staleness_mean": behind.mean(),
-        "staleness_max": behind.max(),
-        "groups": read.report.num_groups,
-        "trajectories": read.report.num_trajectories,
-        "trained_trajectories": read.report.trained_trajectories,
-        "dropped_trajectories": read.report.num_trajectories - read.report.trained_trajectories,
+    whole = [one for one in everyone if one.sequences]
+    trained = [each for group in read.groups for each in sequences_of(group)]
+    metrics: dict[str, float] = {
+        "groups": report.num_groups,
+        "trajectories": report.num_trajectories,
+        "trained_trajectories": report.trained_trajectories,
+        "dropped_trajectories": report.num_trajectories - report.trained_trajectories,
+        "broken_trajectories": report.dropped_broken,
+        **{f"dropped_for_{rule}": count for rule, count in report.dropped_for.items()},
+        **report.turns,
     }
-    if ends := [one.finish_reason for one in everyone if one.finish_reason is not None]:
+    if everyone:
+        reward = np.array([one.reward for one in everyone])
+        spread = [np.std([one.reward for one in group]) for group in read.all_groups]
+        metrics |= {"reward_mean": float(reward.mean()), "reward_std": float(reward.std())}
+        metrics["reward_spread_mean"] = float(np.mean(spread))
+        metrics["zero_variance_share"] = report.equal_reward_groups / len(read.all_groups)
+    if whole:
+        lengths = np.array([sum(sum(each.sampled) for each in one.sequences) for one in whole])
+        metrics |= {"response_tokens_mean": float(lengths.mean()), "response_tokens_max": float(lengths.max())}
+    versions = [one.sequences[0].policy_version for one in whole]
+    if behind := [policy_version - version for version in versions if version is not None]:
+        metrics |= {"staleness_mean": float(np.mean(behind)), "staleness_max": max(behind)}
+    if ends := [end for one in whole if (end := one.sequences[-1].finish_reason) is not None]:
         metrics["truncation_rate"] = ends.count("length") / len(ends)
     if packed_tokens:
         metrics["packing_factor"] = sum(len(one.token_ids) for one in trained) / packed_tokens
     return {name: float(value) for name, value in metrics.items()} | _clients_own(everyone)
 
 
-def _clients_own(everyone: Sequence[Trajectory]) -> dict[str, float]:
+def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
     """Means of what clients measured themselves, over the trajectories that have it."""
     names = sorted({name for one in everyone for name in one.metrics})
     return {

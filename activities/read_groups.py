@@ -31,6 +31,33 @@ class GroupsReport(Frozen):
     dropped_equal_groups: int = 0
     equal_reward_groups: int = 0
     dropped_for: dict[str, int] = Field(default_factory=dict)
+    turns: dict[str, int] = Field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """What was broken, in words."""
+        reasons = ", ".join(f"{count} {rule}" for rule, count in sorted(self.dropped_for.items()))
+        return f"{self.dropped_broken} of {self.num_trajectories} trajectories were left out: {reasons}"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A trajectory as it was read. Its reward counts in its group, also where it is broken and has no sequences.
+
+    A conversation has several sequences where its answers do not stand behind one another.
+    """
+
+    reward: float
+    metrics: dict[str, float]
+    sequences: tuple[Trajectory, ...]
+
+
+Group = tuple[Scored, ...]
+
+
+def sequences_of(group: Group) -> list[Trajectory]:
+    """Everything that is trained of a group."""
+    return [sequence for one in group for sequence in one.sequences]
 
 
 @dataclass(frozen=True)
@@ -50,8 +77,8 @@ class Rules:
 class GroupsRead:
     """The groups to train, what was there before any was dropped, and counts."""
 
-    groups: list[tuple[Trajectory, ...]] = field(default_factory=list)
-    all_groups: list[tuple[Trajectory, ...]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    all_groups: list[Group] = field(default_factory=list)
     report: GroupsReport = field(default_factory=GroupsReport)
 
 
@@ -77,41 +104,48 @@ def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> Groups
         InvalidInput: there is no group; or one is broken and the run does not drop those.
     """
     read, counts, reasons = GroupsRead(), dict.fromkeys(GroupsReport.model_fields, 0), dict[str, int]()
-    del counts["dropped_for"]
+    del counts["dropped_for"], counts["turns"]
     for place, group in parsed:
         counts["num_groups"] += 1
         counts["num_trajectories"] += len(group.trajectories)
         if counts["num_trajectories"] > MAX_TRAJECTORIES:
             raise InvalidInput(f"a step has at most {MAX_TRAJECTORIES:,} trajectories", place)
-        whole = tuple(_whole(place, group, rules, reasons))
-        counts["dropped_broken"] += len(group.trajectories) - len(whole)
-        if not whole:
+        if rules.conversations is not None:
+            rules.conversations.prepare(group.trajectories)
+        scored = tuple(_scored(place, group, rules, reasons))
+        num_whole = sum(bool(one.sequences) for one in scored)
+        counts["dropped_broken"] += len(group.trajectories) - num_whole
+        if not scored:
             continue
-        read.all_groups.append(whole)
-        if (reason := _nothing_to_learn(whole, rules.run)) is not None:
+        read.all_groups.append(scored)
+        if (reason := _nothing_to_learn(scored, rules.run)) is not None:
             counts["equal_reward_groups"] += reason != "dropped_single_groups"
             if reason in counts:
                 counts[reason] += 1
                 continue
-        read.groups.append(whole)
+        if num_whole:
+            read.groups.append(scored)
     if not counts["num_groups"]:
         raise InvalidInput("there is no trajectory group: a line of JSON for each", "groups")
     counts["trained_groups"] = len(read.groups)
-    counts["trained_trajectories"] = sum(len(group) for group in read.groups)
-    read.report = GroupsReport(**counts, dropped_for=reasons)
+    counts["trained_trajectories"] = sum(bool(one.sequences) for group in read.groups for one in group)
+    turns = dict(rules.conversations.counts) if rules.conversations is not None else {}
+    read.report = GroupsReport(**counts, dropped_for=reasons, turns=turns)
     return read
 
 
-def _whole(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Trajectory]:
-    """The trajectories of a group that can be trained."""
+def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Scored]:
+    """The trajectories of a group; one that cannot be trained has no sequences, and without a reward it is none."""
     for number, sent in enumerate(group.trajectories):
         match _read(sent, rules):
-            case Trajectory() as trajectory:
-                yield trajectory
+            case tuple() as sequences:
+                yield Scored(sent.reward, sent.metrics, sequences)
             case fault if rules.run.broken == "refuse":
                 raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}")
             case fault:
                 reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
+                if math.isfinite(sent.reward):
+                    yield Scored(sent.reward, sent.metrics, ())
 
 
 @dataclass(frozen=True)
@@ -123,17 +157,19 @@ class TrajectoryFault:
     message: str
 
 
-def _read(sent: SentTrajectory, rules: Rules) -> Trajectory | TrajectoryFault:
-    """A trajectory of token ids, or why there is none that can be trained."""
-    trajectory = sent
-    if isinstance(trajectory, ChatTrajectory):
+def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...] | TrajectoryFault:
+    """The sequences of token ids of a trajectory, or why there are none that can be trained."""
+    sequences: tuple[Trajectory, ...]
+    if isinstance(sent, ChatTrajectory):
         if rules.conversations is None:
             return TrajectoryFault("messages", "messages", "trajectories of token ids alone are taken here")
         try:
-            trajectory = rules.conversations.trajectory_of(trajectory, rules.run.max_tokens)
+            sequences = rules.conversations.trajectories_of(sent, rules.run.max_tokens)
         except BrokenConversation as error:
             return TrajectoryFault(error.field, error.rule, error.message)
-    return fault_of(trajectory, rules) or trajectory
+    else:
+        sequences = (sent,)
+    return next((fault for one in sequences if (fault := fault_of(one, rules))), None) or sequences
 
 
 def fault_of(trajectory: Trajectory, rules: Rules) -> TrajectoryFault | None:
@@ -185,16 +221,17 @@ def _advantage_fault(one: Trajectory, run: RLRun) -> TrajectoryFault | None:
 
 
 def _version_faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
-    behind, bound = rules.policy_version - one.policy_version, rules.run.max_staleness
+    version = one.policy_version or 0  # who says nothing may have sampled it at the run's beginning
+    behind, bound = rules.policy_version - version, rules.run.max_staleness
     if behind < 0:
-        message = f"{one.policy_version} does not exist yet: the newest is {rules.policy_version}"
+        message = f"{version} does not exist yet: the newest is {rules.policy_version}"
         yield TrajectoryFault("policy_version", "future", message)
     if bound is not None and behind > bound:
-        message = f"{one.policy_version} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
+        message = f"{version} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
         yield TrajectoryFault("policy_version", "stale", message)
 
 
-def _nothing_to_learn(group: tuple[Trajectory, ...], run: RLRun) -> str | None:
+def _nothing_to_learn(group: Group, run: RLRun) -> str | None:
     """Why a group's advantages are all 0, as the name of its count; `kept` where the run wants it all the same."""
     if run.advantages not in _COMPARING:
         return None

@@ -77,6 +77,10 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def spoken(self, ids: Sequence[int]) -> str:
+        """The text without special tokens, as servers give an answer to their clients."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
     def bytes_of(self, token_id: int) -> bytes:
         """A token's own bytes; where the tokenizer keeps none, those of its text as it is decoded alone."""
         piece = self._tokenizer.id_to_token(token_id)

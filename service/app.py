@@ -54,6 +54,7 @@ _SWEEP_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0
 _ROOM_EVERY_S = 5.0
 _PRUNE_EVERY_S = 3600.0
+_FORGET_EVERY_S = 600.0
 _LONGEST_PAUSE_S = 10.0
 
 ROUTERS = (native_api.open_router, native_api.router, tenant_api.router)
@@ -138,6 +139,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         asyncio.create_task(
             _repeat("sent requests are remembered", _PRUNE_EVERY_S, lambda: retries.prune(backend.store))
         ),
+        asyncio.create_task(_repeat("answers are remembered", _FORGET_EVERY_S, backend.inference.prune)),
     ]
     yield
     for loop in loops:

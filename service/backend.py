@@ -59,7 +59,7 @@ class Backend:
         self.published = PublishedModels(store)
         self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
         self.room = Room(settings, rows, temporal)
-        self.inference = Inference(settings, self.published, self.art_models, temporal)
+        self.inference = Inference(settings, self.store, self.published, self.art_models, temporal)
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)
         self.sign_ins = SignInLimit(settings.rate_limit)

@@ -48,6 +48,7 @@ class ChatRequest(Request):
     stream_options: StreamOptions | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
 
@@ -154,10 +155,17 @@ class ChatAnswer(Answer):
 
 
 class ChatChoice(Answer):
+    """`token_ids`: as they were drawn, with the end token, where they were asked for.
+
+    `answer_id`: the completion's, under which the drawn ids are remembered; a choice in a trajectory brings it back.
+    """
+
     index: int
     message: ChatAnswer
     logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None = None
+    answer_id: str | None = None
 
 
 class ChatCompletion(Answer):
@@ -169,6 +177,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
 
 
 class ChunkChoice(Answer):
@@ -177,11 +186,15 @@ class ChunkChoice(Answer):
     index: int
     delta: dict[str, Any]
     logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
 class ChatChunk(Answer):
-    """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for."""
+    """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
+
+    `prompt_token_ids` stand in the first one alone, if ids were asked for.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -189,6 +202,7 @@ class ChatChunk(Answer):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ServedModel(Frozen):

@@ -169,6 +169,16 @@ def art_name(tenant: str, sha256: str) -> str:
     return f"records/art_names/{tenant}/{sha256}"
 
 
+def answer_record(tenant: str, hour: int, answer_id: str) -> str:
+    """What was drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
+    return f"{answer_records()}{tenant}/{hour:08d}/{answer_id}.json"
+
+
+def answer_records() -> str:
+    """What the keys of every tenant's such objects begin with."""
+    return "answers/"
+
+
 def model_import(key: str) -> str:
     return f"models/imported/{key}"
 

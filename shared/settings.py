@@ -60,6 +60,12 @@ class ServingSettings(BaseModel):
     patience_s: float = Field(default=120.0, gt=0, description="that a question waits for a sampler to be up")
     max_model_len: int = Field(default=8192, ge=2, description="question and answer together, in tokens")
     slots: int = Field(default=16, ge=1, description="answers that are drawn at a time")
+    answers_kept_s: float = Field(
+        default=86_400.0,
+        ge=0,
+        description="that token ids of answers to chats are kept, to be trained on; 0: not at all",
+    )
+    answers_max_bytes: int = Field(default=1 << 30, ge=0, description="of one tenant's such answers; the oldest go")
 
 
 class WebhookSettings(BaseModel):

@@ -24,7 +24,9 @@ class Trajectory(Frozen):
     logprobs: tuple[float | None, ...] = Field(description="null beside what was not sampled")
     reward: float
     advantage: float | None = Field(default=None, description="with advantages `given` alone")
-    policy_version: int = Field(default=0, ge=0, description="of the adapter that sampled it; 0 is the run's beginning")
+    policy_version: int | None = Field(
+        default=None, ge=0, description="of the adapter that sampled it; 0 is the run's beginning; null: nobody knows"
+    )
     finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
@@ -53,19 +55,24 @@ class ChoiceLogprobs(Answer):
 
 
 class SampledTurn(Answer):
-    """How an assistant's turn was sampled: what stands beside the message in a choice of a chat completion."""
+    """How an assistant's turn was sampled: what stands beside the message in a choice of a chat completion.
 
-    logprobs: ChoiceLogprobs
+    `answer_id`: of the completion of ours whose choice `index` it is: its drawn ids are remembered.
+    """
+
+    logprobs: ChoiceLogprobs | None = None
     token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     finish_reason: str | None = None
+    answer_id: str | None = None
+    index: int = Field(default=0, ge=0)
 
 
 class ChatTrajectory(Frozen):
     """One sampled conversation, as a client of chat completions has it.
 
-    What was sampled are the assistant's turns that have `logprobs`: messages with that field (and `token_ids`) beside
-    their own, or whole choices as the server gave them. All other messages are context. It is the token form that is
-    trained: ids, and which of them were sampled, from the model's own chat template and tokenizer.
+    What was sampled are the assistant's turns that have `logprobs` or an `answer_id`: messages with those fields (and
+    `token_ids`) beside their own, or whole choices as the server gave them. All other messages are context. It is the
+    token form that is trained: the ids that were drawn, and what they were drawn behind.
     """
 
     messages: tuple[dict[str, JsonValue], ...] = Field(
@@ -78,7 +85,10 @@ class ChatTrajectory(Frozen):
         default=None,
         ge=0,
         validation_alias=AliasChoices("policy_version", "initial_policy_version"),
-        description="of the adapter that sampled its first turn; 0 if absent",
+        description="of the adapter that sampled its first turn; what is remembered of an answer goes before",
+    )
+    model_version: int | None = Field(
+        default=None, ge=0, description="the same as the published adapter's version, where there is no policy_version"
     )
     final_policy_version: int | None = Field(default=None, description="read by nobody: the first turn's counts")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")

@@ -226,6 +226,9 @@ class RLWorkflow:
             policy_version=state.policy_version,
             vocab_size=state.shape.vocab_size,
             model=state.model,
+            tenant=start.tenant,
+            name=self._status.name,
+            version=self._status.version,
         )
         packed = await control.do("pack_trajectories", request, PackedGroups)
         if (before := packed.trained_before) is not None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, JsonValue
 from service.backend import Backend
 from service.models.art_models import finite
 from service.openai_api.answers import ListAnswer, page_after, page_of
-from service.runs.run_views import RunView, last_lines
+from service.runs.run_views import RunView, dropped, last_lines
 from shared.errors import InvalidInput, NotFound
 from shared.events import Step
 from shared.run_events import EventCursor, RunEvent
@@ -21,8 +21,8 @@ EventType = Literal["training_started", "gradient_step", "training_ended", "trai
 JobStatus = Literal["queued", "running", "succeeded", "failed"]
 _AT_ONCE = 1000
 _ALL_BROKEN = (
-    "no trajectory can be trained: each is broken (docs/trajectories.md): an answer without logprobs, one that the "
-    "model's tokenizer and template do not give again, or more than max_tokens"
+    "no trajectory can be trained: each is broken (docs/trajectories.md): an answer that nobody remembers and that has "
+    "no logprobs, one that the model's tokenizer and template do not give again, or more than max_tokens"
 )
 # What ART's trainer calls them; the client renames these to its own.
 _ART_NAMES = {
@@ -67,8 +67,10 @@ class TrainStep:
         """A step that was skipped had nothing to learn from; one without a single whole trajectory is an error."""
         if self.problem is not None or self.step is None:
             return self.problem
-        if self.step.state == "skipped" and not self.step.metrics:
-            return _ALL_BROKEN
+        metrics = self.step.metrics
+        is_broken = not metrics or metrics.get("broken_trajectories", 0) == metrics.get("trajectories")
+        if self.step.state == "skipped" and is_broken:
+            return ": ".join(filter(None, (_ALL_BROKEN, dropped(metrics))))
         return self.step.problem.message if self.step.problem is not None else None
 
     def events(self) -> list[TrainingEvent]:

@@ -15,8 +15,6 @@ from shared.errors import InvalidInput
 from shared.trajectories import FORMS, SentGroup
 
 GROUPS = "trajectory_groups"
-# ART counts a model's steps, we count those of a run: of several runs that make up a model, the numbers differ.
-_VERSIONS = ("initial_policy_version", "final_policy_version")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
@@ -60,8 +58,10 @@ def split(document: bytes, lines: BinaryIO) -> SentJob:
 
 def _line(group: Any, place: str) -> bytes:
     for trajectory in _trajectories(group):
-        for name in _VERSIONS:
-            trajectory.pop(name, None)
+        # ART counts a model's steps, which are the versions of its adapter; a run counts its own from 0.
+        trajectory.pop("final_policy_version", None)
+        if (step := trajectory.pop("initial_policy_version", None)) is not None:
+            trajectory["model_version"] = step
     try:
         SentGroup.model_validate(group)
     except ValidationError as error:

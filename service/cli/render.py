@@ -120,7 +120,7 @@ def size(num_bytes: float) -> str:
 
 def summary(view: "RunView", place: int | None = None) -> str:
     """How a run stands, in a few plain lines. `place`: in the queue for workers."""
-    from service.runs.run_views import glance, seconds_left
+    from service.runs.run_views import dropped, glance, seconds_left
 
     lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
     if view.state == "running":
@@ -130,6 +130,8 @@ def summary(view: "RunView", place: int | None = None) -> str:
     lines[0] = ", ".join([lines[0], *glance(view.metrics)])
     if view.problem:
         lines.append(view.problem.message)
+    if lost := dropped(view.metrics):
+        lines.append(f"its newest step: {lost}")
     if view.adapter:
         lines.append(f"published: {view.adapter}")
     if advice := next_of(view):

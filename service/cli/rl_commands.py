@@ -258,11 +258,15 @@ def finish_run(context: typer.Context, run_id: RunId, as_json: Json = False) -> 
 
 
 def _words(step: "StepStatus") -> str:
+    from service.runs.run_views import dropped
+
     words = f"step {step.step}: {step.state}"
     if step.state == "done":
         words += f", policy version {step.policy_version}, published: {step.adapter}"
     if step.problem is not None:
         words += f": {step.problem.message}"
+    if lost := dropped(step.metrics):
+        words += f"; {lost}"
     return words
 
 

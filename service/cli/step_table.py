@@ -73,9 +73,13 @@ def _seconds(found: Sequence[float | None]) -> str:
 
 
 def _remark(step: "StepStatus") -> str:
+    from service.runs.run_views import dropped
+
     if step.same_as is not None:
         return f"the key of step {step.same_as} again: not trained twice"
-    return step.problem.message if step.problem is not None else ""
+    if step.problem is not None:
+        return step.problem.message
+    return dropped(step.metrics) or ""
 
 
 def _print(rows: Sequence[Mapping[str, str]]) -> None:

@@ -219,7 +219,7 @@ class ArtModels:
                 if name.step is not None:
                     raise NotFound(f"{name.title} has no checkpoint of step {name.step}") from None
         base = await self._untrained.resolve(model.base_model)
-        return Target(base, None, model.settings.dtype or "float32", model.base_model)
+        return Target(base, None, model.settings.dtype or "float32", model.base_model, model.published_as, 0)
 
     def _trained(self, tenant: str, model_id: str) -> Target:
         return self._published.target(tenant, self._published.find(tenant, model_id))

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import secrets
+import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from temporalio.client import Client, WorkflowFailureError
@@ -17,12 +19,14 @@ from service.models.published_models import PublishedModels, Target
 from service.models.seats import Seat, Seats
 from service.runs.runs import causes_of
 from service.temporal import PATIENCE, Temporal
+from shared import answer_records
 from shared.chat import ChatCompletion, ChatRequest, ServedModel
 from shared.completions import CompletionRequest, CompletionResponse
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.leases import SamplerKey
 from shared.run_start import timing_of
 from shared.settings import Settings
+from shared.store import ObjectStore
 from workflows import policies
 from workflows.completion import Completed, CompleteRequest, CompletionStart, leased, served
 
@@ -38,12 +42,18 @@ class _Lost(Exception):
 
 
 class Inference:
-    """Lists what was published, and asks it. Keeps nothing of what is asked."""
+    """Lists what was published, and asks it. Token ids of answers to chats are kept for a while, to be trained on."""
 
     def __init__(
-        self, settings: Settings, published: PublishedModels, art_models: ArtModels, temporal: Temporal
+        self,
+        settings: Settings,
+        store: ObjectStore,
+        published: PublishedModels,
+        art_models: ArtModels,
+        temporal: Temporal,
     ) -> None:
         self._settings = settings
+        self._store = store
         self._temporal = temporal
         self._seats = Seats(settings, temporal)
         self._published = published
@@ -83,10 +93,18 @@ class Inference:
         assert isinstance(answer, CompletionResponse)
         return answer
 
+    async def prune(self) -> None:
+        """Drop answers that nobody trains on any more."""
+        serving = self._settings.serving
+        prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
+        await asyncio.to_thread(prune, serving.answers_max_bytes)
+
     async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest) -> ChatCompletion | CompletionResponse:
         if (name := ArtName.parse(asked.model)) is not None:
-            if isinstance(asked, ChatRequest) and asked.logprobs is None:
-                asked = asked.model_copy(update={"logprobs": True})  # ART trains on its answers, and does not ask
+            if isinstance(asked, ChatRequest):  # ART trains on its answers, and asks for nothing of this
+                ids = True if asked.return_token_ids is None else asked.return_token_ids
+                logprobs = True if asked.logprobs is None else asked.logprobs
+                asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
             target = await self._art_models.target(tenant, name)
         else:
             target = await asyncio.to_thread(self._target, tenant, asked.model)
@@ -96,7 +114,7 @@ class Inference:
                 await asyncio.sleep(2.0 ** (attempt - 2))
             seat = None if self._is_served else await self._seats.seat(self._key(target))
             try:
-                return (await self._answered(self._start(target, asked, seat))).answer
+                return (await self._answered(self._start(tenant, target, asked, seat))).answer
             except _Lost as lost:
                 problem = str(lost)
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)
@@ -122,12 +140,21 @@ class Inference:
             max_model_len=serving.max_model_len,
         )
 
-    def _start(self, target: Target, asked: ChatRequest | CompletionRequest, seat: Seat | None) -> CompletionStart:
+    def _start(
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, seat: Seat | None
+    ) -> CompletionStart:
         queue = seat.grant.host_queue if seat else policies.completion_queue(self._settings.control_queue)
         place = leased(seat.serving_id, seat.grant) if seat else served()
         return CompletionStart(
             request=CompleteRequest(
-                model=target.model, adapter=target.adapter, base=target.base, place=place, asked=asked
+                tenant=tenant,
+                name=target.name,
+                version=target.version,
+                model=target.model,
+                adapter=target.adapter,
+                base=target.base,
+                place=place,
+                asked=asked,
             ),
             queue=queue,
             timing=timing_of(self._settings),

@@ -49,13 +49,15 @@ class Published:
 class Target:
     """What answers for it: an adapter beside the very model that it was trained on, or a model alone.
 
-    `base`: the model as the run named it.
+    `base`: the model as the run named it. `name` and `version`: of what was published; version 0 is the base model.
     """
 
     model: Artifact
     adapter: Artifact | None
     dtype: Dtype
     base: str
+    name: str | None = None
+    version: int | None = None
 
 
 class PublishedModels:
@@ -140,9 +142,11 @@ class PublishedModels:
     def _read_target(self, tenant: str, found: Published) -> Target:
         artifact, record = self.artifact(tenant, found), self.record(tenant, found)
         plan = self._job(record.run_id).plan
-        if found.kind != "models":
+        if found.kind == "checkpoints":
             return Target(plan.model, artifact, plan.dtype, record.run.model)
-        return Target(artifact, None, plan.dtype, artifact.uri)
+        if found.kind == "adapters":
+            return Target(plan.model, artifact, plan.dtype, record.run.model, found.name, found.version)
+        return Target(artifact, None, plan.dtype, artifact.uri, found.name, found.version)
 
     def artifact(self, tenant: str, found: Published) -> Artifact:
         """What it is made of: an adapter's files, or a model's. Raises NotFound when it has gone."""

@@ -124,10 +124,12 @@ def chunks_of(answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk
     def chunk(*choices: ChunkChoice, usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(id=answer.id, created=answer.created, model=answer.model, choices=[*choices], usage=usage)
 
-    for choice in answer.choices:
-        yield chunk(ChunkChoice(index=choice.index, delta={"role": "assistant", "content": ""}))
+    for at, choice in enumerate(answer.choices):
+        first = chunk(ChunkChoice(index=choice.index, delta={"role": "assistant", "content": ""}))
+        yield first if at else first.model_copy(update={"prompt_token_ids": answer.prompt_token_ids})
         for text in _pieces(choice):
-            yield chunk(ChunkChoice(index=choice.index, delta={"content": text}, logprobs=choice.logprobs))
+            piece = {"delta": {"content": text}, "logprobs": choice.logprobs, "token_ids": choice.token_ids}
+            yield chunk(ChunkChoice.model_validate({"index": choice.index, **piece}))
         if calls := choice.message.tool_calls:
             told = [{"index": i, **call.model_dump()} for i, call in enumerate(calls)]
             yield chunk(ChunkChoice(index=choice.index, delta={"tool_calls": told}))
@@ -137,8 +139,8 @@ def chunks_of(answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk
 
 
 def _pieces(choice: ChatChoice) -> list[str]:
-    """With log-probabilities in one piece: tokens do not always end where characters do."""
+    """With log-probabilities or token ids in one piece: tokens do not always end where characters do."""
     text = choice.message.content or ""
-    if choice.logprobs is not None:
+    if choice.logprobs is not None or choice.token_ids is not None:
         return [text]
     return [text[at : at + _PIECE_CHARACTERS] for at in range(0, len(text), _PIECE_CHARACTERS)]

@@ -218,6 +218,15 @@ def glance(metrics: dict[str, float]) -> list[str]:
     return [in_words(name, metrics[name]) for name in _GLANCED_AT if name in metrics]
 
 
+def dropped(metrics: dict[str, float]) -> str | None:
+    """How many of a train step's trajectories could not be trained, and by which rules; None where all could."""
+    if not (num_broken := metrics.get("broken_trajectories")):
+        return None
+    of = {name.removeprefix("dropped_for_"): n for name, n in metrics.items() if name.startswith("dropped_for_")}
+    reasons = ", ".join(f"{rule} {n:.0f}" for rule, n in sorted(of.items(), key=lambda item: (-item[1], item[0])))
+    return f"{num_broken:.0f} of {metrics['trajectories']:.0f} trajectories could not be trained: {reasons}"
+
+
 def in_words(name: str, value: float) -> str:
     """A metric with its name, in so many digits as people read."""
     if name == "tokens_per_s":

@@ -12,7 +12,7 @@ import pytest
 
 from activities.chat_trajectories import BrokenConversation, Conversations
 from activities.pack_trajectories import GroupsRequest, PackTrajectories
-from activities.read_groups import Rules, parse_groups, read_groups
+from activities.read_groups import Rules, parse_groups, read_groups, sequences_of
 from shared.artifacts import seal
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
@@ -87,9 +87,26 @@ def readers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def read(readers: dict[str, Conversations]) -> Any:
+    """One sequence of ids: each of these conversations is one."""
+
     def of(name: str, messages: list[Any], **fields: Any) -> Trajectory:
         chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0} | fields)
-        return readers[name].trajectory_of(chat, MAX_TOKENS)
+        [one] = readers[name].trajectories_of(chat, MAX_TOKENS)
+        return one
+
+    return of
+
+
+@pytest.fixture
+def read_all(readers: dict[str, Conversations]) -> Any:
+    """All sequences of a conversation, which must be what was sampled, answer by answer."""
+
+    def of(name: str, messages: list[Any], server: Server) -> tuple[Trajectory, ...]:
+        chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0})
+        found = readers[name].trajectories_of(chat, MAX_TOKENS)
+        assert [one.token_ids for one in found] == [(*asked, *ids) for asked, ids in server.turns]
+        assert [sampled_ids(one) for one in found] == [ids for _, ids in server.turns]
+        return found
 
     return of
 
@@ -126,10 +143,11 @@ def test_many_turns_and_tool_results_are_one_trajectory(server: Server, read: An
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama"])
-def test_the_last_answer_stands_behind_the_very_ids_that_were_asked(
-    folders: dict[str, Path], name: str, read: Any
+def test_answers_stand_behind_the_very_ids_that_were_asked(
+    folders: dict[str, Path], name: str, read: Any, read_all: Any
 ) -> None:
-    """Also where the text joins other tokens than its two halves: a newline before a word is a token of its own."""
+    """Also where the text joins other tokens than its two halves: a newline before a word is a token of its own. A
+    later answer that was asked for with other tokens is a sequence of its own."""
     server, ending = Server(folders[name]), {"llama": "<|eot_id|>"}.get(name, "<|im_end|>")
     asked = [*ASKED, {"role": "assistant", "content": "12."}, {"role": "user", "content": "Sure?"}]
     text = "<think>\nI count again.\n</think>\n\nYes, 12." if name == "qwen" else "Yes, 12."
@@ -138,9 +156,7 @@ def test_the_last_answer_stands_behind_the_very_ids_that_were_asked(
     assert read(name, [*asked, choice]).token_ids == (*context, *ids)
     if name == "llama":
         again = server.answer([*asked, choice["message"], *ASKED[1:]], "12 sacks.", ending)
-        with pytest.raises(BrokenConversation, match=r"messages\.4: .* tokenizers join their ends") as caught:
-            read(name, [*asked, choice, *ASKED[1:], again])
-        assert caught.value.rule == "context"
+        assert len(read_all(name, [*asked, choice, *ASKED[1:], again], server)) == 2
 
 
 def test_arguments_of_a_tool_call_are_rendered_as_servers_render_them(folders: dict[str, Path], read: Any) -> None:
@@ -191,7 +207,7 @@ def broken(server: Server, name: str) -> list[Any]:
         case "another_split":  # the same text in other tokens: sampled so, but never rendered so
             content[: len(server.ids("There"))] = [server.token(server.ids(c)[0], -1.0) for c in "There"]
         case "another_id":
-            choice["token_ids"] = [*server.turns[0][1][:-1], 5]
+            choice["token_ids"] = [*server.turns[0][1][:-1], server.ids(" sacks")[0]]
         case "more_text":
             message["content"] += " And 7 barrels."
         case "trimmed":
@@ -225,7 +241,7 @@ BROKEN = {
         r"messages\.2\.logprobs\.content\.2: ' 19' was sampled, .* has '.+' there \(token \d+\)",
     ),
     "another_split": ("differs", r"messages\.2\.logprobs\.content\.0: 'T' was sampled"),
-    "another_id": ("differs", r"messages\.2\.logprobs\.content\.\d+: token 5 was sampled, .*<\|im_end\|>"),
+    "another_id": ("differs", r"messages\.2\.logprobs\.content\.\d+: token \d+ was sampled, .*<\|im_end\|>"),
     "more_text": ("differs", r"messages\.2\.logprobs\.content\.\d+: '<\|im_end\|>' was sampled"),
     "trimmed": ("differs", r"messages\.2\.logprobs\.content\.\d+: '\\n' was sampled"),
     "unnamed": ("differs", r"messages\.2\.logprobs: 3 tokens were sampled, and the conversation has \d+ there"),
@@ -249,18 +265,18 @@ def test_what_does_not_give_the_sampled_tokens_again_is_no_trajectory(server: Se
     assert caught.value.rule == rule
 
 
-def test_a_template_that_rewrites_earlier_turns_is_noticed(folders: dict[str, Path], read: Any) -> None:
+def test_answers_of_a_template_that_rewrites_earlier_turns_are_sequences_of_their_own(
+    folders: dict[str, Path], read_all: Any
+) -> None:
     """Thoughts are cut out of earlier turns: the second answer was sampled behind another text than the first was."""
     server = Server(folders["qwen"])
     first = server.answer(ASKED, "<think>\nhm\n</think>\n\n12.")
     later = [*ASKED, first["message"], {"role": "user", "content": "Sure?"}]
     second = server.answer(later, "<think>\nhm\n</think>\n\nYes.")
-    with pytest.raises(BrokenConversation, match=r"messages\.2\.logprobs\.content\.0: '<think>' was sampled"):
-        read("qwen", [*ASKED, first, later[3], second])
-    assert sampled_ids(read("qwen", [*later, second])) == server.turns[1][1], "each answer is a trajectory of its own"
+    read_all("qwen", [*ASKED, first, later[3], second], server)
 
 
-def test_every_answer_must_stand_behind_what_was_asked(folders: dict[str, Path], read: Any) -> None:
+def test_every_answer_stands_behind_what_was_asked(folders: dict[str, Path], read_all: Any) -> None:
     """The answers' own ids are right; a thought before the first was there when it was sampled, and is cut out now."""
     server = Server(folders["qwen"])
     thoughtful = {"role": "assistant", "content": "<think>\nx\n</think>\n\nHm."}
@@ -268,9 +284,7 @@ def test_every_answer_must_stand_behind_what_was_asked(folders: dict[str, Path],
     first = server.answer(asked, "12.")
     later = [*asked, first["message"], {"role": "user", "content": "Sure?"}]
     second = server.answer(later, "<think>\nhm\n</think>\n\nYes.")
-    with pytest.raises(BrokenConversation, match=r"messages\.4: .* let a trajectory end with this answer") as caught:
-        read("qwen", [*asked, first, later[-1], second])
-    assert caught.value.rule == "context"
+    read_all("qwen", [*asked, first, later[-1], second], server)
 
 
 HEADED = "{{ '<|im_start|>system\n' + ('x' if messages | length < 5 else 'y') + '<|im_end|>\n' }}" + CHATML
@@ -291,15 +305,13 @@ def test_a_template_that_counts_messages_is_noticed(
     second = server.answer([*ASKED[1:], first["message"], *between], "12.", ending)
     with Conversations(server.artifact, tmp_path / "cache", S3Settings()) as reader:
 
-        def of(*messages: Any) -> Trajectory:
+        def of(*messages: Any) -> list[tuple[int, ...]]:
             chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0})
-            return reader.trajectory_of(chat, MAX_TOKENS)
+            return [one.token_ids for one in reader.trajectories_of(chat, MAX_TOKENS)]
 
-        alone = of(*ASKED[1:], first["message"], *between, second)
-        assert alone.token_ids == (*server.turns[1][0], *server.turns[1][1])
-        with pytest.raises(BrokenConversation, match=r"messages\.1: ") as caught:
-            of(*ASKED[1:], first, *between, second)
-        assert caught.value.rule == "context"
+        sampled = [(*asked, *ids) for asked, ids in server.turns]
+        assert of(*ASKED[1:], first["message"], *between, second) == sampled[1:]
+        assert of(*ASKED[1:], first, *between, second) == sampled
 
 
 def test_groups_may_mix_both_forms_and_arts_json_is_read(
@@ -324,9 +336,11 @@ def test_groups_may_mix_both_forms_and_arts_json_is_read(
     rules = Rules(rl_run(max_tokens=MAX_TOKENS, broken="drop"), 4, 1000, readers["chatml"])
     found = read_groups(parse_groups(path, path.name), rules)
     [group] = found.groups
-    assert [(one.reward, one.policy_version) for one in group] == [(0.5, 4), (0.0, 4)]
-    assert sampled_ids(group[0]) == server.turns[0][1]
-    assert group[0].metrics == {"solved": 1.0}
+    kept = sequences_of(group)
+    assert [(one.reward, one.policy_version) for one in kept] == [(0.5, 4), (0.0, 4)]
+    assert sampled_ids(kept[0]) == server.turns[0][1]
+    assert kept[0].metrics == {"solved": 1.0}
+    assert [one.reward for one in group] == [0.5, 0.0, 0.0], "what cannot be trained has a reward all the same"
     assert (found.report.dropped_broken, found.report.dropped_for) == (1, {"differs": 1})
     rules = Rules(rl_run(max_tokens=MAX_TOKENS), 4, 1000, readers["chatml"])
     with pytest.raises(InvalidInput) as caught:
@@ -378,7 +392,8 @@ def test_a_model_without_a_template_takes_token_ids(tmp_path: Path, folders: dic
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_bytes((folders["chatml"] / name).read_bytes())
     model = Artifact(uri=bare.as_uri(), sha256=seal(bare))
-    chat = ChatTrajectory.model_validate({"messages": ASKED, "reward": 1.0})
+    said = {"role": "assistant", "content": "12.", "logprobs": {"content": [{"token": "12.", "logprob": -1.0}]}}
+    chat = ChatTrajectory.model_validate({"messages": [*ASKED, said], "reward": 1.0})
     with Conversations(model, tmp_path / "cache", S3Settings()) as reader, pytest.raises(InvalidInput) as caught:
-        reader.trajectory_of(chat, MAX_TOKENS)
+        reader.trajectories_of(chat, MAX_TOKENS)
     assert "no chat template" in caught.value.message

@@ -11,7 +11,7 @@ from activities.grade import GRADES, SUMMARY, Grade, GradeRequest, GradeSummary
 from activities.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
 from activities.pack_trajectories import rollout_metrics
 from activities.prompts import PromptRow, PromptsFile, PromptsWriter
-from activities.read_groups import GroupsRead, Rules, parse_groups, read_groups
+from activities.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
 from activities.sample import write_samples
 from activities.sampled_groups import Sample, SampledGroup
 from shared.artifacts import seal, stage, upload
@@ -94,7 +94,7 @@ def test_a_trajectory_is_what_was_sampled_with_its_grade(tmp_path: Path) -> None
     result, read = grouped(tmp_path, grades())
     assert (result.num_groups, result.num_trajectories, result.num_ungraded) == (NUM_GROUPS, 24, 0)
     for drawn, made in zip(groups(), read.groups, strict=True):
-        for j, (sample, one) in enumerate(zip(drawn.samples, made, strict=True)):
+        for j, (sample, one) in enumerate(zip(drawn.samples, sequences_of(made), strict=True)):
             assert one.token_ids == (*drawn.prompt_ids, *sample.token_ids)
             assert one.sampled == (False, False, False, True, True)
             assert one.logprobs == (None, None, None, *sample.logprobs)
@@ -113,7 +113,7 @@ def test_shuffled_rewards_stay_in_their_group_and_leave_their_answers(tmp_path: 
     assert shuffled.groups == again.groups != other.groups
     orders = []
     for ours, theirs in zip(shuffled.groups, true.groups, strict=True):
-        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        assert [one.token_ids for one in sequences_of(ours)] == [one.token_ids for one in sequences_of(theirs)]
         assert [one.metrics for one in ours] == [one.metrics for one in theirs]
         rewards, truth = [one.reward for one in ours], [one.reward for one in theirs]
         assert rewards != truth and sorted(rewards) == sorted(truth)
@@ -126,7 +126,7 @@ def test_samples_without_a_grade_are_left_out_and_counted(tmp_path: Path) -> Non
     assert (result.num_groups, result.num_trajectories, result.num_ungraded) == (2, 15, 9)
     assert result.metrics == {"samples": 24.0, "ungraded_share": 9 / 24}
     assert [len(group) for group in read.all_groups] == [7, 8]
-    assert [one.token_ids[3] for one in read.groups[0]] == [100 + j for j in range(8) if j != 2]
+    assert [one.token_ids[3] for one in sequences_of(read.groups[0])] == [100 + j for j in range(8) if j != 2]
     with pytest.raises(InvalidInput) as refused:
         grouped(tmp_path, grades(2, *range(8, 16)), max_ungraded_fraction=0.37)
     assert str(refused.value) == (

@@ -175,7 +175,7 @@ def test_nothing_to_learn_is_no_step(settings: Settings, tmp_path: Path) -> None
 
 
 def test_metrics_are_of_all_that_was_sampled(settings: Settings, tmp_path: Path) -> None:
-    equal = group(1.0, 1.0, metrics={"turns": 1.0})
+    equal = group(1.0, 1.0, policy_version=0, metrics={"turns": 1.0})
     uri = write_groups(tmp_path / "g.jsonl", equal, group(0.0, 2.0, policy_version=1, metrics={"turns": 4.0}))
     metrics = pack(settings, uri, version=3).metrics
     assert metrics["reward_mean"] == 1.0
@@ -184,6 +184,24 @@ def test_metrics_are_of_all_that_was_sampled(settings: Settings, tmp_path: Path)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.5, 3.0)
     assert (metrics["trained_trajectories"], metrics["dropped_trajectories"]) == (2.0, 2.0)
     assert metrics["trajectory_turns"] == 2.5
+
+
+def test_nobody_is_stale_of_whom_no_version_is_known(settings: Settings, tmp_path: Path) -> None:
+    metrics = pack(settings, write_groups(tmp_path / "g.jsonl", group(0.0, 2.0)), version=3).metrics
+    assert metrics.keys().isdisjoint({"staleness_mean", "staleness_max"})
+    mixed = write_groups(tmp_path / "h.jsonl", group(0.0, 2.0), group(0.0, 2.0, policy_version=3))
+    assert pack(settings, mixed, version=3, key="b").metrics["staleness_mean"] == 0.0
+
+
+def test_what_cannot_be_trained_counts_in_the_baseline_and_is_named(settings: Settings, tmp_path: Path) -> None:
+    """Left out with its reward, it would leave the others with the mean of the survivors."""
+    one = group(0.0, 1.0, 5.0)
+    whole = targets_of(*opened(settings, pack(settings, write_groups(tmp_path / "w.jsonl", one))), 0)
+    one["trajectories"][2]["logprobs"] = [None] * 5
+    packed = pack(settings, write_groups(tmp_path / "g.jsonl", one), key="b", broken="drop")
+    assert targets_of(*opened(settings, packed), 0) == [row for row in whole if row[2] != 3.0]
+    named = ("broken_trajectories", "dropped_for_missing_logprobs", "reward_mean", "trained_trajectories")
+    assert [packed.metrics[name] for name in named] == [1, 1, 2.0, 2]
 
 
 def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Settings, tmp_path: Path) -> None:

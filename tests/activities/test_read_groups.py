@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from activities.read_groups import GroupsRead, Rules, parse_groups, read_groups
+from activities.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
 from shared.errors import InvalidInput
 from tests.activities.groups import group, rl_run, trajectory, write_groups
 
@@ -53,8 +53,11 @@ def test_a_broken_trajectory_is_refused_with_place_and_rule(tmp_path: Path, name
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_trajectory_is_dropped_and_counted(tmp_path: Path, name: str) -> None:
     found = read(tmp_path / "rows.jsonl", with_one_broken(BROKEN[name][0]), broken="drop")
-    [kept] = found.groups
-    assert [one.reward for one in kept] == [0.0, 1.0, 0.5]
+    [group] = found.groups
+    assert [one.reward for one in sequences_of(group)] == [0.0, 1.0, 0.5]
+    reward = BROKEN[name][0].get("reward", 2.0)
+    scored = [0.0, 1.0, 0.5] if name == "nan_reward" else [0.0, reward, 1.0, 0.5]
+    assert [one.reward for one in group] == scored, "what is compared are all rewards that were given"
     assert (found.report.num_trajectories, found.report.dropped_broken) == (4, 1)
     assert list(found.report.dropped_for.values()) == [1]
 

@@ -78,7 +78,7 @@ def drawn(text: str, finish_reason: str = "stop") -> CompletionResponse:
 
 def answer_to(text: str, finish_reason: str = "stop", **asked: Any) -> ChatCompletion:
     request = ChatRequest.model_validate({"model": "m", "messages": ASKED, **asked})
-    return chat_completion(request, drawn(text, finish_reason), lambda _: b"")
+    return chat_completion(request, drawn(text, finish_reason), lambda _: b"", "chatcmpl-1", [1])
 
 
 def test_a_call_ends_the_answer_whole_and_in_a_stream() -> None:

@@ -15,8 +15,8 @@ import httpx
 import openai
 from art.serverless.client import Client
 
-# The tiny model's logits are flat: at a low temperature it says what it learnt, in tokens as its tokenizer has them.
-TEMPERATURE = 0.05
+# The tiny model's logits are flat: what it draws has a text that its tokenizer cuts into other tokens.
+TEMPERATURE = 1.0
 SETTINGS = {"rank": 4, "max_tokens": 256, "temperature": TEMPERATURE}
 QUAYS = (3, 11)
 
@@ -43,18 +43,34 @@ async def followed(client: Client, job_id: str) -> list[dict[str, Any]]:
 
 
 async def rollout(model: art.TrainableModel, quay: int, number: int) -> art.Trajectory:
-    """One answer. Rewards differ within a group whatever the model says."""
-    question = {"role": "user", "content": f"How many crates are on quay {quay}?"}
-    completion = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(), messages=[question], max_tokens=12, temperature=TEMPERATURE, seed=number
-    )
-    choice = completion.choices[0]
-    return art.Trajectory(
-        messages_and_choices=[question, choice],
+    """One answer, or two, one behind the other. Rewards differ within a group whatever the model says."""
+    said: Any = art.Trajectory(
+        messages_and_choices=[{"role": "user", "content": f"How many crates are on quay {quay}?"}],
         reward=float(number % 3),
-        initial_policy_version=await model.get_step(),
-        metrics={"is_short": len(choice.message.content or "") < 12},
+        initial_policy_version=await model.get_step() if number < 3 else None,
     )
+    for turn in range(1 + number % 2):
+        said.messages_and_choices += [{"role": "user", "content": "Are you sure?"}] * turn
+        completion = await model.openai_client().chat.completions.create(
+            model=model.get_inference_name(),
+            messages=said.messages(),
+            max_tokens=12,
+            temperature=TEMPERATURE,
+            seed=number,
+        )
+        said.messages_and_choices.append(completion.choices[0])
+    said.metrics["is_short"] = len(completion.choices[0].message.content or "") < 12
+    return said
+
+
+def drawn(groups: list[art.TrajectoryGroup]) -> list[dict[str, Any]]:
+    """The ids and logprobs of every answer, as the server told of them."""
+    said = (one for group in groups for trajectory in group for one in trajectory.messages_and_choices)
+    choices: Any = [one for one in said if not isinstance(one, dict)]
+    return [
+        {"ids": choice.token_ids, "logprobs": [token.logprob for token in choice.logprobs.content]}
+        for choice in choices
+    ]
 
 
 async def gathered(model: art.TrainableModel) -> list[art.TrajectoryGroup]:
@@ -99,9 +115,10 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str) -> di
     told["sft"] = await followed(client, sft.id)
     told["steps"].append(await model.get_step())
 
-    results = []
+    results, told["drawn"] = [], []
     for changes in ({}, {}, {"scale_rewards": False}):
         groups = await gathered(model)
+        told["drawn"].append(drawn(groups))
         results.append(await backend.train(model, groups, learning_rate=1e-4, **changes))
     told["results"] = [{"step": one.step, "metrics": one.metrics, "artifact": one.artifact_name} for one in results]
 

@@ -9,7 +9,7 @@ import torch
 
 from activities.pack_trajectories import GroupsRequest, rows_of, sharing_sets, write_step
 from activities.prefix_tree import split_tree
-from activities.read_groups import GroupsRead, GroupsReport
+from activities.read_groups import Group, GroupsRead, GroupsReport, Scored
 from megatron_worker.batches import to_batch
 from megatron_worker.losses import loss_function
 from shared.jobs import CISPO, GSPO, PPO, Loss
@@ -29,7 +29,7 @@ LOSSES: dict[str, Loss] = {
 BIN_TOKENS = 160
 
 
-def groups_with_a_system_prompt(num_groups: int = 6, size: int = 4) -> list[tuple[Trajectory, ...]]:
+def groups_with_a_system_prompt(num_groups: int = 6, size: int = 4) -> list[Group]:
     """48 tokens of a system prompt, 12 of a question, answers of 6 to 12; logprobs near those of an untrained model."""
     random = np.random.default_rng(5)
 
@@ -48,7 +48,11 @@ def groups_with_a_system_prompt(num_groups: int = 6, size: int = 4) -> list[tupl
 
     system = ids(48)
     prompts = [system + ids(12) for _ in range(num_groups)]
-    return [tuple(one(prompt) for _ in range(size)) for prompt in prompts]
+    return [tuple(scored(one(prompt)) for _ in range(size)) for prompt in prompts]
+
+
+def scored(one: Trajectory) -> Scored:
+    return Scored(one.reward, {}, (one,))
 
 
 def run_of() -> RLRun:

@@ -55,6 +55,7 @@ def test_a_document_becomes_lines() -> None:
     trajectory = read[1].trajectories[0]
     assert isinstance(trajectory, ChatTrajectory)
     assert (trajectory.reward, trajectory.metrics, trajectory.policy_version) == (1.0, {"is_short": 1.0}, None)
+    assert trajectory.model_version == 7, "a model's steps are the versions of its adapter"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,11 @@ def test_a_step_tells_its_beginning_first() -> None:
 def test_a_step_that_changed_nothing_has_no_gradient() -> None:
     assert told(step("skipped", metrics={"reward_mean": 1.0})) == ["started", "ended"]
     assert told(step("skipped")) == ["started", "failed"], "not one trajectory was whole"
+    lost = {"trajectories": 3.0, "broken_trajectories": 3.0, "dropped_for_differs": 2.0, "dropped_for_too_long": 1.0}
+    failed = step("skipped", metrics=lost | {"reward_mean": 1.0})
+    assert told(failed) == ["started", "failed"]
+    assert str(failed.error).endswith("3 of 3 trajectories could not be trained: differs 2, too_long 1")
+    assert told(step("skipped", metrics=lost | {"trajectories": 4.0})) == ["started", "ended"]
 
 
 def test_a_step_that_fails_says_why() -> None:

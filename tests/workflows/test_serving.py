@@ -30,8 +30,10 @@ from service.models.inference import Inference
 from service.models.published_models import PublishedModels
 from service.models.room import Room
 from service.models.untrained_models import UntrainedModels
+from service.openai_api.chat import chunks_of
 from service.runs.run_states import queued
 from service.temporal import Temporal
+from shared.answer_records import recall
 from shared.artifacts import find, seal, upload
 from shared.chat import ChatCompletion, ChatRequest
 from shared.completions import CompletionRequest, CompletionResponse, SamplerReady
@@ -70,7 +72,7 @@ class Harbour:
         settings = self.settings.model_copy(update=changes)
         published, temporal = PublishedModels(self.store), Temporal(settings)
         models = ArtModels(self.store, published, UntrainedModels(settings, temporal))
-        return Inference(settings, published, models, temporal)
+        return Inference(settings, self.store, published, models, temporal)
 
     def samplers(self) -> list[str]:
         """The ids of sampler processes."""
@@ -187,7 +189,8 @@ async def test_choices_are_seeded_and_a_text_is_continued(harbour: Harbour) -> N
     asked = [inference.chat("default", free.model_copy(update=update)) for update in changes]
     first, again, alone, other = await asyncio.gather(*asked)
     assert [choice.index for choice in first.choices] == [0, 1, 2]
-    assert first.choices == again.choices
+    drawn = [[choice.model_dump(exclude={"answer_id"}) for choice in one.choices] for one in (first, again)]
+    assert drawn[0] == drawn[1]
     assert len({choice.message.content for choice in first.choices}) == 3
     assert alone.choices[0].message == first.choices[1].message
     assert other.choices[0].message != first.choices[0].message
@@ -200,6 +203,30 @@ async def test_choices_are_seeded_and_a_text_is_continued(harbour: Harbour) -> N
     stop = next(character for character in whole[1:] if character.isascii() and character.isprintable())
     stopped = await inference.chat("default", free.model_copy(update={"seed": 6, "n": 1, "stop": [stop, "nowhere"]}))
     assert (stopped.choices[0].finish_reason, said(stopped)) == ("stop", whole[: whole.index(stop)])
+
+
+async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(harbour: Harbour) -> None:
+    """In vLLM's fields, and in the store; answers that cannot be kept are given all the same."""
+    asked = greedy("north", temperature=1, seed=5, n=2, return_token_ids=True, logprobs=True)
+    answer = await harbour.inference().chat("default", asked)
+    record = recall(harbour.store, "default", answer.id)
+    assert record is not None and recall(harbour.store, "other", answer.id) is None
+    assert (record.name, record.version, record.model_sha256) == ("north", 2, harbour.artifact.sha256)
+    assert list(record.prompt_ids) == answer.prompt_token_ids
+    assert answer.usage.prompt_tokens == len(record.prompt_ids)
+    for choice, kept in zip(answer.choices, record.choices, strict=True):
+        assert (choice.answer_id, choice.token_ids) == (answer.id, list(kept.token_ids))
+        assert choice.logprobs is not None
+        assert tuple(token.logprob for token in choice.logprobs.content) == kept.logprobs
+        assert kept.content == choice.message.content
+    chunks = list(chunks_of(answer, include_usage=False))
+    assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
+    told = [chunk.choices[0].token_ids for chunk in chunks if chunk.choices[0].token_ids]
+    assert told == [choice.token_ids for choice in answer.choices]
+    plain = await harbour.inference().chat("default", greedy("north"))
+    assert plain.prompt_token_ids is plain.choices[0].token_ids is plain.choices[0].logprobs is None
+    kept_too = recall(harbour.store, "default", plain.id)
+    assert kept_too is not None and len(kept_too.choices[0].logprobs) == NUM_TOKENS, "also where nobody asked for ids"
 
 
 async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> None:
@@ -441,7 +468,7 @@ def test_bytes_of_half_characters_are_their_own() -> None:
         }
     )
     asked = greedy("m", logprobs=True, top_logprobs=1)
-    answer = chat_completion(asked, drawn, {7: b"\xc3", 8: b"\xa9"}.__getitem__)
+    answer = chat_completion(asked, drawn, {7: b"\xc3", 8: b"\xa9"}.__getitem__, "chatcmpl-1", [1])
     told = answer.choices[0].logprobs
     assert told is not None
     assert answer.id == "chatcmpl-1"

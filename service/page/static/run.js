@@ -51,6 +51,7 @@ function glance(state) {
     ["State", stateBadge(state)],
     ...(run.state === "running" && (run.phase !== state || place) ? [["Phase", words(run.phase) + (place ? `, place ${place} in the queue` : "")]] : []),
     ...(Number.isFinite(value) ? [[measure, number(value)]] : []),
+    ...(run.metrics.broken_trajectories ? [["Left out of its newest step", leftOut(run.metrics)]] : []),
     ["Duration", [duration(tookSeconds(run)), stopped > 1 && make("span.muted.small.under", {}, `${duration(stopped)} of it stopped`)]],
     ["GPU time", run.gpu_seconds ? duration(run.gpu_seconds) : "–"],
     ...(run.epoch ? [["Workers", workers()]] : []),
@@ -61,6 +62,13 @@ function glance(state) {
     ...(run.version ? [["Published", `${run.name} v${run.version}`]] : []),
     ...Object.entries(metadata),
   ];
+}
+
+/** How many trajectories could not be trained, and by which rules. */
+function leftOut(metrics) {
+  const rules = Object.entries(metrics).filter(([name]) => name.startsWith("dropped_for_"));
+  const reasons = rules.map(([name, count]) => `${name.replace("dropped_for_", "")} ${number(count)}`).join(", ");
+  return [make("span.mark", {}, `${number(metrics.broken_trajectories)} of ${number(metrics.trajectories)}`), make("span.muted.small.under", {}, reasons)];
 }
 
 /** How many it had, one after another: a pause gives one back, and a resumed run has another. */
