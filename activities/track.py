@@ -23,6 +23,7 @@ from temporalio.exceptions import CancelledError
 
 from activities.heartbeat import beating, host_is_leaving
 from activities.wandb_writer import Line, TrainStep, WriterStart
+from shared.child_environment import child_environment
 from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
@@ -204,7 +205,7 @@ class Writer:
                 stdout=log,
                 stderr=log,
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
+                env={**child_environment("wandb"), "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
                 start_new_session=True,
             )
         assert self._process.stdin is not None

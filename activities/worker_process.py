@@ -15,6 +15,7 @@ from typing import Protocol
 import psutil
 
 from shared.layout import MAX_WORLD_SIZE, check_ranks
+from shared.child_environment import child_environment
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, WorkerPaths, write_atomically
 
@@ -163,7 +164,7 @@ def launch(
     with worker.output.open("wb") as output:
         process = subprocess.Popen(
             arguments,
-            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **kept, **os.environ, **environment, **marks},
+            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **kept, **child_environment("worker"), **environment, **marks},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

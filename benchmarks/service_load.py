@@ -37,7 +37,7 @@ from benchmarks.light_client import LightClient
 from benchmarks.machine import provenance
 from service.database.engine import open_database
 from service.database.run_rows import run_row
-from service.dev.children import MARK
+from shared.child_environment import STACK_MARK
 from service.dev.connection import Connection
 from shared.paths import RunKeys
 from shared.runs import RunRecord, RunStatus, SFTRun
@@ -364,7 +364,7 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
     found: dict[str, list[float]] = {}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == str(root):
+            if process.environ().get(STACK_MARK) == str(root):
                 found.setdefault(_role(process.cmdline()), []).append(value(process))
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue

@@ -284,7 +284,7 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 def _environment(settings: Settings) -> dict[str, str]:
     """What workers are told of the settings. Credentials come to them as they come to us."""
-    told = {"LONGSHORE_ROOT": str(settings.root_path)}
+    told = {"LONGSHORE_ROOT": str(settings.root_path), "LONGSHORE_KERNELS": settings.kernels}
     if settings.s3.endpoint_url:
         told["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url
     if settings.s3.region:

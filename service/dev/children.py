@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-MARK = "LONGSHORE_DEV_ROOT"
+from shared.child_environment import STACK_MARK
+
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 _STEADY_S = 30.0
 _LOG_BYTES = 16 << 20
@@ -105,7 +106,7 @@ def end_leftovers(root: Path) -> int:
 def _carries(process: psutil.Process, root: str) -> bool:
     try:
         is_me = process.pid == os.getpid()
-        return not is_me and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == root
+        return not is_me and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(STACK_MARK) == root
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

@@ -25,14 +25,16 @@ from types import FrameType
 import psutil
 
 from service.accounts.keys import hash_key, new_key
-from service.dev.children import MARK, Child, end_leftovers
+from service.dev.children import Child, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.problems import DevError
 from shared.paths import private_folder
+from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.settings import Settings
 
 TEMPORAL_PORT, UI_PORT, API_PORT = 7233, 8233, 8484
+_HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
 _TICK_S = 0.1
 _HOST_GRACE_S = 20.0
 _TEMPORAL_START_S = 30.0
@@ -101,40 +103,38 @@ class Stack:
 
     def _children(self, connection: Connection) -> tuple[list[Child], list[Child]]:
         """Temporal, if it is ours; and the others."""
-        environment = self._environment(connection)
         logs = self.root / "logs"
         # -P: a folder named `shared` where the user stands must not be taken for ours.
         python = [sys.executable, "-P", "-m"]
         web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
-        control, gpu, sampler = ([*python, "service.host", "--role", role] for role in ("control", "gpu", "sampler"))
+        hosts = {role: [*python, "service.host", "--role", role] for role in _HOSTS}
         others = [
-            Child("web service", web, environment, logs / "web.log"),
-            Child("control host", control, environment, logs / "control.log", _HOST_GRACE_S),
-            Child("gpu host", gpu, environment, logs / "gpu.log", _HOST_GRACE_S),
-            Child("sampler host", sampler, environment, logs / "sampler.log", _HOST_GRACE_S),
+            Child("web service", web, self._environment("web", connection), logs / "web.log"),
+            *(
+                Child(f"{role} host", host, self._environment(role, connection), logs / f"{role}.log", _HOST_GRACE_S)
+                for role, host in hosts.items()
+            ),
         ]
         if self._given_temporal():
             return [], others
         command = _temporal_command(connection, self.root / "temporal.db")
-        collected = {"GOGC": _TEMPORAL_GARBAGE_PERCENT} | environment
+        collected = {"GOGC": _TEMPORAL_GARBAGE_PERCENT} | self._environment("temporal", connection)
         return [Child("Temporal", command, collected, logs / "temporal.log")], others
 
-    def _environment(self, connection: Connection) -> dict[str, str]:
-        environment = dict(os.environ)
-        environment.pop("LONGSHORE_API_KEY", None)  # the service is given its hash; nobody else needs it
-        environment |= {
-            MARK: str(self.root),
+    def _environment(self, kind: Kind, connection: Connection) -> dict[str, str]:
+        known = os.environ | {
+            STACK_MARK: str(self.root),
             "LONGSHORE_ROOT": str(self.root),
             "LONGSHORE_API_URL": connection.api_url,
             "LONGSHORE_API_KEY_SHA256": hash_key(connection.api_key),
             "LONGSHORE_TEMPORAL_ADDRESS": connection.temporal_address,
         }
         if connection.temporal_ui:
-            environment["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
+            known["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
         if not self._settings.download.file_roots:
             # The user's own machine: what the user may read, a dataset's file:// URI may name.
-            environment["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = '["/"]'
-        return environment
+            known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = '["/"]'
+        return child_environment(kind, known)
 
     def _start_temporal(self, temporal: list[Child], connection: Connection) -> None:
         """First of all: hosts leave when it does not answer."""

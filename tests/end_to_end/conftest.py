@@ -22,6 +22,10 @@ SECRETS = {
     "LONGSHORE_SAMPLING__API_KEY": "canary-of-the-sampler-9e02bf",
     "WANDB_API_KEY": "0123456789abcdefcanary0123456789abcdef00",
     "AWS_SECRET_ACCESS_KEY": "canary/of/aws/77aa31",
+    "HF_TOKEN": "canary-of-the-hub-c40d18",
+    "TOKEN_OF_SOMETHING_ELSE": "canary-of-a-stranger-2b90ce",
+    "HF_TOKEN": "canary-of-the-hub-c40d18",
+    "TOKEN_OF_SOMETHING_ELSE": "canary-of-a-stranger-2b90ce",
 }
 
 # A grader of something that an untrained model's samples differ in: how many letters of the answer are an e.

@@ -16,10 +16,11 @@ import httpx
 import psutil
 import pytest
 
-from service.dev.children import MARK, Child, end_leftovers
+from service.dev.children import Child, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.supervisor import listens, supervisor
+from shared.child_environment import STACK_MARK
 from tests.files_below import files_below
 from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
 
@@ -45,7 +46,7 @@ class Dev:
         found = []
         for process in psutil.process_iter():
             try:
-                ours = process.environ().get(MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
+                ours = process.environ().get(STACK_MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
                 if ours and all(word in " ".join(process.cmdline()) for word in words):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -164,7 +165,7 @@ def test_stop_ends_grandchildren_too(dev: Dev) -> None:
     )
     orphan = subprocess.Popen(
         [sys.executable, "-c", program],
-        env=os.environ | {MARK: str(dev.root)},
+        env=os.environ | {STACK_MARK: str(dev.root)},
         start_new_session=True,
         stdout=subprocess.PIPE,
     )
@@ -227,7 +228,7 @@ def test_somebody_elses_file_of_locks_keeps_nobody_from_starting(tmp_path: Path)
 
 
 def test_leftovers_of_another_root_are_left_alone(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {MARK: "/other"})
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {STACK_MARK: "/other"})
     assert end_leftovers(tmp_path) == 0
     assert process.poll() is None
     process.kill()

@@ -1,0 +1,81 @@
+"""What a process that we start is told of our own environment: one allow-list for each kind of process.
+
+Nothing else is handed on: a secret that we were given reaches the processes that use it, and no other.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from shared.leases import WORKER_ID_VARIABLE
+from shared.settings import Settings
+
+Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb"]
+"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb` is a control host's writer."""
+
+STACK_MARK = "LONGSHORE_DEV_ROOT"
+"""Carried by every process of a `longshore dev` stack, so that the next one finds what a killed one left behind."""
+
+_PREFIX = "LONGSHORE_"
+
+# Names, or with a star what they begin with.
+_SYSTEM = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "PYTHON*", "VIRTUAL_ENV"),
+    *("LONGSHORE_ROOT", STACK_MARK, WORKER_ID_VARIABLE),
+)
+_NETWORK = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+_S3 = ("AWS_*",)
+_HUB = ("HF_*", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_*")
+_DEVICE = (
+    *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUBLAS_*", "CC", "CXX"),
+    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*"),
+)
+_ALLOWED: dict[Kind, tuple[str, ...]] = {
+    "temporal": (*_SYSTEM, "GOGC", "GOMEMLIMIT", "GOMAXPROCS", "GODEBUG"),
+    "web": (*_SYSTEM, *_NETWORK, *_S3, "PG*"),
+    "control": (*_SYSTEM, *_NETWORK, *_S3, *_HUB, "WANDB_*"),
+    "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
+    "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
+    "worker": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
+    "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
+}
+
+_SERVICES: tuple[Kind, ...] = ("web", "control", "gpu", "sampler")
+"""These read our settings, LONGSHORE_*; the others are told what they need by whoever starts them."""
+
+SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
+    "api_key": (),  # the service needs only its hash
+    "api_key_sha256": ("web",),
+    "database_url": ("web",),
+    "seal_key": _SERVICES,
+    "temporal_api_key": _SERVICES,
+    "temporal_tls_key": _SERVICES,
+    "grading": ("control",),
+    "sampling": ("web", "control"),
+    "sampling__api_key": ("control",),
+}
+"""Settings that hold secrets, and who is told; the others are told to all that read settings."""
+
+
+def child_environment(kind: Kind, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Of `given`, what a process of this kind may know."""
+    return {name: value for name, value in given.items() if _is_allowed(kind, name)}
+
+
+def _is_allowed(kind: Kind, name: str) -> bool:
+    listed = (name == entry or (entry.endswith("*") and name.startswith(entry[:-1])) for entry in _ALLOWED[kind])
+    return any(listed) or (kind in _SERVICES and _is_setting_of(kind, name))
+
+
+def _is_setting_of(kind: Kind, name: str) -> bool:
+    """`LONGSHORE_S3__REGION` is of the setting `s3`. Case does not matter to whoever reads it."""
+    if not name.upper().startswith(_PREFIX):
+        return False
+    setting = name[len(_PREFIX) :].lower()
+    group = setting.split("__")[0]
+    told = SECRET_SETTINGS.get(setting) or SECRET_SETTINGS.get(group, _SERVICES)
+    return group in Settings.model_fields and kind in told
