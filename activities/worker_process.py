@@ -14,8 +14,8 @@ from typing import Protocol
 
 import psutil
 
-from shared.layout import MAX_WORLD_SIZE, check_ranks
 from shared.child_environment import child_environment
+from shared.layout import MAX_WORLD_SIZE, check_ranks
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, WorkerPaths, write_atomically
 

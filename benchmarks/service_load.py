@@ -37,8 +37,8 @@ from benchmarks.light_client import LightClient
 from benchmarks.machine import provenance
 from service.database.engine import open_database
 from service.database.run_rows import run_row
-from shared.child_environment import STACK_MARK
 from service.dev.connection import Connection
+from shared.child_environment import STACK_MARK
 from shared.paths import RunKeys
 from shared.runs import RunRecord, RunStatus, SFTRun
 from shared.settings import Settings

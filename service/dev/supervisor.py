@@ -29,8 +29,8 @@ from service.dev.children import Child, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
 from service.dev.problems import DevError
-from shared.paths import private_folder
 from shared.child_environment import STACK_MARK, Kind, child_environment
+from shared.paths import private_folder
 from shared.settings import Settings
 
 TEMPORAL_PORT, UI_PORT, API_PORT = 7233, 8233, 8484

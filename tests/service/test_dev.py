@@ -228,7 +228,9 @@ def test_somebody_elses_file_of_locks_keeps_nobody_from_starting(tmp_path: Path)
 
 
 def test_leftovers_of_another_root_are_left_alone(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {STACK_MARK: "/other"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {STACK_MARK: "/other"}
+    )
     assert end_leftovers(tmp_path) == 0
     assert process.poll() is None
     process.kill()
