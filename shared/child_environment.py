@@ -11,7 +11,7 @@ from shared.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
 Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb"]
-"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb` is a control host's writer."""
+"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb`: a control host's writer."""
 
 STACK_MARK = "LONGSHORE_DEV_ROOT"
 """Carried by every process of a `longshore dev` stack, so that the next one finds what a killed one left behind."""

@@ -24,8 +24,6 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "canary/of/aws/77aa31",
     "HF_TOKEN": "canary-of-the-hub-c40d18",
     "TOKEN_OF_SOMETHING_ELSE": "canary-of-a-stranger-2b90ce",
-    "HF_TOKEN": "canary-of-the-hub-c40d18",
-    "TOKEN_OF_SOMETHING_ELSE": "canary-of-a-stranger-2b90ce",
 }
 
 # A grader of something that an untrained model's samples differ in: how many letters of the answer are an e.

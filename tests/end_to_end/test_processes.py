@@ -1,4 +1,4 @@
-"""What every process of a stack listens on and is told, idle and while a run goes on: the table of docs/operations.md."""
+"""What every process of a stack listens on and is told, idle and in a run: the table of docs/operations.md."""
 
 import re
 import threading
