@@ -12,9 +12,10 @@ import numpy as np
 from activities.blocks import Block
 from activities.chat_template import Rendered, Span
 from activities.examples import Chat, Example, Pair, PromptCompletion, Text, TokenIds
+from activities.fork_server import sign
 from activities.formats import MASKED_LABEL
 from activities.template_process import TemplateProcess
-from activities.tokenizer import Encoded, ModelTokenizer
+from activities.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
 from shared.errors import InvalidInput
 from shared.models import Frozen
 
@@ -73,8 +74,12 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
     batch: list[Example] = []
     limit, characters = NUM_PROMPTS, 0
     for example in examples:
+        size = _size(example)
+        if size > MAX_CHARACTERS:
+            rule = f"the row has {size:,} characters; it may have up to {MAX_CHARACTERS:,}"
+            raise InvalidInput(rule, example.place)
         batch.append(example)
-        characters += _size(example)
+        characters += size
         if len(batch) >= limit or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters, limit = [], 0, _BATCH_ROWS
@@ -140,6 +145,7 @@ def _as_chat(example: Example) -> Chat:
 
 def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer) -> EncodedBatch:
     rendered = future.result()
+    _tell([row.text for row in rendered], [chat.place for chat in chats])
     codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
     places = [chat.place for chat in chats]
     prompts = [
@@ -152,6 +158,17 @@ def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: 
         if row.prompt is not None and is_first
     ]
     return EncodedBatch(_block(places, codes), prompts)
+
+
+def _tell(texts: list[str], places: list[str]) -> None:
+    """Say which row is encoded now: the longest, which is to blame if it cannot be.
+
+    Raises:
+        InvalidInput: a template made a text of it that is longer than any may be.
+    """
+    for text, place in zip(texts, places, strict=True):
+        check_characters(text, place)
+    sign(max(zip(texts, places, strict=True), key=lambda each: len(each[0]))[1])
 
 
 def _last_text(chat: Chat, role: str) -> str:
@@ -181,7 +198,9 @@ def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) 
                 raise AssertionError(example)
         texts.append(text)
         spans.append([Span(start, len(text), weight)])
-    block = _block([example.place for example in batch], tokenizer.encode(texts, spans), tokenizer.prefix_ids)
+    places = [example.place for example in batch]
+    _tell(texts, places)
+    block = _block(places, tokenizer.encode(texts, spans), tokenizer.prefix_ids)
     return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
 
 

@@ -1,7 +1,8 @@
 """Grade: samples and a grader become grades, a line a sample, in the samples' order."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 from pydantic import ValidationError
 from temporalio import activity
 
-from activities.grading.open_grader import GradeAll, open_grader
+from activities import confined
+from activities.fork_server import sign
+from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
 from activities.heartbeat import beating
 from activities.rows import Row, rows_of
 from activities.scratch import scratch_folder
 from shared.artifacts import find, seal, stage, upload
-from shared.errors import InvalidInput, NotFound
+from shared.errors import InvalidInput
 from shared.graders import Grader, SampledItem, SampleGrade
 from shared.jobs import Artifact
 from shared.models import Frozen
@@ -83,8 +86,16 @@ class Grade:
             samples = stage(request.samples, paths.cache, self._settings.s3)
             folder = scratch / "grades"
             folder.mkdir()
-            with open_grader(request.grader, self._settings, scratch / "sandbox") as grade_all:
-                summary = _write_grades(samples, grade_all, _Parts(store, request.key), folder / GRADES)
+            parts = _Parts(store, request.key)
+            work = GradeWork(
+                samples=samples,
+                grader=request.grader,
+                means=GraderMeans.of(self._settings),
+                folder=scratch / "sandbox",
+                done=parts.known(),
+            )
+            with closing(confined.stream(graded_parts, work, self._settings.confined)) as found:
+                summary = _write_grades(found, parts, folder / GRADES)
             (folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
             seal(folder)
             result = _result(store, key, upload(store, key, folder))
@@ -95,8 +106,55 @@ class Grade:
     def check_grader(self, grader: Grader) -> None:
         """Whether this grader could grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
         scratch = HostPaths(self._settings.root_path).scratch
-        with beating(), scratch_folder(scratch, "grade") as folder, open_grader(grader, self._settings, folder):
-            pass
+        with beating(), scratch_folder(scratch, "grade") as folder:
+            work = OneGradeWork(grader=grader, means=GraderMeans.of(self._settings), folder=folder)
+            confined.call(grade_one_of, work, self._settings.confined)
+
+
+class GradeWork(Frozen):
+    """Samples to grade. `folder`: for sandboxes; `done`: the first samples of parts that are graded already."""
+
+    samples: Path
+    grader: Grader
+    means: GraderMeans
+    folder: Path
+    done: frozenset[int]
+
+
+class GradedPart(Frozen):
+    """A part's grades; None where they are known already."""
+
+    first: int
+    num_samples: int
+    grades: tuple[SampleGrade, ...] | None = None
+
+
+def graded_parts(work: GradeWork) -> Iterator[GradedPart]:
+    """Part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does."""
+    rows, first = sampled_items(work.samples), 0
+    with open_grader(work.grader, work.means, work.folder) as grade_all:
+        while part := list(islice(rows, _ROWS_A_PART)):
+            sign(part[0][0])
+            grades = None if first in work.done else tuple(_graded(part, grade_all))
+            yield GradedPart(first=first, num_samples=len(part), grades=grades)
+            first += len(part)
+
+
+class OneGradeWork(Frozen):
+    """A sample to grade, or none: then the grader is only made ready."""
+
+    grader: Grader
+    means: GraderMeans
+    folder: Path
+    sample: SampledItem | None = None
+
+
+def grade_one_of(work: OneGradeWork) -> SampleGrade:
+    """A grade, or why there is none; neither where there is no sample. Raises InvalidInput as `open_grader` does."""
+    with open_grader(work.grader, work.means, work.folder) as grade_all:
+        if work.sample is None:
+            return SampleGrade(place="", grade=None)
+        return _graded([("", work.sample)], grade_all)[0]
 
 
 @dataclass(frozen=True)
@@ -106,14 +164,16 @@ class _Parts:
     store: ObjectStore
     key: str
 
-    def find(self, first: int) -> list[SampleGrade] | None:
-        try:
-            data = self.store.get_bytes(graded_part(self.key, first))
-        except NotFound:
-            return None
-        return [SampleGrade.model_validate_json(line) for line in data.splitlines()]
+    def known(self) -> frozenset[int]:
+        """The first samples of the parts that stand there."""
+        names = (Path(item.key) for item in self.store.list(f"{Path(graded_part(self.key, 0)).parent.as_posix()}/"))
+        return frozenset(int(name.stem) for name in names if name.stem.isdigit())
 
-    def keep(self, first: int, grades: list[SampleGrade]) -> None:
+    def find(self, first: int) -> tuple[SampleGrade, ...]:
+        data = self.store.get_bytes(graded_part(self.key, first))
+        return tuple(SampleGrade.model_validate_json(line) for line in data.splitlines())
+
+    def keep(self, first: int, grades: tuple[SampleGrade, ...]) -> None:
         self.store.put_bytes(graded_part(self.key, first), _encoded(grades))
 
     def forget(self, num_samples: int) -> None:
@@ -150,21 +210,21 @@ class _Tally:
         )
 
 
-def _write_grades(samples: Path, grade_all: GradeAll, parts: _Parts, path: Path) -> GradeSummary:
-    """Part after part, so that memory does not grow with the samples and a kill costs one part at most."""
-    tally, first = _Tally(), 0
-    rows = sampled_items(samples)
+def _write_grades(found: Iterable[GradedPart], parts: _Parts, path: Path) -> GradeSummary:
+    """Every part is kept as it comes, so that a kill costs one part at most."""
+    tally, num_samples = _Tally(), 0
     with path.open("wb") as file:
-        while part := list(islice(rows, _ROWS_A_PART)):
-            grades = parts.find(first)
+        for part in found:
+            grades = part.grades
             if grades is None:
-                grades = _graded(part, grade_all)
-                parts.keep(first, grades)
+                grades = parts.find(part.first)
+            else:
+                parts.keep(part.first, grades)
             file.write(_encoded(grades))
-            for found in grades:
-                tally.count(found)
-            first += len(part)
-    if not first:
+            for grade in grades:
+                tally.count(grade)
+            num_samples += part.num_samples
+    if not num_samples:
         raise InvalidInput("there is nothing to grade: no row in any .jsonl file", "samples")
     return tally.summary()
 
@@ -177,7 +237,7 @@ def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[Sa
     ]
 
 
-def _encoded(grades: list[SampleGrade]) -> bytes:
+def _encoded(grades: Sequence[SampleGrade]) -> bytes:
     return b"".join(grade.model_dump_json().encode() + b"\n" for grade in grades)
 
 

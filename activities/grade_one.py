@@ -5,7 +5,9 @@ import time
 from pydantic import Field
 from temporalio import activity
 
-from activities.grading.open_grader import open_grader
+from activities import confined
+from activities.grade import OneGradeWork, grade_one_of
+from activities.grading.open_grader import GraderMeans
 from activities.heartbeat import beating
 from activities.scratch import scratch_folder
 from shared.graders import Grader, SampledItem
@@ -41,14 +43,9 @@ class GradeOne:
         """Raises InvalidInput for a grader that cannot be loaded, isolated or asked."""
         began = time.monotonic()
         scratch = HostPaths(self._settings.root_path).scratch
-        with (
-            beating(),
-            scratch_folder(scratch, "grade") as folder,
-            open_grader(request.grader, self._settings, folder) as grade_all,
-        ):
-            if request.sample is None:
-                return OneGrade(duration_s=time.monotonic() - began)
-            outcome = grade_all([request.sample])[0]
-        return OneGrade(
-            grade=outcome.grade, error=outcome.error, parts=outcome.parts, duration_s=time.monotonic() - began
-        )
+        with beating(), scratch_folder(scratch, "grade") as folder:
+            work = OneGradeWork(
+                grader=request.grader, means=GraderMeans.of(self._settings), folder=folder, sample=request.sample
+            )
+            found = confined.call(grade_one_of, work, self._settings.confined)
+        return OneGrade(grade=found.grade, error=found.error, parts=found.parts, duration_s=time.monotonic() - began)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities import packing
+from activities import confined, packing
 from activities.advantages import advantages_of
 from activities.chat_trajectories import Conversations, PublishedPolicy
 from activities.download import Download, DownloadRequest
@@ -36,7 +36,7 @@ from shared.models import Frozen
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
 from shared.paths import HostPaths, content_key, packed, tokenized, write_atomically
 from shared.runs import FIRST_TENANT, DatasetSource, RLRun, RunId, StepStatus, Tenant
-from shared.settings import Settings
+from shared.settings import S3Settings, Settings
 from shared.store import ObjectStore, disk_errors, open_store, uri_of
 from shared.trajectories import Trajectory
 
@@ -112,22 +112,48 @@ class PackTrajectories:
         return Download(self._settings).download(wanted).dataset
 
     def _pack(self, request: GroupsRequest, groups: Artifact, store: ObjectStore, key: str) -> None:
-        paths = HostPaths(self._settings.root_path)
-        _, manifest = files_of(groups, self._settings.s3)
-        staged = stage(groups, paths.cache, self._settings.s3)
-        names = [entry.path for entry in manifest.files]
-        answers = RememberedAnswers(store, request.tenant)
-        policy = PublishedPolicy(request.policy_version, request.name, request.version)
-        with Conversations(request.model, paths.cache, self._settings.s3, answers, policy) as conversations:
-            rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
-            read = read_groups((found for name in names for found in parse_groups(staged / name, name)), rules)
-        if read.report.dropped_broken:
-            logger.warning("step %d of %s: %s", request.step.step, request.run_id, read.report.summary)
+        paths, s3 = HostPaths(self._settings.root_path), self._settings.s3
         with scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
-            write_step(read, request, folder / "units", folder / "plan")
+            _, manifest = files_of(groups, s3)
+            work = GroupsWork(
+                request=request,
+                groups=stage(groups, paths.cache, s3),
+                names=tuple(entry.path for entry in manifest.files),
+                cache=paths.cache,
+                store_uri=store.uri,
+                s3=s3,
+                folder=folder,
+            )
+            report = confined.call(write_groups, work, self._settings.confined)
+            if report.dropped_broken:
+                logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
             for name, place in (("units", tokenized(key)), ("plan", packed(key))):
                 seal(folder / name)
                 upload(store, place, folder / name)
+
+
+class GroupsWork(Frozen):
+    """A step's groups, what they are read with, and the folder that gets their units and plan."""
+
+    request: GroupsRequest
+    groups: Path
+    names: tuple[str, ...]
+    cache: Path
+    store_uri: str
+    s3: S3Settings
+    folder: Path
+
+
+def write_groups(work: GroupsWork) -> GroupsReport:
+    """Read and pack a step's groups. Raises InvalidInput as `parse_groups` and `read_groups` do."""
+    request = work.request
+    answers = RememberedAnswers(open_store(work.store_uri, work.s3), request.tenant)
+    policy = PublishedPolicy(request.policy_version, request.name, request.version)
+    with Conversations(request.model, work.cache, work.s3, answers, policy) as conversations:
+        rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
+        parsed = (found for name in work.names for found in parse_groups(work.groups / name, name))
+        read = read_groups(parsed, rules)
+    return write_step(read, request, work.folder / "units", work.folder / "plan").groups
 
 
 def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:

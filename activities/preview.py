@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities import blocks, preference_pairs
+from activities import blocks, confined, preference_pairs
 from activities.blocks import Block, Kept
 from activities.download import Download, DownloadRequest
 from activities.encoding import encoded
@@ -22,7 +22,7 @@ from activities.heartbeat import beating
 from activities.preference_pairs import Pair
 from activities.report import Report, Tally
 from activities.resolve_model import ModelRequest, ResolveModel
-from activities.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
 from shared.artifacts import stage
 from shared.errors import InvalidInput
 from shared.models import Frozen
@@ -93,8 +93,12 @@ class PreviewDataset:
             download = DownloadRequest(run_id=run_id, split="train", source=request.source)
             dataset = Download(settings).download(download).dataset
             with beating():
-                folder = stage(dataset, cache, settings.s3)
-                return preview_of(folder, load_tokenizer(model, cache, settings.s3), request)
+                work = PreviewWork(
+                    dataset=stage(dataset, cache, settings.s3),
+                    tokenizer=stage_tokenizer(model, cache, settings.s3),
+                    request=request,
+                )
+                return confined.call(preview_work, work, settings.confined)
 
     @contextmanager
     def _temporary_run(self) -> Iterator[str]:
@@ -106,6 +110,19 @@ class PreviewDataset:
             store = open_store(self._settings.store, self._settings.s3)
             for item in list(store.list(f"{RunKeys(run_id).prefix}/")):
                 store.delete(item.key)
+
+
+class PreviewWork(Frozen):
+    """What a preview takes from this machine."""
+
+    dataset: Path
+    tokenizer: TokenizerFiles
+    request: PreviewRequest
+
+
+def preview_work(work: PreviewWork) -> Preview:
+    """Raises InvalidInput as `preview_of` does."""
+    return preview_of(work.dataset, work.tokenizer.load(), work.request)
 
 
 def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:

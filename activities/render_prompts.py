@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
+from activities import confined
 from activities.chat_template import Span
+from activities.fork_server import sign
 from activities.heartbeat import beating
 from activities.prompt_rows import PromptDataset, PromptKind, Question, open_prompts
 from activities.prompts import PromptRow, PromptsWriter
 from activities.report import LostRow
 from activities.scratch import scratch_folder
 from activities.template_process import TemplateProcess
-from activities.tokenizer import Encoded, ModelTokenizer, load_tokenizer
+from activities.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, stage_tokenizer
 from shared.artifacts import find, seal, stage, upload
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
@@ -31,6 +32,7 @@ from shared.store import ObjectStore, disk_errors, open_store
 
 _VERSION = "prompts-1"  # raise it when the same rows would give other prompts
 _BATCH_ROWS = 512
+_BATCH_CHARACTERS = 2 << 20
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _ROW_LIMIT_S = 10.0
 _PROBE_TOKENS = 64
@@ -99,10 +101,29 @@ class RenderPrompts:
             return _result(store, key, done)
         paths = HostPaths(self._settings.root_path)
         with beating(), scratch_folder(paths.scratch, "prompts") as folder, disk_errors(folder):
-            dataset = stage(request.dataset, paths.cache, self._settings.s3)
-            write_prompts(dataset, load_tokenizer(request.model, paths.cache, self._settings.s3), request, folder)
+            work = PromptsWork(
+                dataset=stage(request.dataset, paths.cache, self._settings.s3),
+                tokenizer=stage_tokenizer(request.model, paths.cache, self._settings.s3),
+                request=request,
+                folder=folder,
+            )
+            confined.call(write_prompts_of, work, self._settings.confined)
             seal(folder)
             return _result(store, key, upload(store, key, folder))
+
+
+class PromptsWork(Frozen):
+    """What rendering takes from this machine, and the folder that it writes."""
+
+    dataset: Path
+    tokenizer: TokenizerFiles
+    request: PromptsRequest
+    folder: Path
+
+
+def write_prompts_of(work: PromptsWork) -> None:
+    """Raises InvalidInput as `write_prompts` does."""
+    write_prompts(work.dataset, work.tokenizer.load(), work.request, work.folder)
 
 
 def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequest, folder: Path) -> PromptsReport:
@@ -137,11 +158,26 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
         process = None
         if tokenizer.template is not None:
             process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, _ROW_LIMIT_S))
-        while batch := list(islice(rows, _BATCH_ROWS)):
+        for batch in _batches(rows):
             texts = process.asked(batch) if process else [_plain(question) for question in batch]
+            for question, text in zip(batch, texts, strict=True):
+                check_characters(text, question.place)
+            sign(max(zip(texts, batch, strict=True), key=lambda each: len(each[0]))[1].place)
             prefix = [] if process else tokenizer.prefix_ids
             for question, token_ids in zip(batch, ids_before_answers(texts, tokenizer), strict=True):
                 yield question, [*prefix, *token_ids]
+
+
+def _batches(questions: Iterator[Question]) -> Iterator[list[Question]]:
+    batch, characters = list[Question](), 0
+    for question in questions:
+        batch.append(question)
+        characters += len(question.text or "") or sum(len(str(m.get("content"))) for m in question.messages)
+        if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[list[int]]:

@@ -7,13 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+from activities.fork_server import sign
 from shared.errors import InvalidInput
 
 JSON = Any  # what json.loads gives: dict, list, str, int, float, bool or None
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 100
-_PARQUET_ROWS = 1024
+_LONG_LINE_BYTES = 256 << 10
+_PARQUET_ROWS = 256
+_MAX_PARQUET_BATCH_BYTES = 512 << 20  # of so many rows
+_MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -52,6 +56,8 @@ def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
             place = f"{name}:{number}"
             if len(line) > MAX_LINE_BYTES:
                 raise InvalidInput(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", place)
+            if len(line) > _LONG_LINE_BYTES:  # what it is parsed into may be thirty times as large
+                sign(place)
             if number == 1:
                 line = line.removeprefix(_UTF8_BOM)
             if line and not line.isspace():
@@ -129,8 +135,17 @@ def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Ite
     try:
         with parquet.ParquetFile(path) as file:
             present = file.schema_arrow.names
+            if len(present) > _MAX_COLUMNS:
+                raise InvalidInput(f"{len(present):,} columns; a file may have up to {_MAX_COLUMNS:,}", name)
             wanted = present if columns is None else [column for column in columns if column in present]
+            sign(name)
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
+                if batch.nbytes > _MAX_PARQUET_BATCH_BYTES:
+                    rule = (
+                        f"the {batch.num_rows} rows after row {number} have {batch.nbytes:,} bytes; they may have up to"
+                    )
+                    raise InvalidInput(f"{rule} {_MAX_PARQUET_BATCH_BYTES:,}", name)
+                sign(f"{name}: row {number + 1}")
                 for fields in _records(batch):
                     number += 1
                     yield Row(f"{name}: row {number}", fields, has_schema=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from activities import confined
 from shared.completions import (
     Choice,
     CompletionRequest,
@@ -25,9 +26,11 @@ from shared.completions import (
     Sampling,
 )
 from shared.errors import InvalidInput, SamplerUnavailable
+from shared.models import Frozen
+from shared.settings import ConfinedSettings
 
 if TYPE_CHECKING:
-    import httpx
+    pass
 
 M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
@@ -35,6 +38,11 @@ _WORTH_RETRYING = (408, 409, 425, 429)
 TIMEOUT_S, ATTEMPTS = 600.0, 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 # vLLM would take these from the model's generation_config.json, and draw from another distribution.
+# An answer is as long as what was asked for: a token comes with its text, id and logprob, and likelier ones beside it.
+_BYTES_A_TOKEN, _LIKELY_BYTES, _OTHER_BYTES = 512, 256, 1 << 20
+_MAX_ANSWER_BYTES = 128 << 20
+_MODELS_BYTES = 4 << 20
+_LARGE_BYTES = 2 << 20  # what a hostile server may make of more, when it is parsed, a child of ours bears
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -61,16 +69,22 @@ class Sampler:
         url: without `/v1`.
         timeout_s: of one request, from its last byte to the answer's first.
         attempts: how often a request is made before SamplerUnavailable is raised.
+        confinement: for a stranger's server: large answers are read in a process of their own.
 
     Every method raises InvalidInput for what the server refuses (4xx) and SamplerUnavailable for what passes.
     """
 
     def __init__(
-        self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S, attempts: int = ATTEMPTS
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        attempts: int = ATTEMPTS,
+        confinement: ConfinedSettings | None = None,
     ) -> None:
         import httpx
 
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         timeout = httpx.Timeout(timeout_s, connect=10.0)
         # A proxy of the environment has nothing to do with a sampler; as many connections as callers have threads.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -79,6 +93,7 @@ class Sampler:
         )
         self._url = url.rstrip("/")
         self._attempts = attempts
+        self._confined = confinement
         self._sockets: list[socket.socket] = []
         self._is_closed = False
 
@@ -120,7 +135,7 @@ class Sampler:
             "return_token_ids": True,
             **_PLAIN,
         }
-        answer = _parsed(CompletionResponse, self._ask("POST", "/v1/completions", body), self._url)
+        answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(n)):
             raise InvalidInput(f"the sampler sent {len(choices)} samples where {n} were asked for", self._url)
@@ -141,12 +156,14 @@ class Sampler:
     def complete(self, request: CompletionRequest) -> CompletionResponse:
         """A request as it is, and its answer as it is."""
         body = request.model_dump(mode="json", exclude_none=True) | _PLAIN
-        return _parsed(CompletionResponse, self._ask("POST", "/v1/completions", body), self._url)
+        asked = 1 if isinstance(request.prompt, str) else len(request.prompt)
+        num_tokens = _characters(request.prompt) + asked * request.n * request.max_tokens
+        return self._completions(body, num_tokens, request.logprobs or 0)
 
     def score(self, model: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of token_ids[1:], each given those before it, in nats, at temperature 1."""
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = _parsed(CompletionResponse, self._ask("POST", "/v1/completions", body), self._url)
+        answer = self._completions(body, len(token_ids) + 1)
         told = answer.choices[0].prompt_logprobs if answer.choices else None
         if told is None or len(told) != len(token_ids):
             raise InvalidInput("the sampler does not send prompt_logprobs, one a token", self._url)
@@ -158,7 +175,7 @@ class Sampler:
 
     def models(self) -> dict[str, ModelCard]:
         """What requests may name: the model and its adapters."""
-        answer = _parsed(ModelList, self._ask("GET", "/v1/models"), self._url)
+        answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES).content, self._url)
         return {card.id: card for card in answer.data}
 
     def load_adapter(self, name: str, folder: str) -> None:
@@ -187,7 +204,9 @@ class Sampler:
         except httpx.HTTPError:
             return False
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> "httpx.Response":
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES
+    ) -> "_Answered":
         import httpx
 
         problem = ""
@@ -195,16 +214,76 @@ class Sampler:
             if attempt:
                 time.sleep(_pause_s(attempt))
             try:
-                response = self._client.request(method, path, json=body, extensions={"trace": self._note})
+                answer = self._ask_once(method, path, body, max_bytes)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            if response.is_success:
-                return response
-            problem = f"{response.status_code}: {_message(response)}"
-            if response.status_code < 500 and response.status_code not in _WORTH_RETRYING:
+            if answer.is_success:
+                return answer
+            problem = f"{answer.status}: {_message(answer)}"
+            if answer.status < 500 and answer.status not in _WORTH_RETRYING:
                 raise InvalidInput(f"the sampler refuses ({problem})", f"{self._url}{path}")
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
+
+    def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> "_Answered":
+        """What comes back, as it was sent: nothing is unpacked, and no more is read than was asked for.
+
+        Raises:
+            InvalidInput: it is compressed, or longer than what was asked for can be.
+        """
+        extensions = {"trace": self._note}
+        with self._client.stream(method, path, json=body, extensions=extensions) as response:
+            place = f"{self._url}{path}"
+            if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+                raise InvalidInput(
+                    f"the sampler sends its answer as {encoding!r:.40}, which it was not asked for", place
+                )
+            found = bytearray()
+            for piece in response.iter_raw():
+                found += piece
+                if len(found) > max_bytes:
+                    raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
+            return _Answered(response.status_code, bytes(found))
+
+    def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
+        """The answer to a request of so many tokens, prompts included, each with so many likelier ones."""
+        num_bytes = _OTHER_BYTES + num_tokens * (_BYTES_A_TOKEN + likely * _LIKELY_BYTES)
+        answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES))
+        if len(answer.content) <= _LARGE_BYTES or self._confined is None:
+            return _parsed(CompletionResponse, answer.content, self._url)
+        large = LargeAnswer(text=answer.content.decode(errors="replace"), place=self._url, max_tokens=num_tokens)
+        return confined.call(read_large_answer, large, self._confined)
+
+
+class LargeAnswer(Frozen):
+    """What a sampler sent, and how many tokens it may be of."""
+
+    text: str
+    place: str
+    max_tokens: int
+
+
+def read_large_answer(answer: LargeAnswer) -> CompletionResponse:
+    """Raises InvalidInput for what is no answer, or of more tokens than were asked for."""
+    found = _parsed(CompletionResponse, answer.text.encode(), answer.place)
+    if sum(len(choice.token_ids or ()) for choice in found.choices) > answer.max_tokens:
+        raise InvalidInput("the sampler sends more tokens than were asked for", answer.place)
+    return found
+
+
+@dataclass(frozen=True)
+class _Answered:
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
+def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
+    """At least as many as the tokens of a request's prompts."""
+    return len(prompt) + sum(len(one) for one in prompt if isinstance(one, list | str))
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -218,17 +297,17 @@ def _pause_s(attempt: int) -> float:
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
-def _message(response: "httpx.Response") -> str:
+def _message(answer: _Answered) -> str:
     """What the server says is wrong, in OpenAI's shape or as it is."""
     try:
-        return ErrorResponse.model_validate_json(response.content).error.message
+        return ErrorResponse.model_validate_json(answer.content).error.message[:500]
     except ValidationError:
-        return response.text[:500]
+        return answer.content[:500].decode(errors="replace")
 
 
-def _parsed(model: type[M], response: "httpx.Response", place: str) -> M:
+def _parsed(model: type[M], content: bytes, place: str) -> M:
     try:
-        return model.model_validate_json(response.content)
+        return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

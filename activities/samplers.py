@@ -100,7 +100,7 @@ class Samplers:
         # What the operator named may be on the operator's own network.
         reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
         key = own.api_key.get_secret_value() if is_own and own.api_key else None
-        with Sampler(reached, key) as client:
+        with Sampler(reached, key, confinement=self._settings.confined) as client:
             model = next((name for name, card in client.models().items() if card.parent is None), None)
             if model is None:
                 raise InvalidInput("the sampler serves no model", shown(url))

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # the child starts sooner without
     from activities.formats import Chat
     from activities.prompt_rows import Question
 
-_MEMORY_BYTES = 4 << 30
+_MEMORY_BYTES = 1 << 30
+_MAX_LINE_BYTES = 256 << 20
 _START_S = 30.0
 
 
@@ -118,7 +119,7 @@ class TemplateProcess:
     def _line(self, deadline: float) -> bytes:
         """The child's next line, without waiting beyond the deadline."""
         assert self._child.stdout
-        pieces: list[bytes] = []
+        pieces, num_bytes = list[bytes](), 0
         while True:
             ready, _, _ = select.select([self._child.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -127,6 +128,9 @@ class TemplateProcess:
             if not piece:
                 self._ended()
             pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > _MAX_LINE_BYTES:
+                self._lost("makes longer texts than any may be")
             if piece.endswith(b"\n"):
                 return b"".join(pieces)
 

@@ -9,13 +9,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities import blocks, preference_pairs
+from activities import blocks, confined, preference_pairs
 from activities.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
 from activities.formats import open_dataset
 from activities.heartbeat import beating
 from activities.report import Report, Tally
 from activities.scratch import scratch_folder
-from activities.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
 from shared.artifacts import find, seal, stage, upload
 from shared.jobs import Artifact
 from shared.models import Frozen
@@ -83,10 +83,29 @@ class Tokenize:
             return _result(store, key, done)
         paths = HostPaths(self._settings.root_path)
         with beating(), scratch_folder(paths.scratch, "tokenize") as folder, disk_errors(folder):
-            dataset = stage(request.dataset, paths.cache, self._settings.s3)
-            write_units(dataset, load_tokenizer(request.model, paths.cache, self._settings.s3), request, folder)
+            work = UnitsWork(
+                dataset=stage(request.dataset, paths.cache, self._settings.s3),
+                tokenizer=stage_tokenizer(request.model, paths.cache, self._settings.s3),
+                request=request,
+                folder=folder,
+            )
+            confined.call(write_units_of, work, self._settings.confined)
             seal(folder)
             return _result(store, key, upload(store, key, folder))
+
+
+class UnitsWork(Frozen):
+    """What tokenizing takes from this machine, and the folder that it writes."""
+
+    dataset: Path
+    tokenizer: TokenizerFiles
+    request: TokenizeRequest
+    folder: Path
+
+
+def write_units_of(work: UnitsWork) -> None:
+    """Raises InvalidInput as `write_units` does."""
+    write_units(work.dataset, work.tokenizer.load(), work.request, work.folder)
 
 
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:

@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from activities.chat_template import Span
+from activities.fork_server import sign
 from activities.template_process import TemplateSource
 from shared.artifacts import stage
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
+from shared.models import Frozen
 from shared.settings import S3Settings
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+MAX_CHARACTERS = 4 << 20
+_MAX_FILE_BYTES = 128 << 20
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "config.json")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -154,18 +159,43 @@ def _in_bytes(span: Span, text: str) -> Span:
     return Span(start, start + len(text[span.start : span.end].encode()), span.weight)
 
 
-def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
-    """Read a model's tokenizer from its artifact, without touching the weights.
+class TokenizerFiles(Frozen):
+    """A model's tokenizer as it lies on this machine: a stranger's, to be loaded in a confined process."""
+
+    folder: Path
+    place: str = Field(description="what errors call it")
+
+    def load(self) -> ModelTokenizer:
+        """Raises InvalidInput when the tokenizer is missing or cannot be used."""
+        sign(f"{self.place}/tokenizer.json")
+        files = {}
+        for path in (self.folder / name for name in _FILES):
+            if path.is_file():
+                if (size := path.stat().st_size) > _MAX_FILE_BYTES:
+                    rule = f"{size:,} bytes; a file of a tokenizer has up to {_MAX_FILE_BYTES:,}"
+                    raise InvalidInput(rule, f"{self.place}/{path.name}")
+                files[path.name] = path.read_bytes()
+        return ModelTokenizer(files, self.place)
+
+
+def stage_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> TokenizerFiles:
+    """Bring a model's tokenizer from its artifact, without touching the weights.
 
     Raises:
-        InvalidInput: the tokenizer is missing or cannot be used. CorruptArtifact: a file is not the manifest's.
+        CorruptArtifact: a file is not the manifest's.
     """
-    folder = stage(model, cache, s3, only=_FILES)
-    return ModelTokenizer({path.name: path.read_bytes() for path in _present(folder)}, model.uri)
+    return TokenizerFiles(folder=stage(model, cache, s3, only=_FILES), place=model.uri)
 
 
-def _present(folder: Path) -> list[Path]:
-    return [folder / name for name in _FILES if (folder / name).is_file()]
+def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
+    """Read a model's tokenizer from its artifact. Raises as `stage_tokenizer` and `TokenizerFiles.load` do."""
+    return stage_tokenizer(model, cache, s3).load()
+
+
+def check_characters(text: str, place: str) -> None:
+    """Raises InvalidInput for a text longer than any that can be trained on: tokenizers take hundreds of its bytes."""
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidInput(f"a text of {len(text):,} characters; a row may have up to {MAX_CHARACTERS:,}", place)
 
 
 def _json(data: bytes, place: str) -> dict[str, Any]:

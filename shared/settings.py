@@ -46,6 +46,15 @@ class GradingSettings(BaseModel):
     score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
 
+class ConfinedSettings(BaseModel):
+    """What work on users' data may take, in a process of its own (activities/confined.py)."""
+
+    memory_bytes: int = Field(default=4 << 30, ge=512 << 20)
+    step_cpu_s: int = Field(default=300, ge=1, description="of processor time, from one batch of rows to the next")
+    silence_s: float = Field(default=1800.0, gt=0, description="from one batch of rows to the next")
+    file_bytes: int = Field(default=256 << 30, ge=1 << 20, description="of one file that it writes")
+
+
 class SamplingSettings(BaseModel):
     """The installation's own sampler, where it is a server that speaks vLLM's protocol and not a sampler host."""
 
@@ -118,6 +127,7 @@ class Settings(BaseSettings):
     s3: S3Settings = S3Settings()
     download: DownloadSettings = DownloadSettings()
     grading: GradingSettings = GradingSettings()
+    confined: ConfinedSettings = ConfinedSettings()
     sampling: SamplingSettings = SamplingSettings()
     serving: ServingSettings = ServingSettings()
     webhooks: WebhookSettings = WebhookSettings()

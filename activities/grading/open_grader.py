@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from activities.grading.outcome import NotGraded, Outcome, attempt
 from activities.grading.score_model import ScoreModel
@@ -21,24 +22,36 @@ from shared.graders import (
     StringCheckGrader,
     TextSimilarityGrader,
 )
-from shared.settings import Settings
+from shared.models import Frozen
+from shared.settings import GradingSettings, Settings
 from shared.templates import TemplateError, render
 
 GradeAll = Callable[[Sequence[SampledItem]], list[Outcome]]
 
 
+class GraderMeans(Frozen):
+    """The settings that graders go by."""
+
+    grading: GradingSettings
+    allow_private_addresses: bool
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(grading=settings.grading, allow_private_addresses=settings.download.allow_private_addresses)
+
+
 @contextmanager
-def open_grader(grader: Grader, settings: Settings, folder: Path) -> Iterator[GradeAll]:
+def open_grader(grader: Grader, means: GraderMeans, folder: Path) -> Iterator[GradeAll]:
     """What grades rows: an outcome a row, in order. Sandboxes run until the block ends, in folders below `folder`.
 
     Raises:
         InvalidInput: a source that cannot be loaded, a server that may not be asked, a system that cannot isolate.
     """
     with ExitStack() as stack:
-        yield _opened(grader, settings, folder, stack, "grader")
+        yield _opened(grader, means, folder, stack, "grader")
 
 
-def _opened(grader: Grader, settings: Settings, folder: Path, stack: ExitStack, place: str) -> GradeAll:
+def _opened(grader: Grader, means: GraderMeans, folder: Path, stack: ExitStack, place: str) -> GradeAll:
     match grader:
         case StringCheckGrader():
             return _each(lambda row: string_check(grader.operation, *_rendered(grader.input, grader.reference, row)))
@@ -46,13 +59,13 @@ def _opened(grader: Grader, settings: Settings, folder: Path, stack: ExitStack, 
             metric = grader.evaluation_metric
             return _each(lambda row: text_similarity(metric, *_rendered(grader.input, grader.reference, row)))
         case PythonGrader():
-            sandbox = _sandbox(grader, settings, folder, stack, place)
+            sandbox = _sandbox(grader, means.grading, folder, stack, place)
             return _each(lambda row: sandbox.grade(row.namespaces["sample"], row.item))
         case ScoreModelGrader():
-            return ScoreModel(grader, settings.grading, settings.download.allow_private_addresses).grade_all
+            return ScoreModel(grader, means.grading, means.allow_private_addresses).grade_all
         case MultiGrader():
             parts = {
-                name: _opened(part, settings, folder / str(number), stack, f"{place}.graders.{name}")
+                name: _opened(part, means, folder / str(number), stack, f"{place}.graders.{name}")
                 for number, (name, part) in enumerate(sorted(grader.graders.items()))
             }
             return _combined(parts, parse_expression(grader.calculate_output))
@@ -70,9 +83,11 @@ def _rendered(text: str, reference: str, row: SampledItem) -> tuple[str, str]:
         raise NotGraded(str(error)) from error
 
 
-def _sandbox(grader: PythonGrader, settings: Settings, folder: Path, stack: ExitStack, place: str) -> PythonSandbox:
+def _sandbox(
+    grader: PythonGrader, settings: GradingSettings, folder: Path, stack: ExitStack, place: str
+) -> PythonSandbox:
     folder.mkdir(parents=True, exist_ok=True)
-    sandbox = stack.enter_context(PythonSandbox(grader.source, settings.grading, folder))
+    sandbox = stack.enter_context(PythonSandbox(grader.source, settings, folder))
     try:
         sandbox.check()
     except NotGraded as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from activities.grading.open_grader import open_grader
+from activities.grading.open_grader import GraderMeans, open_grader
 from examples import arithmetic
 from examples.tiny_model import train_tokenizer
 from service.cli.main import app
@@ -68,7 +68,7 @@ def test_the_grader_takes_exact_answers_alone(data: Path, tmp_path: Path) -> Non
     item = rows(data, "prompts_eval")[0]
     total = sum(numbers(item))
     texts = [str(total), f"about {total // 10 * 10}", str(total + 1), f"{total}0", ""]
-    with open_grader(arithmetic.GRADER, Settings(root=tmp_path), tmp_path) as grade_all:
+    with open_grader(arithmetic.GRADER, GraderMeans.of(Settings(root=tmp_path)), tmp_path) as grade_all:
         outcomes = grade_all([SampledItem(sample={"output_text": text}, item=item) for text in texts])
     assert [outcome.grade for outcome in outcomes] == [1, 0, 0, 0, 0]
 

@@ -1,0 +1,94 @@
+"""Functions that tests call in a confined child."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from activities.fork_server import sign
+from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
+
+
+def echo(text: str) -> str:
+    return text
+
+
+def environment(_: None) -> dict[str, str]:
+    return dict(os.environ)
+
+
+def count(up_to: int) -> Iterator[int]:
+    yield from range(up_to)
+
+
+def grow_python(_: None) -> None:
+    sign("rows.jsonl:3")
+    kept = [bytearray(16 << 20) for _ in range(1 << 20)]
+    assert not kept
+
+
+def grow_native(_: None) -> None:
+    """As a library does that aborts when it gets no more."""
+    sign("rows.jsonl:4")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    while pointer := libc.malloc(ctypes.c_size_t(16 << 20)):
+        ctypes.memset(pointer, 1, 16 << 20)
+    os.abort()
+
+
+def spin(_: None) -> None:
+    sign("rows.jsonl:5")
+    while True:
+        pass
+
+
+def wait(note: str) -> None:
+    sign("rows.jsonl:6")
+    Path(note).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def work_long_and_say_so(num_signs: int) -> float:
+    """More processor time than one step may take, in several."""
+    for number in range(num_signs):
+        sign(f"rows.jsonl:{number}")
+        end = time.process_time() + 0.7
+        while time.process_time() < end:
+            pass
+    return time.process_time()
+
+
+def fail(kind: str) -> None:
+    match kind:
+        case "input":
+            raise InvalidInput("it is wrong", "rows.jsonl:7")
+        case "corrupt":
+            raise CorruptArtifact("it changed", "a/b")
+        case "away":
+            raise StoreUnavailable("not now")
+        case "disk":
+            raise OSError(28, os.strerror(28), "/somewhere")
+        case "stack":
+            ctypes.string_at(0)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case _:
+            raise KeyError("a bug")
+
+
+def write(folder: str) -> None:
+    with Path(folder, "large").open("wb") as file:
+        while True:
+            file.write(bytes(1 << 20))
+
+
+def pids(_: None) -> Iterator[int]:
+    yield os.getpid()
+    time.sleep(600)
+
+
+def parent(_: None) -> int:
+    return os.getppid()
