@@ -92,7 +92,8 @@ def _serve() -> None:
     signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in _PRELOADED:
+    with_s3 = ("boto3",) if any(name.startswith("AWS_") for name in os.environ) else ()
+    for name in (*_PRELOADED, *with_s3):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collections in children copy no pages

@@ -245,7 +245,12 @@ class S3Store:
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
         self.uri = f"s3://{bucket}/{quote(prefix)}".rstrip("/")
-        self._client = _s3_client(settings.endpoint_url, settings.region)
+        self._settings = settings
+
+    @property
+    def _client(self) -> "S3Client":
+        """Made when it is first needed, which takes boto3 a while, and once a process."""
+        return _s3_client(self._settings.endpoint_url, self._settings.region)
 
     def put_bytes(self, key: str, data: bytes) -> None:
         with self._errors(key):

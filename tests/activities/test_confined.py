@@ -94,7 +94,7 @@ def test_a_lost_fork_server_loses_the_calls_in_hand_and_the_next_ones_find_anoth
     server.kill()
     thread.join(20)
     assert [type(error) for error in errors] == [RuntimeError]
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child has gone with it")
     assert confined.call(work.echo, "again", SMALL) == "again"
 
 
