@@ -5,14 +5,12 @@ arguments, `</tool_call>`, as often as there are calls. Other forms stay text.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from shared.chat import CalledFunction, ToolCall
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TAG = re.compile(r"</?tool_call>")
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 NO_CALLS: tuple[ToolCall, ...] = ()
 
 
@@ -41,12 +39,22 @@ def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
     Args:
         answer_id: unlike that of any other answer; the calls are named after it.
     """
-    functions = [_function(block) for block in _BLOCK.findall(text)]
-    rest = _BLOCK.sub("", text)
+    blocks, rest = _taken_out(text)
+    functions = [_function(block) for block in blocks]
     calls = [function for function in functions if function is not None]
-    if not calls or len(calls) < len(functions) or _TAG.search(rest):
+    if not calls or len(calls) < len(functions) or _BEGIN in rest or _END in rest:
         return text, NO_CALLS
     return rest.strip(), _numbered(calls, answer_id)
+
+
+def _taken_out(text: str) -> tuple[list[str], str]:
+    """What stands between the tags, and what around them, in one pass however many tags are never closed."""
+    blocks, around, at = [], [], 0
+    while (begin := text.find(_BEGIN, at)) >= 0 and (end := text.find(_END, begin)) >= 0:
+        around.append(text[at:begin])
+        blocks.append(text[begin + len(_BEGIN) : end])
+        at = end + len(_END)
+    return blocks, "".join((*around, text[at:]))
 
 
 def _function(block: str) -> CalledFunction | None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 MAX_EXPRESSION_CHARS = 4_000
 _MAX_DEPTH = 50
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])|(?P<name>[A-Za-z_]\w*)|(?P<sign>[-+*/^(),]))"
+    # Possessive, so that nothing is read twice.
+    r"\s*+(?:(?P<number>(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][+-]?\d++)?+)(?![\w.])|(?P<name>[A-Za-z_]\w*+)"
+    r"|(?P<sign>[-+*/^(),]))"
 )
 _BINARY: Mapping[str, Callable[[float, float], float]] = {
     "+": operator.add,
@@ -121,7 +123,8 @@ class _Token:
 
 def _tokens(text: str) -> Iterator[_Token]:
     end = 0
-    while text[end:].strip():
+    length = len(text.rstrip())
+    while end < length:
         match = _TOKEN.match(text, end)
         if match is None:
             place = len(text) - len(text[end:].lstrip())

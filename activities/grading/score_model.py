@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ _PAUSES_S = (1.0, 4.0)  # before the second and the third try
 _LONGEST_PAUSE_S = 20.0
 _MAX_ANSWER_BYTES = 4 << 20
 _WORTH_RETRYING = (408, 409, 425, 429)
-_FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+_FENCE = "```"
 
 
 class ScoreModel:
@@ -145,8 +144,7 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
             pass
         case _:
             raise NotGraded("the scoring server's answer has no choices[0].message.content")
-    fenced = _FENCE.match(text.strip())
-    said = fenced[1] if fenced else text.strip()
+    said = _unfenced(text.strip())
     try:
         parsed = json.loads(said)
         score = parsed["result"] if isinstance(parsed, dict) else parsed
@@ -159,3 +157,10 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise NotGraded(f"the scoring model gave {value:g}, outside its range {low:g} to {high:g}")
     return value
+
+
+def _unfenced(text: str) -> str:
+    """What stands in a fence of Markdown, where all of a text does."""
+    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
+        return text
+    return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()

@@ -96,9 +96,15 @@ class FileForm:
 
     def _add_to_name(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
+        self._check_header()
 
     def _add_to_value(self, data: bytes, start: int, end: int) -> None:
         self._header_value += data[start:end]
+        self._check_header()
+
+    def _check_header(self) -> None:
+        if len(self._header_name) + len(self._header_value) > _MAX_FIELD_BYTES or len(self._headers) > _MAX_FIELDS:
+            raise InvalidInput(f"a part has at most {_MAX_FIELDS} headers of {_MAX_FIELD_BYTES} bytes each", "form")
 
     def _keep_header(self) -> None:
         self._headers[self._header_name.lower()] = self._header_value
