@@ -1,15 +1,88 @@
-"""Bodies of requests, taken as JSON means them: "5" is no number, 1 is no truth, and 2.0 is an integer."""
+"""Bodies of requests, taken as JSON means them: "5" is no number, 1 is no truth, and 2.0 is an integer.
 
+A large one is read and validated on a thread, so that no other request waits for it, and none has more in it than can
+be told of in an answer.
+"""
+
+import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 T = TypeVar("T")
 _TYPES = ("int_type", "float_type", "bool_type", "string_type")
+
+
+SMALL_BYTES = 4 << 10
+"""Up to here a body is read and validated where it comes in: a thread would take longer than the work."""
+MAX_DEPTH = 100
+MAX_FIELDS = 1_000
+"""Of one object."""
+MAX_VALUES = 200_000
+"""Of a whole body: three of a token's id with a comma are as many as fit."""
+MAX_ERRORS = 1_000
+
+
+class JsonRoute(APIRoute):
+    """A route that reads its `JsonBody` off the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, body_field = super().get_route_handler(), self.body_field
+
+        def validate(sent: "_Sent") -> None:
+            if body_field is not None:
+                body_field.validate(sent, {}, loc=("body",))
+
+        async def read_and_handle(request: Request) -> Response:
+            return await handle(_Request(request.scope, request.receive, request._send, validate))
+
+        return read_and_handle
+
+
+class _Request(Request):
+    """A request whose JSON is a `_Sent`."""
+
+    def __init__(self, *scope_receive_send: Any) -> None:
+        *asgi, self._validate = scope_receive_send
+        super().__init__(*asgi)
+
+    async def json(self) -> Any:
+        """Raises json.JSONDecodeError, RecursionError."""
+        body = await self.body()
+        return self._read(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(self._read, body)
+
+    def _read(self, body: bytes) -> "_Sent":
+        sent = _Sent(*_parsed(body))
+        self._validate(sent)
+        return sent
+
+
+@dataclass
+class _Sent:
+    """A body as it was parsed, and what validation made of it: it is asked for on a thread, and then by FastAPI."""
+
+    value: Any
+    problem: Exception | None = None
+    found: Any = None
+    is_checked: bool = False
+
+    def checked(self, check: Callable[[Any], Any]) -> Any:
+        if not self.is_checked and self.problem is None:
+            try:
+                self.found = check(self.value)
+            except (ValidationError, PydanticCustomError) as error:
+                self.problem = error
+        self.is_checked = True
+        if self.problem is not None:
+            raise self.problem
+        return self.found
 
 
 class _AsJson:
@@ -21,18 +94,61 @@ class _AsJson:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         adapter = TypeAdapter[Any](source)
 
-        def check(value: Any, _: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        def check(value: Any) -> Any:
             text = _text(value)
             try:
                 return adapter.validate_json(text, strict=True)
             except ValidationError as error:
+                _check_errors(error, 10 * MAX_ERRORS)  # most are none: numbers that are whole, lists for tuples
                 guessed = _guessed(error)
-            found = adapter.validate_json(text)
+            try:
+                found = adapter.validate_json(text)
+            except ValidationError as error:
+                _check_errors(error, MAX_ERRORS)
+                raise
             if guessed:
-                raise ValidationError.from_exception_data("body", guessed)
+                raise ValidationError.from_exception_data("body", guessed[:MAX_ERRORS])
             return found
 
-        return core_schema.no_info_wrap_validator_function(check, handler(source))
+        def check_once(value: Any, _: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            return value.checked(check) if isinstance(value, _Sent) else check(value)
+
+        return core_schema.no_info_wrap_validator_function(check_once, handler(source))
+
+
+def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:
+    """What a body says, and what is too much of it. Raises json.JSONDecodeError, RecursionError."""
+    most_fields = 0
+
+    def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal most_fields
+        most_fields = max(most_fields, len(pairs))
+        return dict(pairs)
+
+    value = json.loads(body, object_pairs_hook=count)
+    if most_fields > MAX_FIELDS:
+        return value, PydanticCustomError("too_many_fields", f"an object has at most {MAX_FIELDS:,} fields here")
+    return value, _excess(value)
+
+
+def _excess(value: Any) -> PydanticCustomError | None:
+    """Level by level: what is deep would be deep in the interpreter's own stack."""
+    level, num_values = [value], 0
+    for _ in range(MAX_DEPTH):
+        inner = [part for part in level if isinstance(part, dict | list)]
+        if not inner:
+            return None
+        level = [item for part in inner for item in (part.values() if isinstance(part, dict) else part)]
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            return PydanticCustomError("too_many_values", f"a body has at most {MAX_VALUES:,} values here")
+    return PydanticCustomError("too_deep", f"this is nested too deep: more than {MAX_DEPTH} objects and lists")
+
+
+def _check_errors(error: ValidationError, most: int) -> None:
+    """Errors cost more than what they tell of: so many are not listed."""
+    if (num_errors := error.error_count()) > most:
+        raise PydanticCustomError("too_many_errors", f"{num_errors:,} things are wrong with this: too many to name")
 
 
 def _text(value: Any) -> str:

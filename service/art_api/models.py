@@ -10,13 +10,15 @@ from service.art_api.job_request import ExperimentalConfig
 from service.art_api.job_runs import rl_run
 from service.art_api.submission import stop
 from service.backend import Backed, Backend
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from service.models.art_models import ArtModel, ArtSettings, ArtWord, new_model
 from service.openai_api.answers import ListAnswer, page_after, page_of
 from shared.errors import InvalidInput
 from shared.models import Frozen
 
-router = APIRouter(prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)])
+router = APIRouter(
+    route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]
+)
 
 _PROJECT = "uncategorized"  # W&B's own word
 Order = Literal["asc", "desc"]

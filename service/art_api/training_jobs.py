@@ -28,13 +28,13 @@ from service.art_api.sent_groups import GROUPS
 from service.art_api.submission import submit_sft, submit_step
 from service.backend import Backed, Backend
 from service.data.files import uploads_folder
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from service.openai_api.answers import ListAnswer
 from service.problems import describe
 from service.runs.run_views import RunView
 from shared.errors import InvalidInput, NotFound
 
-router = APIRouter(prefix="/v1/preview", tags=["art"], dependencies=[Depends(reads_or_writes)])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/preview", tags=["art"], dependencies=[Depends(reads_or_writes)])
 
 MAX_GROUPS_BYTES = 128 << 20
 """The largest train request: it is held in memory as text, and once more on disk."""

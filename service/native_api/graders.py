@@ -4,12 +4,12 @@ from fastapi import APIRouter
 
 from service.accounts.principals import Asking
 from service.backend import Backed
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from shared.graders import Grader, SampledItem
 from shared.models import Frozen
 from workflows.grader import OneGrade
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class GraderTrial(Frozen):

@@ -13,7 +13,7 @@ from pydantic import Field
 from service.accounts.principals import BEARER, Asking, reads_or_writes
 from service.backend import Backed, Backend, IdempotencyKey
 from service.data.files import FILE_NAME, FilePage, FileRecord, PublishedFiles
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from service.problems import RESPONSES, TemporalUnavailable
 from service.runs.run_views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
 from shared import paths
@@ -33,7 +33,7 @@ _BYTES: dict[str, Any] = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}},
     }
 }
-router = APIRouter(prefix=PREFIX, dependencies=DEPENDENCIES, responses=RESPONSES)
+router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCIES, responses=RESPONSES)
 open_router = APIRouter(prefix=PREFIX)
 """What needs no key."""
 _POLL_S = 0.5

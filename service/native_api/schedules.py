@@ -7,11 +7,11 @@ from fastapi import APIRouter, Query
 from service.accounts.principals import Asking
 from service.automation.schedule_views import Backfill, ScheduleView
 from service.backend import Backed
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from shared.runs import Name
 from shared.schedules import ScheduledRun
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/schedules", status_code=201)

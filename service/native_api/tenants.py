@@ -12,14 +12,14 @@ from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, S
 from service.accounts.quotas import Usage
 from service.accounts.tenants import TenantRecord
 from service.backend import Backed, Backend
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from service.problems import RESPONSES, Conflict, Forbidden
 from shared.field_rules import NO_NUL, pattern
 from shared.models import Frozen
 from shared.runs import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
 
-router = APIRouter(prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)
+router = APIRouter(route_class=JsonRoute, prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)
 _admin = [Depends(require("admin"))]
 
 Title = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=128)]

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Query
 from service.accounts.principals import Asking
 from service.automation.webhooks import NewWebhook, Pinged, Rotation, WebhookChange, WebhookChoice, WebhookView
 from service.backend import Backed
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from shared.webhooks import Delivery, WebhookId
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/webhooks", status_code=201)

@@ -10,13 +10,15 @@ from fastapi.responses import StreamingResponse
 
 from service.accounts.principals import Asking, require
 from service.backend import Backed
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from shared.chat import ChatChoice, ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, ServedModel
 from shared.completions import CompletionRequest, CompletionResponse, ErrorDetail, ErrorResponse, Usage
 from shared.errors import LongshoreError
 from shared.models import Frozen
 
-router = APIRouter(prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))])
+router = APIRouter(
+    route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
+)
 
 T = TypeVar("T")
 _LISTEN_S = 0.5

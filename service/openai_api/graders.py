@@ -7,12 +7,17 @@ from pydantic import BaseModel, Field, JsonValue
 
 from service.accounts.principals import Asking, require
 from service.backend import Backed
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from shared.graders import Grader, SampledItem
 from shared.models import Frozen
 from workflows.grader import OneGrade
 
-router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], dependencies=[Depends(require("write"))])
+router = APIRouter(
+    route_class=JsonRoute,
+    prefix="/v1/fine_tuning/alpha/graders",
+    tags=["graders"],
+    dependencies=[Depends(require("write"))],
+)
 
 MAX_SAMPLE_CHARS = 100_000
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from service.accounts.principals import Asking, reads_or_writes
 from service.backend import Backed, Backend, IdempotencyKey
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from service.openai_api.answers import ListAnswer, RetryCount, page_after, page_of
 from service.openai_api.job_checkpoints import JobCheckpoint, checkpoints_of
 from service.openai_api.job_events import JobEvent, JobEvents
@@ -17,7 +17,9 @@ from service.runs.run_views import RunView
 from shared.errors import InvalidInput, NotFound
 from shared.runs import MAX_METADATA, RunId
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], dependencies=[Depends(reads_or_writes)])
+router = APIRouter(
+    route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], dependencies=[Depends(reads_or_writes)]
+)
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 _METADATA = "metadata["

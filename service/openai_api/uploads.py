@@ -8,14 +8,16 @@ from pydantic import BaseModel, Field
 from service.accounts.principals import Asking, require
 from service.backend import Backed
 from service.data.uploads import MAX_PARTS, Part, UploadRecord
-from service.json_bodies import JsonBody
+from service.json_bodies import JsonBody, JsonRoute
 from service.openai_api.files import FileObject, checked_purpose, plain_name
 from service.openai_api.forms import BINARY, FileForm, described
 from shared.errors import InvalidInput
 from shared.field_rules import pattern
 from shared.models import Frozen
 
-router = APIRouter(prefix="/v1/uploads", tags=["uploads"], dependencies=[Depends(require("write"))])
+router = APIRouter(
+    route_class=JsonRoute, prefix="/v1/uploads", tags=["uploads"], dependencies=[Depends(require("write"))]
+)
 
 _FORM = described(data=BINARY)
 

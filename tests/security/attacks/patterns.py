@@ -1,4 +1,4 @@
-"""A process of its own: runs every regular expression of our modules on strings made to keep it busy, and says which was.
+"""A process of its own: runs every regular expression of our modules on strings that are to keep it busy.
 
 `python -m tests.security.attacks.patterns ROOT PACKAGE...` prints one line of JSON for each that took too long.
 """
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeGuard
@@ -163,7 +164,7 @@ def _sign(kind: Any, value: Any) -> str:
 
 
 def hostile(units: list[str]) -> Iterator[str]:
-    """Long strings that nearly fit: a unit again and again, behind another one or before it, and then something else."""
+    """Long strings that nearly fit: a unit again and again, behind another one or before it, then something else."""
     for one, two in itertools.product(units, repeat=2):
         times = NUM_CHARS // len(one + two)
         for body in (one + two * (2 * times), (one + two) * times, one * times + two * times):
@@ -198,7 +199,7 @@ def main() -> None:
     for use in found:
         compiled = re.compile(use.pattern, use.flags)
         for text in hostile(units(use.pattern, use.flags)):
-            if not within_cpu_time(lambda text=text: _ask(compiled, use.call, text)):  # type: ignore[misc]
+            if not within_cpu_time(partial(_ask, compiled, use.call, text)):
                 print(json.dumps({"place": use.place, "pattern": use.pattern, "call": use.call, "text": text[:60]}))
                 break
     print(json.dumps({"tried": len(found)}), flush=True)

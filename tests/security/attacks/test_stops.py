@@ -1,11 +1,21 @@
 """What one tenant sends does not make the others wait: patterns, expressions, answers of models, bodies of requests."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
+from fastapi import FastAPI
+from pydantic import field_validator
+
+from service.app import ART_ROUTERS, NATIVE_ROUTERS, OPENAI_ROUTERS, ROUTERS
+from service.json_bodies import MAX_FIELDS, SMALL_BYTES, JsonBody, JsonRoute
+from shared.models import Frozen
+from tests.security.attacks.tenants import Tenant
 
 ROOT = Path(__file__).parents[3]
 _CPU_S = 20
@@ -32,7 +42,7 @@ def patterns(root: Path, *packages: str) -> tuple[int, list[str]]:
 def test_every_pattern_of_ours_is_linear() -> None:
     tried, slow = patterns(ROOT, "shared", "activities", "workflows", "service")
     assert slow == []
-    assert tried > 50
+    assert tried > 40
 
 
 @pytest.mark.parametrize(
@@ -72,3 +82,59 @@ def test_a_pattern_that_is_not_is_found(tmp_path: Path, pattern: str) -> None:
 def test_what_a_stranger_writes_is_read_in_linear_time(code: str) -> None:
     done = child("-c", _BEGIN + code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("{" + ",".join(f'"a{i}":1' for i in range(70_000)) + "}", f"at most {MAX_FIELDS:,} fields"),
+        ('{"model":{' + ",".join(f'"a{i}":1' for i in range(70_000)) + "}}", f"at most {MAX_FIELDS:,} fields"),
+        ('{"model":[' + ",".join('{"a":1}' for _ in range(110_000)) + "]}", "at most 200,000 values"),
+        ('{"model":"m","prompt":[' + ",".join('{"a":1}' for _ in range(50_000)) + "]}", "too many to name"),
+        ('{"model":' + '{"a":' * 200 + "1" + "}" * 201, "nested too deep"),
+        ("{" + ",".join(f'"a{i}":1' for i in range(900)) + "}", "more"),
+    ],
+    ids=["fields", "fields within", "values", "errors", "depth", "errors that are told of"],
+)
+def test_a_body_with_too_much_in_it_is_refused_in_few_words(attacker: Tenant, body: str, said: str) -> None:
+    answer = attacker.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text[:300]
+    assert said in answer.json()["error"]["message"]
+    assert len(answer.content) < 2_000
+
+
+def test_a_large_body_is_validated_beside_the_event_loop() -> None:
+    seen: dict[str, int] = {}
+
+    class Body(Frozen):
+        text: str
+
+        @field_validator("text")
+        @classmethod
+        def _note(cls, text: str) -> str:
+            seen[text[:5]] = threading.get_ident()
+            return text
+
+    app = FastAPI()
+    app.router.route_class = JsonRoute
+
+    @app.post("/")
+    async def loop_of(body: JsonBody[Body]) -> int:
+        return threading.get_ident()
+
+    async def ask(text: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as client:
+            answer = await client.post("/", json={"text": text})
+        return int(answer.json())
+
+    loop = asyncio.run(ask("small"))
+    assert asyncio.run(ask("large" * SMALL_BYTES)) == loop
+    assert seen["small"] == loop != seen["large"]
+
+
+def test_every_body_is_read_so() -> None:
+    """An endpoint with a body of JSON stands on a JsonRoute."""
+    routers = (*ROUTERS, *OPENAI_ROUTERS, *ART_ROUTERS, *NATIVE_ROUTERS)
+    routes = [route for router in routers for route in router.routes if getattr(route, "body_field", None)]
+    assert [route for route in routes if not isinstance(route, JsonRoute)] == []
+    assert len(routes) > 10
