@@ -16,7 +16,7 @@ from temporalio.exceptions import CancelledError
 from activities.dataset_sources import LocalSource, Source, find_sources
 from activities.decompress import compression_of, unpack
 from activities.heartbeat import beating, host_is_leaving
-from activities.transfer import fetch
+from activities.transfer import Pace, fetch
 from shared.artifacts import files_of, find, seal, upload
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.jobs import Artifact
@@ -79,7 +79,7 @@ class Download:
 
 
 def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, limits: DownloadSettings) -> None:
-    left = _Left(limits.max_bytes, limits.max_decompressed_bytes)
+    left = _Left(limits.max_bytes, limits.max_decompressed_bytes, Pace(limits.slowest_bytes_per_s, limits.timeout_s))
     for name, source in sources.items():
         size = _bring_file(source, scratch / "parts" / content_key(name), folder / name, left)
         if size == 0:
@@ -88,10 +88,11 @@ def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, limits
 
 @dataclass
 class _Left:
-    """Bytes that this dataset may still cost."""
+    """Bytes that this dataset may still cost, and the pace at which they have to come."""
 
     transferred: int
     decompressed: int
+    pace: Pace
 
 
 def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
@@ -101,7 +102,7 @@ def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
                 left.transferred -= _affordable(path, left.transferred, source.place)
                 size = unpack(path, target, left.decompressed, source.place)
         case _:
-            path = fetch(source, parts, left.transferred)
+            path = fetch(source, parts, left.transferred, left.pace)
             left.transferred -= path.stat().st_size
             size = _unpack_own(path, target, left.decompressed, source.place)
     left.decompressed -= size

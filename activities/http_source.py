@@ -2,8 +2,9 @@
 
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
@@ -182,12 +183,45 @@ class _CheckedConnection(HTTPConnection):
         super().__init__(host, port, timeout=settings.timeout_s)
         self._settings = settings
         self._tls = tls
+        self._held: socket.socket | None = None
+        self._is_hung_up = False
         self._opened_by = opened_by
 
     def connect(self) -> None:
         addresses = resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by)
         connected = _connect(addresses, self._settings.timeout_s)
-        self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+        self._held = connected.dup()  # TLS takes the other one over
+        with self._deadline():
+            self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+
+    def getresponse(self) -> HTTPResponse:
+        """Status and headers, all within the time that a server may be silent: bytes that drip do not prolong it."""
+        with self._deadline():
+            return super().getresponse()
+
+    @contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """A read that goes on for too long finds the connection closed."""
+        timer = threading.Timer(self._settings.timeout_s, self._hang_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self._is_hung_up:  # what was cut off may look whole
+            raise TimeoutError("the server does not come to its end")
+
+    def close(self) -> None:
+        super().close()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _hang_up(self) -> None:
+        self._is_hung_up = True
+        with suppress(OSError, AttributeError):  # it has just been closed
+            self._held.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
 
 
 def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_BY) -> list[tuple]:

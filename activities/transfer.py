@@ -131,20 +131,39 @@ def _good_parts(lines: list[bytes], data: BinaryIO) -> Iterator[_Part]:
         yield part
 
 
-def fetch(remote: Remote, folder: Path, max_bytes: int) -> Path:
+class Pace:
+    """How long a transfer may take: a while, and more for what it has brought, however often it was broken off."""
+
+    def __init__(self, slowest_bytes_per_s: int, grace_s: float) -> None:
+        self._slowest = slowest_bytes_per_s
+        self._grace_s = grace_s
+        self._begin = time.monotonic()
+        self._num_bytes = 0
+
+    def brought(self, num_bytes: int, place: str) -> None:
+        """Raises StoreUnavailable where that was too little in all this time."""
+        self._num_bytes += num_bytes
+        took_s = time.monotonic() - self._begin
+        if took_s > self._grace_s + self._num_bytes / self._slowest:
+            text = f"{self._num_bytes:,} bytes came in {took_s:.0f} s: slower than {self._slowest:,} a second"
+            raise StoreUnavailable(f"{place}: {text}, which is the least (download.slowest_bytes_per_s)")
+
+
+def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace) -> Path:
     """Bring a remote file into a folder, going on from what an earlier attempt left there.
 
     Raises:
         InvalidInput: the file is larger than `max_bytes`, or changes all the time.
-        StoreUnavailable: it cannot be had now.
+        StoreUnavailable: it cannot be had now, or comes too slowly.
     """
     parts = PartMap(folder)
     num_failures, farthest = 0, parts.num_bytes
     while not parts.is_whole:
         try:
-            _go_on(remote, parts, max_bytes)
+            _go_on(remote, parts, max_bytes, pace)
             break
         except Broken:
+            pace.brought(0, remote.place)
             if parts.num_changes >= _MAX_CHANGES:
                 raise InvalidInput("the file keeps changing while it is being read", remote.place) from None
             num_failures = 0 if parts.num_bytes > farthest else num_failures + 1
@@ -155,7 +174,7 @@ def fetch(remote: Remote, folder: Path, max_bytes: int) -> Path:
     return parts.path
 
 
-def _go_on(remote: Remote, parts: PartMap, max_bytes: int) -> None:
+def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace) -> None:
     """One request, to the end of the file."""
     with remote.open(parts.num_bytes, parts.content.validator) as piece:
         content = _Content(validator=piece.validator, total=piece.total)
@@ -164,16 +183,17 @@ def _go_on(remote: Remote, parts: PartMap, max_bytes: int) -> None:
         if piece.start != parts.num_bytes:
             raise Broken(f"{remote.place}: the source changed during the transfer")
         _check_size(piece.total or 0, max_bytes, remote.place)
-        _read_all(piece.stream, parts, max_bytes, remote.place)
+        _read_all(piece.stream, parts, max_bytes, remote.place, pace)
     if piece.total is not None and parts.num_bytes != piece.total:
         raise Broken(f"{remote.place}: the transfer broke off at {parts.num_bytes:,} of {piece.total:,} bytes")
 
 
-def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str) -> None:
+def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str, pace: Pace) -> None:
     buffer = bytearray()
     try:
         while data := stream.read(1 << 16):
             buffer += data
+            pace.brought(len(data), place)
             _check_size(parts.num_bytes + len(buffer), max_bytes, place)
             if len(buffer) >= PART_BYTES:
                 parts.append(bytes(buffer))

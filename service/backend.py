@@ -6,6 +6,7 @@ from fastapi import Depends, Header, Request
 
 from service.accounts.access import Access
 from service.accounts.audit import Audit
+from service.accounts.fair_shares import FairShare
 from service.accounts.keys import Keys
 from service.accounts.quotas import Quotas
 from service.accounts.rate_limits import SignInLimit
@@ -48,18 +49,21 @@ class Backend:
         rows = RunRows(database, self.quotas)
         states = RunStates(store, rows, temporal)
         access = Access(settings, store)
-        self.runs = Runs(settings, store, rows, states, temporal, access)
+        limits = settings.tenant_limits
+        checks = FairShare("checks of data and graders", limits.checks, limits.patience_s)
+        questions = FairShare("questions", limits.questions, limits.patience_s)
+        self.runs = Runs(settings, store, rows, states, temporal, access, checks)
         self.watch = Watch(rows, states, temporal)
         self.steps = TrainSteps(self.runs, store)
         self.reader = RunReader(store)
         self.run_files = RunFiles(store, settings.s3)
         self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
-        self.graders = Graders(settings, temporal)
+        self.graders = Graders(settings, temporal, checks)
         self.published = PublishedModels(store)
         self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
         self.room = Room(settings, rows, temporal)
-        self.inference = Inference(settings, self.store, self.published, self.art_models, temporal)
+        self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)
         self.sign_ins = SignInLimit(settings.rate_limit)

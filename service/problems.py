@@ -28,6 +28,10 @@ class Forbidden(LongshoreError):
     """The key lacks a scope for what was asked."""
 
 
+class Busy(LongshoreError):
+    """A tenant has as much going on as it may at once. Asking again helps when some of it has ended."""
+
+
 class QuotaExceeded(LongshoreError):
     """A tenant's quota would be broken. Asking again does not help until something ends or is deleted.
 
@@ -212,6 +216,8 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
             return answer(409, text, headers=_NO_RETRY, path=path)
         case QuotaExceeded():
             return answer(429, text, headers=_NO_RETRY, path=path, kind="quota_exceeded")
+        case Busy():
+            return answer(429, text, headers={"retry-after": "5"}, path=path)
         case DiskFull():
             return answer(507, text, path=path)
         case StoreUnavailable() | TemporalUnavailable() | DatabaseUnavailable() | SamplerUnavailable():

@@ -29,7 +29,10 @@ class DownloadSettings(BaseModel):
     file_roots: tuple[Path, ...] = Field(
         default=(), description="folders that users' paths and file:// URIs may lead to, of data and of models"
     )
-    timeout_s: float = Field(default=60.0, description="of a server that is silent")
+    timeout_s: float = Field(default=60.0, description="of a server that is silent, or does not end its headers")
+    slowest_bytes_per_s: int = Field(
+        default=16 << 10, ge=1, description="that are waited for, on average, beyond `timeout_s`"
+    )
 
 
 class GradingSettings(BaseModel):
@@ -112,6 +115,14 @@ class RateLimitSettings(BaseModel):
     sign_in_burst: int = Field(default=20, ge=1, description="at once")
 
 
+class TenantLimits(BaseModel):
+    """What one tenant may have going on at once in one service process. More of it waits, and then is refused (429)."""
+
+    checks: int = Field(default=4, ge=1, description="previews, validations and tries of graders")
+    questions: int = Field(default=16, ge=1, description="to published models")
+    patience_s: float = Field(default=10.0, ge=0, description="that one more waits for its turn")
+
+
 def user_config_path() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "longshore" / "config.toml"
@@ -147,6 +158,7 @@ class Settings(BaseSettings):
     )
     quotas: QuotaSettings = QuotaSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()
+    tenant_limits: TenantLimits = TenantLimits()
     trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(
         default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
     )

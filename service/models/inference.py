@@ -14,6 +14,7 @@ from temporalio.exceptions import TimeoutError as TooLate
 from temporalio.service import RPCError
 
 from service.accounts import audit
+from service.accounts.fair_shares import FairShare
 from service.models.art_models import ArtModels, ArtName
 from service.models.published_models import PublishedModels, Target
 from service.models.seats import Seat, Seats
@@ -51,6 +52,7 @@ class Inference:
         published: PublishedModels,
         art_models: ArtModels,
         temporal: Temporal,
+        questions: FairShare,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -58,6 +60,7 @@ class Inference:
         self._seats = Seats(settings, temporal)
         self._published = published
         self._art_models = art_models
+        self._questions = questions
 
     async def models(self, tenant: str) -> list[ServedModel]:
         """Everything that a tenant has published, by name; the newest version of each."""
@@ -82,14 +85,17 @@ class Inference:
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
             SamplerUnavailable: there is no sampler for it now. TemporalUnavailable: nobody to ask.
+            Busy: the tenant has as many questions open as it may.
         """
-        answer = await self._ask(tenant, asked)
+        async with self._questions.place(tenant):
+            answer = await self._ask(tenant, asked)
         assert isinstance(answer, ChatCompletion)
         return answer
 
     async def complete(self, tenant: str, asked: CompletionRequest) -> CompletionResponse:
         """The same of a text, or of token ids. Raises as `chat` does."""
-        answer = await self._ask(tenant, asked)
+        async with self._questions.place(tenant):
+            answer = await self._ask(tenant, asked)
         assert isinstance(answer, CompletionResponse)
         return answer
 

@@ -23,4 +23,4 @@ class GraderTrial(Frozen):
 async def try_grader(trial: JsonBody[GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
     """Grade one sample, or see whether the grader can be loaded. Without a grade, `error` says why."""
     await backend.runs.check_access(asking.tenant, trial)
-    return await backend.graders.run(trial.grader, trial.sample)
+    return await backend.graders.run(asking.tenant, trial.grader, trial.sample)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pydantic import JsonValue
 from temporalio.client import WorkflowFailureError
 
+from service.accounts.fair_shares import FairShare
 from service.runs.runs import cause_of
 from service.temporal import Temporal
 from shared.errors import InvalidInput
@@ -24,19 +25,21 @@ _PLACED = re.compile(r"(?P<place>grader[\w.]*): (?P<message>.*)", re.DOTALL)
 class Graders:
     """Keeps nothing of what is graded."""
 
-    def __init__(self, settings: Settings, temporal: Temporal) -> None:
+    def __init__(self, settings: Settings, temporal: Temporal, checks: FairShare) -> None:
         self._queue = settings.control_queue
         self._temporal = temporal
+        self._checks = checks
 
-    async def run(self, grader: Grader, sample: SampledItem | None) -> OneGrade:
+    async def run(self, tenant: str, grader: Grader, sample: SampledItem | None) -> OneGrade:
         """Grade a sample; or, without one, see whether the grader can be loaded.
 
         Raises:
             InvalidInput: the grader cannot be used here, with the reason; or the sample is nested too deep.
+            Busy: the tenant has as many checks going on as it may.
         """
         if sample is not None and any(_depth(part) > _DEEPEST for part in (sample.sample, sample.item)):
             raise InvalidInput(f"what is graded is nested more than {_DEEPEST} deep", "sample")
-        async with self._temporal.client() as client:
+        async with self._checks.place(tenant), self._temporal.client() as client:
             try:
                 answer: OneGrade = await client.execute_workflow(
                     GRADER_WORKFLOW,

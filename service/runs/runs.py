@@ -23,6 +23,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts import audit
 from service.accounts.access import Access
+from service.accounts.fair_shares import FairShare
 from service.accounts.principals import Principal
 from service.database.run_rows import IndexedRun, RunFilter, RunRows
 from service.problems import Conflict, TemporalUnavailable
@@ -64,6 +65,7 @@ class Runs:
         states: RunStates,
         temporal: Temporal,
         access: Access,
+        checks: FairShare,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -71,6 +73,7 @@ class Runs:
         self._states = states
         self._temporal = temporal
         self._access = access
+        self._checks = checks
         self._turns = Turns()
 
     # Submitting.
@@ -367,9 +370,13 @@ class Runs:
     # Looking at data before training.
 
     async def preview(self, tenant: str, request: PreviewRequest) -> Preview:
-        """Run PreviewWorkflow and wait for its answer. Raises InvalidInput with what is wrong with the data."""
+        """Run PreviewWorkflow and wait for its answer.
+
+        Raises:
+            InvalidInput: what is wrong with the data. Busy: the tenant has as many checks going on as it may.
+        """
         await self.check_access(tenant, request)
-        async with self.temporal() as client:
+        async with self._checks.place(tenant), self.temporal() as client:
             try:
                 answer: Preview = await client.execute_workflow(
                     PREVIEW_WORKFLOW,

@@ -418,6 +418,17 @@ def test_https_checks_the_name_in_the_certificate(settings, certificate, tmp_pat
         assert files_of(settings, download(settings, f"{uri}/rows.jsonl")) == {"rows.jsonl": ROWS}
 
 
+@pytest.mark.parametrize("page", [Page(ROWS * 3_000, trickles=True), Page(drips_headers=True)], ids=["body", "headers"])
+def test_a_transfer_that_drips_is_given_up(settings, web, page) -> None:
+    """Never silent for long, and never at its end: it would hold a thread for as long as its sender likes."""
+    web.pages["/slow"] = page
+    pace = with_limits(settings, timeout_s=0.3, slowest_bytes_per_s=1 << 20)
+    with pytest.raises(StoreUnavailable) as given_up:
+        download(pace, f"{web.uri}/slow")
+    if page.trickles:
+        assert "download.slowest_bytes_per_s" in str(given_up.value)
+
+
 @pytest.mark.parametrize("leaving", [False, True])
 def test_a_cancelled_download_stops_and_leaves_nothing_but_for_a_restart(settings, web, leaving) -> None:
     web.pages["/slow"] = Page(ROWS * 1_000, trickles=True)

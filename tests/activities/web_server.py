@@ -21,6 +21,7 @@ class Page:
     ranges: bool = True
     length: bool = True
     trickles: bool = False
+    drips_headers: bool = False
 
 
 @dataclass
@@ -42,6 +43,9 @@ class _Answer(BaseHTTPRequestHandler):
         page = self.server.pages.get(self.path.partition("?")[0], Page(b"nothing here", status=404))
         start = self._start(page, wanted)
         self.close_connection = True
+        if page.drips_headers:
+            self._drip()
+            return
         self.send_response(206 if start else page.status)
         body = page.body[start:]
         if start:
@@ -54,15 +58,26 @@ class _Answer(BaseHTTPRequestHandler):
             self.send_header("Location", page.location)
         self.end_headers()
         if page.trickles:
-            self._trickle(body)
+            self._trickle(page, body)
         else:
             self.wfile.write(body[: page.breaks.pop(0)] if page.breaks else body)
 
-    def _trickle(self, body: bytes) -> None:
-        """A hundred bytes every hundredth of a second, for as long as anybody listens."""
+    def _trickle(self, page: Page, body: bytes) -> None:
+        """A hundred bytes every hundredth of a second, for as long as anybody listens, or until the page is let go."""
         with suppress(OSError):
             for start in range(0, len(body), 100):
+                if not page.trickles:
+                    self.wfile.write(body[start:])
+                    return
                 self.wfile.write(body[start : start + 100])
+                time.sleep(0.01)
+
+    def _drip(self) -> None:
+        """Headers that never end."""
+        with suppress(OSError):
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nx-long: ")
+            while True:
+                self.wfile.write(b"a")
                 time.sleep(0.01)
 
     def _start(self, page: Page, wanted: str | None) -> int:

@@ -20,6 +20,7 @@ from activities.sampler_client import Sampler
 from activities.samplers import OpenSampler, Samplers, ServedSampler
 from activities.serving_adapters import ServingAdapters
 from activities.worker_process import processes_of
+from service.accounts.fair_shares import FairShare
 from service.accounts.quotas import Quotas
 from service.database import migrate
 from service.database.engine import Database
@@ -72,7 +73,7 @@ class Harbour:
         settings = self.settings.model_copy(update=changes)
         published, temporal = PublishedModels(self.store), Temporal(settings)
         models = ArtModels(self.store, published, UntrainedModels(settings, temporal))
-        return Inference(settings, self.store, published, models, temporal)
+        return Inference(settings, self.store, published, models, temporal, FairShare("questions", 16, 10))
 
     def samplers(self) -> list[str]:
         """The ids of sampler processes."""

@@ -1,0 +1,93 @@
+"""What one tenant occupies, the others still have: checks of data, tries of graders, questions."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.accounts.fair_shares import FairShare
+from service.problems import Busy
+from shared.settings import Settings
+from tests.activities.web_server import Page, WebServer, serve_pages
+from tests.security.attacks.tenants import Tenant
+
+ROW = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n'
+_NUM_SLOW = 36
+
+
+@pytest.fixture
+def slow() -> Iterator[WebServer]:
+    """A server of the attacker's, whose file takes ten minutes to come."""
+    with serve_pages() as web:
+        web.pages["/slow.jsonl"] = Page(ROW * 60_000, trickles=True)
+        yield web
+
+
+def test_slow_previews_of_one_tenant_leave_others_their_answers(
+    attacker: Tenant, victim: Tenant, slow: WebServer, tiny_model: Path
+) -> None:
+    body = {"source": {"uri": f"{slow.uri}/slow.jsonl"}, "model_uri": str(tiny_model), "max_rows": 1}
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(attacker.http.post("/api/v1/preview", json=body, timeout=120).status_code)
+
+    askers = [threading.Thread(target=ask, daemon=True) for _ in range(_NUM_SLOW)]
+    for asker in askers:
+        asker.start()
+    mine = {"source": {"uri": victim.upload("mine.jsonl", ROW)}, "model_uri": str(tiny_model)}
+    assert victim.http.post("/api/v1/preview", json=mine).status_code == 200
+    grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "a", "reference": "a"}
+    assert victim.http.post("/api/v1/graders/run", json={"grader": grader}).status_code == 200
+    # Others wait at the door, and no thread with them.
+    assert len(slow.asked) <= Settings().tenant_limits.checks
+    slow.pages["/slow.jsonl"].trickles = False
+    for asker in askers:
+        asker.join(120)
+    assert set(answers) <= {200, 429}, answers
+
+
+def test_a_share_is_a_tenants_own_and_comes_back() -> None:
+    async def scene() -> None:
+        share = FairShare("questions", places=2, patience_s=0.05)
+        released = asyncio.Event()
+
+        async def hold() -> None:
+            async with share.place("attacker"):
+                await released.wait()
+
+        holding = [asyncio.create_task(hold()) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            async with share.place("attacker"):
+                pass
+        async with share.place("victim"):
+            pass
+        released.set()
+        await asyncio.gather(*holding)
+        async with share.place("attacker"):
+            pass
+
+    asyncio.run(scene())
+
+
+def test_a_line_has_an_end() -> None:
+    """Requests that wait cost memory and connections too."""
+
+    async def scene() -> None:
+        share = FairShare("questions", places=1, patience_s=3600)
+        waiting = [asyncio.create_task(_pass(share)) for _ in range(100)]
+        await asyncio.sleep(0)
+        refused = [task for task in waiting if task.done()]
+        for task in waiting:
+            task.cancel()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert len(refused) == sum(isinstance(result, Busy) for result in results) > 0
+
+    async def _pass(share: FairShare) -> None:
+        async with share.place("attacker"):
+            await asyncio.sleep(3600)
+
+    asyncio.run(scene())
