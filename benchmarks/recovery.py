@@ -134,9 +134,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as folder, _started(Path(folder) / "stack") as stack:
+    with tempfile.TemporaryDirectory() as folder, started(Path(folder) / "stack") as stack:
         told: dict[str, list[float]] = {}
-        for submit, kinds in ((_submit_sft, SFT_KINDS), (_submit_rl, RL_KINDS)):
+        for submit, kinds in ((submit_sft, SFT_KINDS), (submit_rl, RL_KINDS)):
             wanted = {kind: kinds[kind] for kind in kinds if not options.only or kind in options.only}
             if wanted:
                 submit(stack, Path(folder))
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 @contextmanager
-def _started(root: Path) -> Iterator[Stack]:
+def started(root: Path) -> Iterator[Stack]:
     os.environ.update(LONGSHORE_ROOT=str(root), LONGSHORE_CPU_THREADS="1")
     stack = Stack(root)
     stack.start()
@@ -165,12 +165,12 @@ def _started(root: Path) -> Iterator[Stack]:
         subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], check=True)
 
 
-def _submit_sft(stack: Stack, folder: Path) -> None:
+def submit_sft(stack: Stack, folder: Path) -> None:
     run = tiny_run(folder).model_copy(update={"steps": 20_000, "checkpoint_every": 25})
     stack.submit("sft", run.model_dump(mode="json"))
 
 
-def _submit_rl(stack: Stack, folder: Path) -> None:
+def submit_rl(stack: Stack, folder: Path) -> None:
     prompts = folder / "prompts.jsonl"
     rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(64))
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -333,8 +333,8 @@ Run = Annotated[SFTRun | DPORun | RLRun, Field(discriminator="kind")]
 class RunTiming(Frozen):
     """How patient the control plane is with this run; workflows may not read settings, so it travels with the run."""
 
-    heartbeat_timeout_s: float = Field(default=20.0, gt=0)
-    host_pickup_timeout_s: float = Field(default=30.0, gt=0, description="until a leased host must take its job")
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
     cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 

@@ -173,7 +173,7 @@ class Settings(BaseSettings):
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")
-    heartbeat_timeout_s: float = Field(default=20.0, description="a host that is silent so long is taken for dead")
+    heartbeat_timeout_s: float = Field(default=10.0, description="a host that is silent so long is taken for dead")
     cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
 
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"

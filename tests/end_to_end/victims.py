@@ -22,6 +22,14 @@ def a_rank(stack: Stack) -> list[psutil.Process]:
     return ranks(stack)[:1]
 
 
+def launcher(stack: Stack) -> list[psutil.Process]:
+    return stack.processes(LAUNCHER)
+
+
+def wandb_writer(stack: Stack) -> list[psutil.Process]:
+    return stack.processes("activities.wandb_writer")
+
+
 def gpu_host(stack: Stack) -> list[psutil.Process]:
     return stack.processes("service.host", "gpu")
 
