@@ -1,29 +1,28 @@
 """Track: follow a run's events and train steps, and hand them to W&B.
 
-W&B may be slow, away or broken: the run does not notice.
+W&B may be slow, away or broken: the run does not notice. A run that is followed costs the host neither a thread nor a
+process of its own: all of them share the few threads that read the store, and the one process that writes
+(wandb_process.py). So any number may be followed, and none keeps another's work waiting.
 """
 
+import asyncio
 import contextlib
 import logging
-import os
-import select
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from temporalio import activity
-from temporalio.exceptions import CancelledError
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from activities.heartbeat import beating, host_is_leaving
-from activities.wandb_writer import Line, TrainStep, WriterStart
-from shared.child_environment import child_environment
+from activities.heartbeat import HOST_LEAVES
+from activities.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
+from activities.wandb_rows import History, Line, TrainStep
+from activities.wandb_writer import WriterStart
 from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
@@ -33,12 +32,16 @@ from shared.settings import Settings
 from shared.store import ObjectStore, open_store
 
 POLL_S = 1.0
-INIT_TIMEOUT_S = 20.0
-FINISH_TIMEOUT_S = 60.0
-_LARGEST_WRITE = 1 << 16
+_LOOKS_PER_S = 20.0  # at all runs together: a thousand are looked at more rarely than one
+_READERS = 4
+_EVENTS_A_PAGE = 1000
+_BEAT_S = 5.0
+_TURN_S = 60.0  # that an online run stays open in the writer while others wait for a place
+_TRIES = 3  # of one mode; a writer that ends takes along all runs that it has open, whichever was at fault
 _log = logging.getLogger(__name__)
 
 Mode = Literal["offline", "online"]
+T = TypeVar("T")
 
 
 class TrackRequest(Frozen):
@@ -54,12 +57,8 @@ class Tracked(Frozen):
     warning: str | None = None
 
 
-class WriterLost(Exception):
-    """The writer process ended early, or did not end in time."""
-
-
 class Track:
-    """Writes one run to W&B, from its first event to its end."""
+    """Writes runs to W&B, each from its first event to its end."""
 
     def __init__(
         self, settings: Settings, *, init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S
@@ -67,44 +66,120 @@ class Track:
         self._settings = settings
         self._finish_timeout_s = finish_timeout_s
         self._init_timeout_s = init_timeout_s
+        self._folder = settings.root_path / "wandb"
+        self._writer = Writer(self._folder)
+        self._readers = ThreadPoolExecutor(_READERS, "track")
+        self._num_followed = 0
+
+    async def close(self) -> None:
+        """End the writer process and the threads."""
+        await self._writer.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     @activity.defn(name="track")
-    def track(self, request: TrackRequest) -> Tracked:
+    async def track(self, request: TrackRequest) -> Tracked:
         """Follow the run until its result stands. Trouble with W&B ends in a warning, never in an error.
 
-        Every attempt writes from the first event, into a folder of its own that takes its place at the end, so a retry
-        duplicates nothing. When a W&B server cannot be reached, the run is written offline instead. A cancelled
-        activity still writes what is there before it ends.
+        A run that is written offline is written at its end, from its first event, into a folder that takes the place
+        of whatever stood there: so neither a retry nor a writer that was killed duplicates anything or loses it. A run
+        on a W&B server goes on behind what the server has. When the server cannot be reached, the run is written
+        offline instead. A cancelled activity still writes what is there before it ends.
         """
-        modes: list[Mode] = ["offline"]
-        match self._settings.wandb_mode:
-            case "disabled":
-                return Tracked()
-            case "online":
-                modes = ["online", "offline"]
+        if self._settings.wandb_mode == "disabled":
+            return Tracked()
+        asked_to_end = asyncio.Event()
+        work = asyncio.create_task(self._write(request, asked_to_end))
+        beside = [asyncio.create_task(activity.wait_for_worker_shutdown()), asyncio.create_task(_beat())]
+        try:
+            await asyncio.wait({work, beside[0]}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # another host begins anew
+                raise ApplicationError(HOST_LEAVES, category=ApplicationErrorCategory.BENIGN)
+            return work.result()
+        except asyncio.CancelledError:
+            asked_to_end.set()
+            await asyncio.wait({work, beside[0]}, timeout=self._finish_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            for task in (work, *beside):
+                task.cancel()
+            await asyncio.gather(work, *beside, return_exceptions=True)
+
+    async def _write(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
+        self._num_followed += 1
+        try:
+            return await self._in_some_mode(request, asked_to_end)
+        finally:
+            self._num_followed -= 1
+
+    async def _in_some_mode(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
+        modes: list[Mode] = ["online", "offline"] if self._settings.wandb_mode == "online" else ["offline"]
         warning = None
-        with beating(), activity.shield_thread_cancel_exception():
-            for mode in modes:
+        for mode in modes:
+            for attempt in range(_TRIES):
                 try:
-                    return self._follow(request, mode).model_copy(update={"warning": warning})
-                except WriterLost as error:
-                    warning = f"W&B could not be written {mode}: {error}"
-                    _log.warning("run %s: %s", request.run_id, warning)
+                    tracked = await self._follow(request, mode, asked_to_end)
+                    return tracked.model_copy(update={"warning": warning})
+                except (WriterLost, RunRefused) as error:
+                    trouble = f"W&B could not be written {mode}: {error}"
+                    _log.warning("run %s: %s", request.run_id, trouble)
+                    if mode == "online" and isinstance(error, RunRefused):
+                        warning = trouble
+                        break  # it waited for the server already
+                    if attempt == _TRIES - 1:
+                        warning = trouble
+                    else:
+                        await asyncio.sleep(POLL_S * 2**attempt)
         return Tracked(warning=warning)
 
-    def _follow(self, request: TrackRequest, mode: Mode) -> Tracked:
-        folder = self._settings.root_path / "wandb" / request.run_id
-        temporary = folder.with_name(f".{request.run_id}.{uuid.uuid4().hex}")
-        for left in folder.parent.glob(f".{request.run_id}.*"):
-            shutil.rmtree(left, ignore_errors=True)
-        with Writer(self._start(request, mode, temporary)) as writer:
-            num_events = self._copy(request, writer.send)
-            writer.finish(self._finish_timeout_s)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        return Tracked(folder=str(folder), num_events=num_events)
+    async def _follow(self, request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event) -> Tracked:
+        """One attempt, from the first event on."""
+        lines = await self._read(lambda: RunLines(open_store(self._settings.store, self._settings.s3), request))
+        while mode == "offline" and not asked_to_end.is_set() and not await self._read(lines.has_ended):
+            await self._pause(asked_to_end)
+        history: History | None = None
+        folder: Path | None = None
+        while True:
+            page = await self._next(lines, asked_to_end)
+            if page.lines:
+                start = await self._read(lambda: self._start(request, mode))
+                async with self._writer.opened(start) as run:
+                    history = history or History(run.done)
+                    page = await self._visit(run, history, lines, page, asked_to_end)
+                    await run.close(self._finish_timeout_s)
+                    folder = await self._read(partial(self._keep, request.run_id, run.folder))
+            if page.is_last:
+                return Tracked(folder=folder and str(folder), num_events=lines.num_events)
+            if not page.is_full:
+                await self._pause(asked_to_end)
 
-    def _start(self, request: TrackRequest, mode: Mode, folder: Path) -> WriterStart:
+    async def _visit(
+        self, run: OpenRun, history: History, lines: "RunLines", page: "Page", asked_to_end: asyncio.Event
+    ) -> "Page":
+        """Write page after page, to the last one or until others wait. Returns the one that was written last."""
+        loop = asyncio.get_running_loop()
+        give_way_at = loop.time() + _TURN_S
+        while True:
+            await run.write(list(history.rows(page.lines)))
+            if page.is_last or (self._writer.is_crowded and loop.time() > give_way_at):
+                return page
+            if not page.is_full:
+                await self._pause(asked_to_end)
+            page = await self._next(lines, asked_to_end)
+
+    async def _next(self, lines: "RunLines", asked_to_end: asyncio.Event) -> "Page":
+        return await self._read(partial(lines.read, asked_to_end.is_set()))
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Something of the store or the disk, on the threads that all runs share."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    async def _pause(self, asked_to_end: asyncio.Event) -> None:
+        """Until the run is looked at again."""
+        pause_s = max(POLL_S, self._num_followed / _LOOKS_PER_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asked_to_end.wait(), pause_s)
+
+    def _start(self, request: TrackRequest, mode: Mode) -> WriterStart:
         place = self._place(request.run_id)
         return WriterStart(
             run_id=request.run_id,
@@ -114,7 +189,7 @@ class Track:
             tags=place.tags,
             kind=request.run.kind,
             mode=mode,
-            folder=folder,
+            folder=self._folder,
             init_timeout_s=self._init_timeout_s,
             config=request.run.model_dump(mode="json"),
         )
@@ -128,24 +203,48 @@ class Track:
             return WandbRun(project=self._settings.wandb_project)
         return record.source.wandb or WandbRun(project=self._settings.wandb_project)
 
-    def _copy(self, request: TrackRequest, send: Callable[[Sequence[Line]], None]) -> int:
-        store = open_store(self._settings.store, self._settings.s3)
-        run_id, cursor, steps = request.run_id, EventCursor(), TrainSteps(store, request)
-        num_events = 0
-        deadline: float | None = None
-        while True:
-            # Asked first, so that the last events are read after it.
-            ended = store.head(RunKeys(run_id).result) is not None
-            events, cursor = read_run_events(store, run_id, cursor)
-            num_events += len(events)
-            send(steps.among(events, ended))
-            if ended or (deadline is not None and time.monotonic() > deadline):
-                return num_events
-            if host_is_leaving():
-                raise CancelledError
-            if activity.is_cancelled() and deadline is None:
-                deadline = time.monotonic() + self._finish_timeout_s
-            time.sleep(POLL_S)
+    def _keep(self, run_id: str, written: Path) -> Path:
+        """What W&B wrote takes the place of what an earlier attempt did."""
+        folder = self._folder / run_id
+        shutil.rmtree(folder, ignore_errors=True)
+        written.rename(folder)
+        return folder
+
+
+async def _beat() -> None:
+    while True:
+        activity.heartbeat()
+        await asyncio.sleep(_BEAT_S)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Lines that were read at once. `is_full`: more stand there. `is_last`: the run has ended, and nothing is left."""
+
+    lines: list[Line]
+    is_full: bool
+    is_last: bool
+
+
+class RunLines:
+    """A run's events and train steps, read a page at a time."""
+
+    def __init__(self, store: ObjectStore, request: TrackRequest) -> None:
+        self._store, self._run_id = store, request.run_id
+        self._cursor, self._steps = EventCursor(), TrainSteps(store, request)
+        self.num_events = 0
+
+    def has_ended(self) -> bool:
+        return self._store.head(RunKeys(self._run_id).result) is not None
+
+    def read(self, is_all: bool) -> Page:
+        """The next ones. `is_all`: nothing is waited for that is not there yet."""
+        has_ended = is_all or self.has_ended()  # asked first, so that the last events are read after it
+        events, self._cursor = read_run_events(self._store, self._run_id, self._cursor, _EVENTS_A_PAGE)
+        self.num_events += len(events)
+        is_full = len(events) == _EVENTS_A_PAGE
+        lines = self._steps.among(events, is_full, has_ended)
+        return Page(lines, is_full, is_last=has_ended and not is_full)
 
 
 class TrainSteps:
@@ -161,13 +260,15 @@ class TrainSteps:
         self._before = self._sent = ""
         self._last_job = ""
 
-    def among(self, events: Sequence[RunEvent], all_are_read: bool) -> list[Line]:
-        """The events just read, with the steps whose events are read by now."""
+    def among(self, events: Sequence[RunEvent], is_full: bool, has_ended: bool) -> list[Line]:
+        """The events just read, with the steps whose events are read by now. `is_full`: more events stand there."""
         if events:
             self._last_job = events[-1].job_id
         waiting = self._waiting()
-        # A step that was listed before the events were read, or has a later job behind it, has all of its events.
-        ready = [k for k in waiting if all_are_read or k <= self._before or _number(k) < int(self._last_job or 0)]
+        # A step has all of its events read that has a later job behind it; or, where all events were read, that was
+        # listed before.
+        before = "" if is_full else waiting[-1] if has_ended and waiting else self._before
+        ready = [k for k in waiting if k <= before or _number(k) < int(self._last_job or 0)]
         self._before = waiting[-1] if waiting else self._before
         self._sent = ready[-1] if ready else self._sent
         lines: list[Line] = []
@@ -190,78 +291,3 @@ class TrainSteps:
 def _number(key: str) -> int:
     """The step that a record's key is of."""
     return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
-
-
-class Writer:
-    """The writer process, and what it has not taken yet. Nothing here waits for it longer than it is told to."""
-
-    def __init__(self, start: WriterStart) -> None:
-        start.folder.mkdir(parents=True, exist_ok=True)
-        self._log_path = start.folder / "writer.log"
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "activities.wandb_writer"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=Path(__file__).parents[1],
-                env={**child_environment("wandb"), "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        self._stdin = self._process.stdin
-        os.set_blocking(self._stdin.fileno(), False)
-        self._pending: deque[bytes] = deque([start.model_dump_json().encode() + b"\n"])
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        self._process.wait()
-
-    def send(self, lines: Sequence[Line]) -> None:
-        """Hand lines over; what the process does not take now waits here.
-
-        Raises:
-            WriterLost: the process has ended.
-        """
-        self._pending.extend(line.model_dump_json().encode() + b"\n" for line in lines)
-        self._pump(0.0)
-
-    def finish(self, timeout_s: float) -> None:
-        """Hand over the rest and let the process end by itself.
-
-        Raises:
-            WriterLost: it did not, in time or at all.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self._pending and time.monotonic() < deadline:
-            self._pump(0.2)
-        self._stdin.close()
-        try:
-            status = self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise WriterLost(f"did not finish within {timeout_s:g} s") from None
-        if status != 0:
-            raise WriterLost(self._last_words())
-
-    def _pump(self, timeout_s: float) -> None:
-        if self._process.poll() is not None:
-            raise WriterLost(self._last_words())
-        while self._pending and select.select([], [self._stdin], [], timeout_s)[1]:
-            try:
-                written = os.write(self._stdin.fileno(), self._pending[0][:_LARGEST_WRITE])
-            except BrokenPipeError:
-                self._process.wait()
-                raise WriterLost(self._last_words()) from None
-            rest = self._pending.popleft()[written:]
-            if rest:
-                self._pending.appendleft(rest)
-
-    def _last_words(self) -> str:
-        lines = self._log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"the writer ended with status {self._process.returncode}"

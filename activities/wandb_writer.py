@@ -1,31 +1,30 @@
-"""The one process that writes a run to W&B: JSON lines on stdin, nothing back but an exit status.
+"""The one process of a host that writes runs to W&B: commands on stdin, an answer to each on stdout, as JSON lines.
 
-    python -m activities.wandb_writer < lines
+    python -m activities.wandb_writer < commands > answers
 
-The first line is a `WriterStart`, every other one an event (shared/events.py) or a `TrainStep`. End of input ends the
-W&B run. W&B lives in a process of its own because it starts threads and servers, and may hang: whoever feeds it can
-leave it behind.
+Several runs are open at a time, each on a thread of its own, so that one whose server does not answer holds up no
+other. W&B lives in a process of its own because it starts threads and servers, and may hang: whoever feeds it can leave
+it behind. End of input ends the process and all that W&B started.
 """
 
+import contextlib
+import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import Field, JsonValue, TypeAdapter
 
-from shared.events import Evaluated, Event, Offloaded, Sample, Step
+from activities.wandb_rows import EVALUATION, STEP, TRAIN_STEP, Done, Row
 from shared.models import Frozen
-from shared.runs import StepStatus
-
-STEP = "train/step"
-EVALUATION = "eval/step"
-TRAIN_STEP = "rollout/step"
-_SYSTEM_SUFFIXES = ("_bytes", "_s", "_per_s")
 
 
 class WriterStart(Frozen):
-    """What W&B needs to know before the first event. `kind`: what the run optimises; `config`: its hyperparameters."""
+    """What W&B needs to know before the first row. `kind`: what the run optimises; `config`: its hyperparameters."""
 
     run_id: str
     name: str
@@ -39,74 +38,94 @@ class WriterStart(Frozen):
     config: dict[str, JsonValue]
 
 
-class TrainStep(Frozen):
-    """A train step of an RL run that has ended, as it stands on record."""
+class Open(Frozen):
+    """Begin a run, or go on with one that the server has."""
 
-    record: StepStatus
-
-
-Line = Event | TrainStep
-_line: TypeAdapter[Line] = TypeAdapter(Line)
+    command: Literal["open"] = "open"
+    start: WriterStart
 
 
-class Done(Frozen):
-    """What stands in W&B already: the last optimizer step, evaluation and train step. -1: none; no step is step 0."""
+class Write(Frozen):
+    """Add rows."""
 
-    step: int = 0
-    evaluation: int = -1
-    train_step: int = -1
-
-
-class Row(Frozen):
-    """What one event adds to the history: numbers by W&B name, and the samples of an evaluation."""
-
-    values: dict[str, float]
-    samples: tuple[Sample, ...] = ()
+    command: Literal["write"] = "write"
+    rows: tuple[Row, ...]
 
 
-def rows(lines: Iterable[Line], done: Done = Done()) -> Iterator[Row]:  # noqa: B008 - it is frozen
-    """Rows of events and train steps, in order, each step and each evaluation once.
+class Close(Frozen):
+    """End the run, once W&B has everything."""
 
-    A worker that goes on from a checkpoint repeats the steps after it, and gives the same numbers: they count once.
-    What is done stands in W&B already. A train step stands at the last optimizer step that it made, where the worker's
-    own numbers are already, and adds the others.
-    """
-    last_step, last_evaluation, last_train_step = done.step, done.evaluation, done.train_step
-    workers_own: set[str] = set()
-    for line in lines:
-        match line:
-            case Step():
-                workers_own |= line.metrics.keys()
-                if line.step > last_step:
-                    last_step = line.step
-                    yield Row(values={STEP: line.step, **_named("train", line.metrics)})
-            case Evaluated() if line.step > last_evaluation:
-                last_evaluation = line.step
-                numbers = {EVALUATION: float(line.step), **_named("eval", line.metrics)}
-                yield Row(values={STEP: line.step, **numbers}, samples=line.samples)
-            case Offloaded() if last_step > done.step:
-                numbers = line.model_dump(exclude={"seq", "time", "event"})
-                yield Row(values={STEP: last_step, **{f"system/offload_{k}": v for k, v in numbers.items()}})
-            case TrainStep(record=record) if record.step > last_train_step:
-                last_train_step = record.step
-                own = _named("rollout", {k: v for k, v in record.metrics.items() if k not in workers_own})
-                if own and record.same_as is None:
-                    yield Row(values={STEP: record.optimizer_step or 0, TRAIN_STEP: record.step, **own})
+    command: Literal["close"] = "close"
 
 
-def _named(group: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics under W&B names: sizes, times and speeds are `system/`, everything else is the group's."""
-    return {f"{'system' if name.endswith(_SYSTEM_SUFFIXES) else group}/{name}": v for name, v in metrics.items()}
+class Request(Frozen):
+    """A command, and the name under which its run is open: `number` counts the runs of this process."""
+
+    number: int
+    body: Open | Write | Close = Field(discriminator="command")
 
 
-def write(lines: Iterable[bytes]) -> None:
-    """Write a whole stream of lines to W&B."""
-    stream = iter(lines)
-    start = WriterStart.model_validate_json(next(stream))
-    run = _open(start)
-    for row in rows(map(_line.validate_json, stream), _done(run)):
-        run.log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
-    run.finish()
+class Answer(Frozen):
+    """To one request. `error`: what W&B said; such a run takes nothing more but its `close`."""
+
+    number: int
+    done: Done | None = None
+    error: str | None = None
+
+
+_request: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+def serve(requests: Iterable[bytes], answers: BinaryIO) -> None:
+    """Do what is asked until the input ends."""
+    threads: dict[int, ThreadPoolExecutor] = {}
+    runs: dict[int, Any] = {}
+    lock = threading.Lock()
+
+    def do(request: Request) -> None:
+        answer = _do(request, runs)
+        with lock:
+            answers.write(answer.model_dump_json().encode() + b"\n")
+            answers.flush()
+
+    for line in requests:
+        request = _request.validate_json(line)
+        thread = threads.setdefault(request.number, ThreadPoolExecutor(1))
+        thread.submit(do, request)
+        if isinstance(request.body, Close):
+            threads.pop(request.number).shutdown(wait=False)
+
+
+def _do(request: Request, runs: dict[int, Any]) -> Answer:
+    number = request.number
+    try:
+        match request.body:
+            case Open(start=start):
+                runs[number] = _open(start)
+                return Answer(number=number, done=_done(runs[number]))
+            case Write(rows=rows):
+                for row in rows:
+                    runs[number].log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
+            case Close():
+                if (run := runs.pop(number, None)) is not None:
+                    run.finish()
+    except Exception as error:  # whatever it is, the other runs have nothing to do with it
+        if not _core_is_up():  # W&B never starts it again: another process will
+            print(f"wandb-core is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return Answer(number=number, error=f"{type(error).__name__}: {error}"[:2000])
+    return Answer(number=number)
+
+
+def _core_is_up() -> bool:
+    """Whether W&B's own process, which all runs share, is there."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "wandb-core" in child.name() and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _open(start: WriterStart) -> Any:
@@ -121,6 +140,7 @@ def _open(start: WriterStart) -> Any:
         job_type=start.kind,
         mode=start.mode,
         resume="allow" if start.mode == "online" else None,
+        reinit="create_new",
         dir=str(start.folder),
         config=start.config,
         settings=wandb.Settings(
@@ -149,4 +169,10 @@ def _table(row: Row) -> Any:
 
 
 if __name__ == "__main__":
-    write(sys.stdin.buffer)
+    own_answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what W&B prints is no answer
+    serve(sys.stdin.buffer, own_answers)
+    # Whoever fed us has gone, and with it every run that is open: they are written anew, from their beginning.
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)

@@ -11,16 +11,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from temporalio.client import Client, Interceptor
 from temporalio.contrib.pydantic import pydantic_data_converter
-from temporalio.worker import Worker
+from temporalio.worker import Worker, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from activities.complete import Complete
@@ -35,17 +35,32 @@ from service.host_record import HostRecord
 from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
 from shared.store import open_store
-from workflows.policies import completion_queue
+from workflows.policies import Pool, pool_of, pool_queue
+
+if TYPE_CHECKING:
+    from activities.track import Track
 
 Role = Literal["control", "gpu", "sampler"]
 
-# Data activities work on all cores: a few at once are enough. Those that follow a run mostly sleep.
-_CONTROL_THREADS = 32
+# How many activities of each pool a control host does at once (workflows/policies.py says which those are); None is the
+# pool of data, whose work mostly waits for others' servers, or works on all cores. docs/operations.md has the table.
+_AT_ONCE: dict[Pool | None, int] = {
+    None: 32,
+    "records": 16,
+    "publishing": 8,
+    "models": 16,
+    "steps": 32,
+    "looks": 16,
+    "sampling": 32,
+    "completions": 32,
+    "webhooks": 8,
+    "tracking": 10_000,  # they hold no thread
+}
 # A step's samples, those sampled ahead, held-out ones and an adapter's proof share one sampler.
 _SAMPLING_THREADS = 4
 # Users' questions wait for their answers, each in a thread.
 _COMPLETION_THREADS = 32
-_WEBHOOK_THREADS = 8
+_POLLS = 2  # that wait at Temporal for each queue: an activity more is asked for when one has begun
 # Of runs that wait, one is kept in memory (0.1 MB) so that its history is not replayed when it goes on; others are.
 _CACHED_WORKFLOWS = 400
 # Workflows run in Temporal's sandbox, but on modules that they share: loading its own anew takes a run 7 ms and 67 KB.
@@ -87,8 +102,9 @@ async def connect(
             await asyncio.sleep(0.5)
 
 
-def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor) -> Worker:
-    """Workflows, and every activity that needs no accelerator. A gpu host loads none of them."""
+def control_activities(settings: Settings, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
+    """Every activity that needs no accelerator. A gpu host loads none of their modules."""
+    from activities.deliver import Deliver
     from activities.download import Download
     from activities.find_checkpoint import FindCheckpoint
     from activities.grade import Grade
@@ -104,7 +120,37 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from activities.resolve_adapter import ResolveAdapter
     from activities.resolve_model import ResolveModel
     from activities.tokenize import Tokenize
-    from activities.track import Track
+
+    record, steps, grade, deliver = RecordResult(settings), RecordStep(settings), Grade(settings), Deliver(settings)
+    return [
+        record.record_result,
+        record.reopen,
+        steps.record_step,
+        steps.recover_steps,
+        FindCheckpoint(settings).find_checkpoint,
+        Publish(settings).publish,
+        ResolveModel(settings).resolve_model,
+        ResolveAdapter(settings).resolve_adapter,
+        Download(settings).download,
+        Tokenize(settings).tokenize,
+        Pack(settings).pack,
+        RenderPrompts(settings).render_prompts,
+        grade.check_grader,
+        PackTrajectories(settings).pack_trajectories,
+        GroupSamples(settings).group_samples,
+        grade.grade,
+        PreviewDataset(settings).preview,
+        GradeOne(settings).grade_one,
+        *sampling_activities(settings, Samplers(settings)),
+        answers.complete,
+        deliver.deliver,
+        deliver.give_up,
+        track.track,
+    ]
+
+
+def control_workflows() -> list[type]:
+    """What a control host carries on. A gpu host loads none of their modules."""
     from workflows.completion import CompletionWorkflow
     from workflows.grader import GraderWorkflow
     from workflows.preview import PreviewWorkflow
@@ -116,57 +162,49 @@ def control_worker(client: Client, settings: Settings, threads: ThreadPoolExecut
     from workflows.untrained_model import UntrainedModelWorkflow
     from workflows.webhook import WebhookWorkflow
 
-    record, steps, grade = RecordResult(settings), RecordStep(settings), Grade(settings)
-    return _worker(
-        client,
-        settings.control_queue,
-        threads,
-        _CONTROL_THREADS,
-        [
-            ResolveModel(settings).resolve_model,
-            ResolveAdapter(settings).resolve_adapter,
-            Download(settings).download,
-            Tokenize(settings).tokenize,
-            Pack(settings).pack,
-            PackTrajectories(settings).pack_trajectories,
-            steps.record_step,
-            steps.recover_steps,
-            PreviewDataset(settings).preview,
-            FindCheckpoint(settings).find_checkpoint,
-            Publish(settings).publish,
-            grade.grade,
-            grade.check_grader,
-            GradeOne(settings).grade_one,
-            RenderPrompts(settings).render_prompts,
-            GroupSamples(settings).group_samples,
-            record.record_result,
-            record.reopen,
-            Track(settings).track,
-            *sampling_activities(settings, Samplers(settings)),
-        ],
-        [
-            SFTWorkflow,
-            RLWorkflow,
-            PreviewWorkflow,
-            GraderWorkflow,
-            UntrainedModelWorkflow,
-            TrackWorkflow,
-            ScheduledRunWorkflow,
-            WebhookWorkflow,
-            ServingWorkflow,
-            CompletionWorkflow,
-        ],
-    )
+    return [
+        SFTWorkflow,
+        RLWorkflow,
+        PreviewWorkflow,
+        GraderWorkflow,
+        UntrainedModelWorkflow,
+        TrackWorkflow,
+        ScheduledRunWorkflow,
+        WebhookWorkflow,
+        ServingWorkflow,
+        CompletionWorkflow,
+    ]
 
 
-def webhook_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor) -> Worker:
-    """Telling webhooks, on a queue and threads of its own: receivers that do not answer hold up nobody's data."""
-    from activities.deliver import Deliver
-    from workflows.policies import webhook_queue
+@asynccontextmanager
+async def control_workers(
+    client: Client,
+    queue: str,
+    activities: Sequence[Callable[..., Any]],
+    workflows: Sequence[type],
+    runner: WorkflowRunner = _SANDBOX,
+) -> AsyncIterator[None]:
+    """Poll a control queue and the queues of its pools: each pool has threads of its own, so that no activity keeps one
+    of another pool waiting."""
+    pools: dict[Pool | None, list[Callable[..., Any]]] = {None: []}
+    for each in activities:
+        pools.setdefault(pool_of(activity_name(each)), []).append(each)
+    async with AsyncExitStack() as stack:
+        for pool, members in pools.items():
+            num_at_once = _AT_ONCE[pool]
+            has_threads = pool != "tracking"  # whose activities are coroutines
+            threads = stack.enter_context(ThreadPoolExecutor(num_at_once, pool or "data")) if has_threads else None
+            named = pool_queue(pool, queue)
+            own = workflows if pool is None else ()
+            worker = _worker(client, named, threads, num_at_once, members, own, runner)
+            await stack.enter_async_context(worker)
+        yield
 
-    deliver = Deliver(settings)
-    queue = webhook_queue(settings.control_queue)
-    return _worker(client, queue, threads, _WEBHOOK_THREADS, [deliver.deliver, deliver.give_up])
+
+def activity_name(activity: Callable[..., Any]) -> str:
+    """What workflows call it."""
+    definition = getattr(activity, "__temporal_activity_definition")
+    return str(definition.name)
 
 
 def gpu_workers(
@@ -196,12 +234,6 @@ def sampler_workers(
     return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS + _COMPLETION_THREADS, sampling)
 
 
-def completion_worker(client: Client, settings: Settings, threads: ThreadPoolExecutor, answers: Complete) -> Worker:
-    """Users' questions to a server behind a URL, on a queue and threads of their own."""
-    queue = completion_queue(settings.control_queue)
-    return _worker(client, queue, threads, _COMPLETION_THREADS, [answers.complete])
-
-
 def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable[..., Any]]:
     """What is asked of samplers: by a sampler host of its own, by a control host of servers behind a URL."""
     from activities.prove_adapter import ProveAdapter
@@ -213,10 +245,11 @@ def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable
 def _worker(
     client: Client,
     queue: str,
-    threads: ThreadPoolExecutor,
+    threads: ThreadPoolExecutor | None,
     num_at_once: int,
     activities: Sequence[Callable[..., Any]],
     workflows: Sequence[type] = (),
+    runner: WorkflowRunner = _SANDBOX,
 ) -> Worker:
     return Worker(
         client,
@@ -224,10 +257,11 @@ def _worker(
         workflows=workflows,
         activities=activities,
         activity_executor=threads,
-        workflow_runner=_SANDBOX,
+        workflow_runner=runner,
         max_cached_workflows=_CACHED_WORKFLOWS,
         sticky_queue_schedule_to_start_timeout=_STICKY,
         max_concurrent_activities=num_at_once,
+        max_concurrent_activity_task_polls=_POLLS,
         max_heartbeat_throttle_interval=_BEAT,
         graceful_shutdown_timeout=_SHUTDOWN_GRACE,
     )
@@ -241,13 +275,15 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
         await record.report_lost(client)
         match role:
             case "control":
-                threads = stack.enter_context(ThreadPoolExecutor(_CONTROL_THREADS))
-                await stack.enter_async_context(control_worker(client, settings, threads))
-                deliveries = stack.enter_context(ThreadPoolExecutor(_WEBHOOK_THREADS))
-                await stack.enter_async_context(webhook_worker(client, settings, deliveries))
-                questions = stack.enter_context(ThreadPoolExecutor(_COMPLETION_THREADS))
+                from activities.track import Track
+
                 answers = stack.enter_context(closing(Complete(settings, Samplers(settings))))
-                await stack.enter_async_context(completion_worker(client, settings, questions, answers))
+                track = Track(settings)
+                stack.push_async_callback(track.close)
+                activities = control_activities(settings, answers, track)
+                await stack.enter_async_context(
+                    control_workers(client, settings.control_queue, activities, control_workflows())
+                )
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(4))
                 pool = await _pool(stack, settings, command)

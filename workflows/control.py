@@ -1,4 +1,4 @@
-"""Activities on the control queue, as every run's workflow calls them."""
+"""Activities of control hosts, as every workflow calls them: each from the queue of its pool."""
 
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ async def _execute(
         name,
         request,
         result_type=answer,
+        task_queue=policies.queue_of(name, workflow.info().task_queue),
         start_to_close_timeout=within,
         heartbeat_timeout=policies.DATA_HEARTBEAT,
         retry_policy=retry,

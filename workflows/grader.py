@@ -4,7 +4,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grade_one import GradeOneRequest, OneGrade
-    from workflows import policies
+    from workflows import control, policies
 
 
 @workflow.defn
@@ -13,12 +13,4 @@ class GraderWorkflow:
 
     @workflow.run
     async def run(self, request: GradeOneRequest) -> OneGrade:
-        grade: OneGrade = await workflow.execute_activity(
-            "grade_one",
-            request,
-            result_type=OneGrade,
-            start_to_close_timeout=policies.PREVIEW_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.RETRY,
-        )
-        return grade
+        return await control.do("grade_one", request, OneGrade, within=policies.PREVIEW_TIMEOUT)

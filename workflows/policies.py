@@ -1,6 +1,7 @@
 """Every queue, timeout and retry of the workflows, in one place."""
 
 from datetime import timedelta
+from typing import Literal
 
 from temporalio.common import RetryPolicy
 
@@ -59,18 +60,50 @@ def sampler_queue(shape: str) -> str:
     return f"sampler-{shape}"
 
 
-def completion_queue(control_queue: str) -> str:
-    """Questions to a server behind a URL: many that wait must not keep the data of runs waiting."""
-    return f"{control_queue}-completions"
+# Activities of a control host that share threads, and a queue, of their own: by what they wait for. Whatever is
+# not named here works on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
+# wait for nothing but the store, and no run can end without them: nothing else may ever stand before them.
+Pool = Literal["records", "publishing", "models", "steps", "looks", "sampling", "completions", "webhooks", "tracking"]
+_POOLS: dict[str, Pool] = {
+    "record_result": "records",
+    "reopen": "records",
+    "record_step": "records",
+    "recover_steps": "records",
+    "find_checkpoint": "records",
+    "publish": "publishing",
+    "resolve_model": "models",
+    "resolve_adapter": "models",
+    "pack_trajectories": "steps",
+    "group_samples": "steps",
+    "grade": "steps",
+    "preview": "looks",
+    "grade_one": "looks",
+    "sample": "sampling",
+    "prove_adapter": "sampling",
+    "complete": "completions",
+    "deliver": "webhooks",
+    "give_up_delivery": "webhooks",
+    "track": "tracking",
+}
+
+
+def pool_of(activity: str) -> Pool | None:
+    """Which of a control host's pools does it; None for the one of data."""
+    return _POOLS.get(activity)
+
+
+def queue_of(activity: str, control_queue: str) -> str:
+    """Where a control host takes an activity from."""
+    return pool_queue(pool_of(activity), control_queue)
+
+
+def pool_queue(pool: Pool | None, control_queue: str) -> str:
+    return control_queue if pool is None else f"{control_queue}-{pool}"
 
 
 def service_queue(control_queue: str) -> str:
     """Of the web service: it alone counts what a tenant uses."""
     return f"{control_queue}-service"
-
-
-def webhook_queue(control_queue: str) -> str:
-    return f"{control_queue}-webhooks"
 
 
 def webhook_retry(first_s: float) -> RetryPolicy:

@@ -4,7 +4,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.preview import Preview, PreviewRequest
-    from workflows import policies
+    from workflows import control, policies
 
 
 @workflow.defn
@@ -13,12 +13,4 @@ class PreviewWorkflow:
 
     @workflow.run
     async def run(self, request: PreviewRequest) -> Preview:
-        preview: Preview = await workflow.execute_activity(
-            "preview",
-            request,
-            result_type=Preview,
-            start_to_close_timeout=policies.PREVIEW_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.RETRY,
-        )
-        return preview
+        return await control.do("preview", request, Preview, within=policies.PREVIEW_TIMEOUT)

@@ -28,7 +28,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts import RolloutSource
     from workflows.sampling import Sampling
     from workflows.steps import MAX_WAITING, Steps
-    from workflows.track import track
     from workflows.training import Training
 
 # A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
@@ -65,6 +64,7 @@ class RLWorkflow:
             )
         )
         self._training.epoch = start.state.epoch if start.state else 0
+        self._training.is_tracked = self._training.epoch > 0
 
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
@@ -114,7 +114,6 @@ class RLWorkflow:
             self._show(phase="tokenizing")
             data = await rollouts.prepare(start, resolved.model)
             self._show(num_steps=data.num_steps * run.epochs * run.mini_batches)
-        await track(self._start)
         state = RLState(
             model=resolved.model,
             shape=resolved.shape,

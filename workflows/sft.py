@@ -22,7 +22,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.interruption import Work
     from workflows.job_plan import dataset_job
     from workflows.outcomes import close, ended_early
-    from workflows.track import track
     from workflows.training import Training
 
 
@@ -80,7 +79,6 @@ class SFTWorkflow:
             num_steps=packed.num_steps,
         )
         self._show(phase="waiting_for_worker", num_steps=plan.num_steps, dataset_report=units.report_uri)
-        await track(self._start)
         result = await self._training.do(plan)
 
         self._show(phase="publishing")

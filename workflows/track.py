@@ -5,7 +5,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.track import Tracked, TrackRequest
     from shared.runs import RLStart, RunStart
-    from workflows import policies
+    from workflows import control, policies
 
 
 @workflow.defn
@@ -14,19 +14,14 @@ class TrackWorkflow:
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
-        tracked: Tracked = await workflow.execute_activity(
-            "track",
-            request,
-            result_type=Tracked,
-            start_to_close_timeout=policies.LEASE_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.PATIENT,
-        )
-        return tracked
+        return await control.do("track", request, Tracked, policies.PATIENT, policies.LEASE_TIMEOUT)
 
 
 async def track(start: RunStart | RLStart) -> None:
-    """Let a run that W&B is to hear of be followed by a workflow that outlives its own: nothing there waits for it."""
+    """Let a run that W&B is to hear of be followed by a workflow that outlives its own: nothing there waits for it.
+
+    Called when a run has its first worker: of one that never trains there is nothing to say.
+    """
     if not start.is_tracked:
         return
     await workflow.start_child_workflow(

@@ -15,12 +15,13 @@ with workflow.unsafe.imports_passed_through():
     from activities.run_job import JobRequest, JobResult
     from shared.jobs import JobPlan
     from shared.leases import WorkerKey
-    from shared.runs import CheckpointRef, Problem, Start
+    from shared.runs import CheckpointRef, Problem, RLStart, RunStart
     from workflows import control, policies
     from workflows.interruption import Work
     from workflows.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunCancelled, RunFailed
     from workflows.pace import Pace
+    from workflows.track import track
 
 
 @dataclass
@@ -29,10 +30,11 @@ class Training:
 
     `changed` is called when a lease begins, is granted, or ends.
     `holds`: a worker that did its job well is kept for the next one, until `release`.
-    `num_lost`: leases of this execution that ended in a loss. `pace`: of the steps within a job.
+    `num_lost`: leases of this execution that ended in a loss. `pace`: of the steps within a job. `is_tracked`: somebody
+    follows the run for W&B, from its first worker on.
     """
 
-    start: Start
+    start: RunStart | RLStart
     work: Work
     changed: Callable[[], None]
     holds: bool = False
@@ -41,6 +43,7 @@ class Training:
     checkpoint: CheckpointRef | None = None
     num_lost: int = 0
     pace: Pace = field(default_factory=Pace)
+    is_tracked: bool = False
     _leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
@@ -129,7 +132,9 @@ class Training:
         try:
             if not self._leasing.is_warm:
                 self._take_lease(plan)
-            result = await self._run_job(plan, await self._leasing.wait())
+            grant = await self._leasing.wait()
+            await self._track()
+            result = await self._run_job(plan, grant)
             self._note(result)
             accepted = _accepted(result)
             keep = self.holds
@@ -139,6 +144,12 @@ class Training:
         finally:
             if not keep:
                 self.release()
+
+    async def _track(self) -> None:
+        """Once a run. A worker that is lost while this is done is noticed by what comes next."""
+        if not self.is_tracked:
+            self.is_tracked = True
+            await track(self.start)
 
     def _take_lease(self, plan: JobPlan) -> None:
         epoch = self._last_epoch + 1

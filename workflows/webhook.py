@@ -31,8 +31,7 @@ class WebhookWorkflow:
 
     async def _deliver(self, request: WebhookRequest, webhook_id: str) -> None:
         delivery = DeliverRequest(webhook_id=webhook_id, notice=request.notice)
-        # A queue of their own: receivers that do not answer hold up nobody's data.
-        queue = policies.webhook_queue(workflow.info().task_queue)
+        queue = policies.queue_of("deliver", workflow.info().task_queue)
         try:
             await workflow.execute_activity(
                 "deliver",

@@ -149,7 +149,7 @@ class Inference:
     def _start(
         self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, seat: Seat | None
     ) -> CompletionStart:
-        queue = seat.grant.host_queue if seat else policies.completion_queue(self._settings.control_queue)
+        queue = seat.grant.host_queue if seat else policies.queue_of("complete", self._settings.control_queue)
         place = leased(seat.serving_id, seat.grant) if seat else served()
         return CompletionStart(
             request=CompleteRequest(

@@ -1,5 +1,7 @@
 """Track against the real wandb: offline runs are read back, and servers that are away or hang change nothing."""
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -12,11 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
-from activities.track import Track, Tracked, TrackRequest, TrainSteps, Writer, WriterLost
-from activities.wandb_writer import STEP, Done, TrainStep, WriterStart, rows
+from activities.track import Track, Tracked, TrackRequest, TrainSteps
+from activities.wandb_process import Writer, WriterLost
+from activities.wandb_rows import STEP, Done, History, Line, Row, TrainStep
+from activities.wandb_writer import WriterStart
 from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
 from shared.jobs import Fence, Lora
 from shared.paths import RunKeys
@@ -86,7 +89,21 @@ def end_run(store: ObjectStore, run_id: str) -> None:
 
 
 def track(activity: Track, run_id: str, run: SFTRun | RLRun = RUN) -> Tracked:
-    return ActivityEnvironment().run(activity.track, TrackRequest(run_id=run_id, run=run))
+    [tracked] = track_all(activity, [run_id], run)
+    return tracked
+
+
+def track_all(activity: Track, run_ids: list[str], run: SFTRun | RLRun = RUN) -> list[Tracked]:
+    """Follow runs side by side, and end the writer then."""
+
+    async def follow() -> list[Tracked]:
+        requests = [TrackRequest(run_id=run_id, run=run) for run_id in run_ids]
+        try:
+            return await asyncio.gather(*(ActivityEnvironment().run(activity.track, each) for each in requests))
+        finally:
+            await activity.close()
+
+    return asyncio.run(follow())
 
 
 RL_RUN = RLRun(model="file:///models/tiny", trainable=Lora(rank=4))
@@ -237,9 +254,10 @@ def test_a_train_step_waits_for_the_last_events_of_its_job(store: ObjectStore) -
     steps = TrainSteps(store, TrackRequest(run_id="rl-3", run=RL_RUN))
     put_train_step(store, "rl-3", train_step(1, 2), range(1, 3))
     events, _ = read_run_events(store, "rl-3")
-    assert steps.among(events[:2], False) == [item.event for item in events[:2]]
-    assert steps.among(events[2:], False) == [events[2].event, TrainStep(record=train_step(1, 2))]
-    assert steps.among([], True) == []
+    assert steps.among(events[:1], False, False) == [events[0].event]
+    assert steps.among(events[1:2], True, False) == [events[1].event], "more of its events stand there"
+    assert steps.among(events[2:], False, False) == [events[2].event, TrainStep(record=train_step(1, 2))]
+    assert steps.among([], False, True) == []
 
 
 def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore) -> None:
@@ -261,12 +279,86 @@ def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore
 def test_retry_writes_everything_once(settings: Settings, store: ObjectStore) -> None:
     put_log(store, "sft-3", FIRST, WHOLE_RUN)
     end_run(store, "sft-3")
-    left = settings.root_path / "wandb" / ".sft-3.0123"  # what an attempt whose host was killed leaves
+    left = settings.root_path / "wandb" / ".writer-0123" / "tmp" / "wandb-1-2"  # what a host that was killed leaves
     left.mkdir(parents=True)
     track(Track(settings), "sft-3")
     track(Track(settings), "sft-3")
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-3")[1], "train/loss")) == {1, 2, 3, 4, 5}
-    assert [path.name for path in (settings.root_path / "wandb").iterdir()] == ["sft-3"]
+    assert kept(settings) == ["sft-3"]
+
+
+def kept(settings: Settings) -> list[str]:
+    """What lies in W&B's folder."""
+    return sorted(path.name for path in (settings.root_path / "wandb").iterdir() if path.name != ".lock")
+
+
+def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Settings, store: ObjectStore) -> None:
+    run_ids = [f"sft-many{n}" for n in range(24)]
+    for run_id in run_ids:
+        put_log(store, run_id, FIRST, WHOLE_RUN)
+        end_run(store, run_id)
+    most = 0
+
+    def count() -> None:
+        nonlocal most
+        while not done.wait(0.05):
+            most = max(most, len([p for p in _processes() if "activities.wandb_writer" in p]))
+
+    done = threading.Event()
+    watching = threading.Thread(target=count)
+    watching.start()
+    try:
+        assert all(found.warning is None for found in track_all(Track(settings), run_ids))
+    finally:
+        done.set()
+        watching.join()
+    assert most == 1
+    assert kept(settings) == sorted(run_ids)
+    for run_id in run_ids:
+        assert set(named(read_offline(settings.root_path / "wandb" / run_id)[1], "train/loss")) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("victim", ["activities.wandb_writer", "wandb-core"])
+def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings: Settings, store: ObjectStore) -> None:
+    """Each time that the writer has opened runs, until a third of them is written: no step is lost, or there twice."""
+    run_ids = [f"sft-killed{n}" for n in range(12)]
+    for run_id in run_ids:
+        put_log(store, run_id, FIRST, WHOLE_RUN)
+        end_run(store, run_id)
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        while not done.wait(0.02) and kills < 2:
+            if list((settings.root_path / "wandb").glob(".writer-*/runs/*/wandb/offline-run-*")):
+                for process in psutil.Process(os.getpid()).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        if victim in " ".join(process.cmdline()):
+                            process.kill()
+                            kills += 1
+                time.sleep(1.0)
+
+    done = threading.Event()
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        found = track_all(Track(settings), run_ids)
+    finally:
+        done.set()
+        killing.join()
+    assert kills, "nothing was killed"
+    assert all(one.warning is None and one.folder for one in found), found
+    for run_id in run_ids:
+        history = read_offline(settings.root_path / "wandb" / run_id)[1]
+        assert list(named(history, "train/loss")) == [1, 2, 3, 4, 5]
+    assert kept(settings) == sorted(run_ids), "no half-written folder is left"
+    assert not _writers()
+
+
+def test_a_run_that_never_trained_leaves_nothing(settings: Settings, store: ObjectStore) -> None:
+    end_run(store, "sft-9")
+    assert track(Track(settings), "sft-9") == Tracked()
+    assert not (settings.root_path / "wandb").exists()
 
 
 def test_steps_that_a_second_worker_repeats_count_once(settings: Settings, store: ObjectStore) -> None:
@@ -278,10 +370,20 @@ def test_steps_that_a_second_worker_repeats_count_once(settings: Settings, store
     assert list(named(history, "train/loss")) == [1, 2, 3, 4, 5]
 
 
+def rows(lines: list[Line], done: Done) -> list[Row]:
+    """What is added, whatever pieces the lines come in."""
+    [whole, *others] = [
+        [row for n in range(0, len(lines), size) for row in history.rows(lines[n : n + size])]
+        for size, history in ((len(lines), History(done)), (1, History(done)), (3, History(done)))
+    ]
+    assert others == [whole, whole]
+    return whole
+
+
 def test_rows_that_stand_in_wandb_are_not_sent_again() -> None:
     assert [row.values[STEP] for row in rows(WHOLE_RUN, Done(step=3, evaluation=0))] == [4, 5, 5, 5]
     assert [row.values[STEP] for row in rows(WHOLE_RUN, Done(step=5, evaluation=0))] == [5]
-    assert not list(rows(WHOLE_RUN, Done(step=5, evaluation=5)))
+    assert not rows(WHOLE_RUN, Done(step=5, evaluation=5))
     steps = [*WHOLE_RUN, TrainStep(record=train_step(1, 3)), TrainStep(record=train_step(2, 5))]
     assert [row.values[STEP] for row in rows(steps, Done(step=5, evaluation=5, train_step=1))] == [5]
 
@@ -334,12 +436,19 @@ def test_unreachable_wandb_is_a_warning_and_an_offline_run(
     assert not _writers(), "a writer process was left behind"
 
 
-def _writers() -> list[int]:
+def _processes() -> list[str]:
+    """The commands of all processes below this one."""
+    found = []
+    for process in psutil.Process(os.getpid()).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+def _writers() -> list[str]:
     """Processes below this one that belong to W&B, once they had a moment to end."""
     deadline = time.monotonic() + 5
-    while found := [
-        p.pid for p in psutil.Process(os.getpid()).children(recursive=True) if "wandb" in " ".join(p.cmdline())
-    ]:
+    while found := [command for command in _processes() if "wandb" in command]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
@@ -359,34 +468,47 @@ def test_writer_that_cannot_write_is_a_warning(
 
 def test_cancelled_activity_writes_what_is_there(settings: Settings, store: ObjectStore) -> None:
     put_log(store, "sft-8", FIRST, WHOLE_RUN)  # no result: the run's end never comes
-    environment = ActivityEnvironment()
-    timer = threading.Timer(1.0, environment.cancel)
-    timer.start()
-    with pytest.raises(CancelledError):
-        environment.run(Track(settings, finish_timeout_s=10.0).track, TrackRequest(run_id="sft-8", run=RUN))
-    timer.join()
+    environment, activity = ActivityEnvironment(), Track(settings)
+
+    async def follow() -> None:
+        following = asyncio.ensure_future(environment.run(activity.track, TrackRequest(run_id="sft-8", run=RUN)))
+        await asyncio.sleep(0.5)
+        environment.cancel()
+        try:
+            await following
+        finally:
+            await activity.close()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(follow())
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-8")[1], "train/loss")) == {1, 2, 3, 4, 5}
 
 
-def test_writer_that_hangs_holds_up_nobody_and_is_ended(tmp_path: Path) -> None:
+async def test_a_writer_that_does_not_answer_is_ended_and_another_takes_its_place(tmp_path: Path) -> None:
     start = WriterStart(
         run_id="r",
         name="r",
         project="p",
         kind="sft",
         mode="offline",
-        folder=tmp_path / "r",
+        folder=tmp_path,
         init_timeout_s=5.0,
         config={},
     )
+    writer = Writer(tmp_path)
     before = set(psutil.Process().children())
-    with Writer(start) as writer:
+    async with writer.opened(start) as run:
         [process] = set(psutil.Process().children()) - before
         process.suspend()
-        begun = time.monotonic()
-        writer.send([step(number) for number in range(1, 2000)])  # more than a pipe holds
-        assert time.monotonic() - begun < 2
-        with pytest.raises(WriterLost, match="did not finish"):
-            writer.finish(1.0)
-        assert time.monotonic() - begun < 5
-    assert not process.is_running()
+        with pytest.raises(WriterLost, match="did not close within 1 s"):
+            await run.close(1.0)
+    async with writer.opened(start) as run:
+        await run.write([Row(values={STEP: n}) for n in range(1, 1000)])
+        await run.close(60.0)
+    await writer.close()
+    assert not process.is_running() and not _writers()
+    assert not _scratch(tmp_path)
+
+
+def _scratch(folder: Path) -> list[Path]:
+    return list(folder.glob(".writer-*"))

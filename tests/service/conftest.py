@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ import pytest
 import uvicorn
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
-from temporalio.worker import Worker
 
+from activities.deliver import Deliver
 from activities.download import Download
 from activities.grade_one import GradeOne
 from activities.preview import PreviewDataset
@@ -29,7 +28,7 @@ from activities.record_result import RecordResult
 from service.app import create_app
 from service.database.engine import open_database
 from service.database.rebuild import rebuild
-from service.host import webhook_worker
+from service.host import control_workers
 from service.listening import config
 from shared.artifacts import seal, upload
 from shared.paths import published_version, version_claim
@@ -161,32 +160,20 @@ def polling(settings: Settings) -> Iterator[None]:
     async def work() -> None:
         client = await Client.connect(settings.temporal_address, data_converter=pydantic_data_converter)
         record = RecordResult(settings)
-        with ThreadPoolExecutor(8) as threads, ThreadPoolExecutor(8) as deliveries:
-            async with (
-                Worker(
-                    client,
-                    task_queue=settings.control_queue,
-                    workflows=[
-                        StandIn,
-                        RLStandIn,
-                        PreviewWorkflow,
-                        GraderWorkflow,
-                        ScheduledRunWorkflow,
-                        WebhookWorkflow,
-                    ],
-                    activities=[
-                        record.record_result,
-                        record.reopen,
-                        PreviewDataset(settings).preview,
-                        GradeOne(settings).grade_one,
-                        Download(settings).download,
-                    ],
-                    activity_executor=threads,
-                ),
-                webhook_worker(client, settings, deliveries),
-            ):
-                ready.set()
-                await asyncio.to_thread(stopped.wait)
+        deliver = Deliver(settings)
+        activities = [
+            record.record_result,
+            record.reopen,
+            PreviewDataset(settings).preview,
+            GradeOne(settings).grade_one,
+            Download(settings).download,
+            deliver.deliver,
+            deliver.give_up,
+        ]
+        workflows = [StandIn, RLStandIn, PreviewWorkflow, GraderWorkflow, ScheduledRunWorkflow, WebhookWorkflow]
+        async with control_workers(client, settings.control_queue, activities, workflows):
+            ready.set()
+            await asyncio.to_thread(stopped.wait)
 
     thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
     thread.start()

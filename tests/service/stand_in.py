@@ -10,6 +10,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.record_result import Recorded, Reopened, ReopenRequest
     from shared.models import Frozen
     from shared.runs import Problem, RLStart, RunStart, RunStatus, StepRequest, StepStatus
+    from workflows import control
 
 SUCCEEDS, FAILS, WAITS, QUEUES, MUTE = 0, 1, 2, 3, 4
 """Seeds of runs: what the stand-in does with them. A resumed run succeeds. A mute one waits, and cannot be queried."""
@@ -57,7 +58,7 @@ class StandIn:
         return self._status
 
     async def _do(self, name: str, request: Frozen, answer: type[Frozen] = Recorded) -> None:
-        await workflow.execute_activity(name, request, result_type=answer, start_to_close_timeout=timedelta(seconds=20))
+        await control.do(name, request, answer, within=timedelta(seconds=20))
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
@@ -87,9 +88,7 @@ class RLStandIn:
     async def run(self, start: RLStart) -> RunStatus:
         await workflow.wait_condition(lambda: self._is_finished)
         self._status = self._status.model_copy(update={"state": "succeeded", "phase": "done"})
-        await workflow.execute_activity(
-            "record_result", self._status, result_type=Recorded, start_to_close_timeout=timedelta(seconds=20)
-        )
+        await control.record("record_result", self._status)
         return self._status
 
     @workflow.update

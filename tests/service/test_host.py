@@ -16,13 +16,17 @@ from pathlib import Path
 import pytest
 from temporalio.client import Client
 
+from activities.complete import Complete
 from activities.download import Downloaded, DownloadRequest
-from service.host import connect, control_worker, serve
+from activities.samplers import Samplers
+from activities.track import Track
+from service.host import activity_name, connect, control_activities, serve
 from service.host_record import HostRecord
 from shared.runs import DatasetSource
 from shared.settings import Settings
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
+from workflows import policies
 
 
 def spawn(role: str, address: str, root: Path, **given: str) -> subprocess.Popen:
@@ -120,18 +124,15 @@ async def test_a_server_that_does_not_answer_is_named() -> None:
         await connect(Settings(temporal_address=address), patience_s=0.5)
 
 
-async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(
-    temporal_address: str, tmp_path: Path
-) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"c-{uuid.uuid4().hex[:6]}")
-    client: Client = await connect(settings)
-    with ThreadPoolExecutor(32) as threads:
-        worker = control_worker(client, settings, threads)
-        names = {activity.__temporal_activity_definition.name for activity in worker.config()["activities"]}
+async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(tmp_path: Path) -> None:
+    settings = Settings(root=tmp_path)
+    names = {
+        activity_name(each)
+        for each in control_activities(settings, Complete(settings, Samplers(settings)), Track(settings))
+    }
     assert names >= {"resolve_model", "resolve_adapter", "download", "tokenize", "pack", "preview", "find_checkpoint"}
     assert names >= {"publish", "record_result", "reopen", "track"}
+    assert names >= policies._POOLS.keys(), "what has a pool is done there"
 
 
 async def test_a_host_polls_until_it_is_stopped(temporal_address: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -26,7 +25,7 @@ from service.automation.schedules import Schedules
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
-from service.host import connect
+from service.host import connect, control_workers
 from service.problems import Conflict, QuotaExceeded
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
@@ -131,20 +130,14 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
     migrate.upgrade(backend.database)
     record = RecordResult(settings)
     client = await connect(settings)
-    with ThreadPoolExecutor(4) as threads:
-        async with (
-            Worker(
-                client,
-                task_queue=settings.control_queue,
-                workflows=[ScheduledRunWorkflow, StandIn],
-                activities=[Download(settings).download, record.record_result, record.reopen],
-                activity_executor=threads,
-            ),
-            AsyncExitStack() as service,
-        ):
-            if serves:
-                await service.enter_async_context(accepting(backend))
-            yield Stack(settings, store, backend, temporal, client)
+    activities = [Download(settings).download, record.record_result, record.reopen]
+    async with (
+        control_workers(client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
+        AsyncExitStack() as service,
+    ):
+        if serves:
+            await service.enter_async_context(accepting(backend))
+        yield Stack(settings, store, backend, temporal, client)
     backend.database.close()
 
 
@@ -496,25 +489,19 @@ async def test_a_run_that_the_sweep_was_first_to_start_is_not_started_twice(stac
 
     scheduled = ScheduledRun(name="swept", run=stack_run(stack.data("swept")), cron="@daily")
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
-    with ThreadPoolExecutor(2) as threads:
-        async with (
-            Worker(
-                stack.client,
-                task_queue=settings.control_queue,
-                workflows=[ScheduledRunWorkflow, StandIn],
-                activities=[Download(settings).download, RecordResult(settings).record_result],
-                activity_executor=threads,
-            ),
-            Worker(stack.client, task_queue=service_queue(settings.control_queue), activities=[accept_and_sweep]),
-        ):
-            ended = await stack.client.execute_workflow(
-                ScheduledRunWorkflow.run,
-                action,
-                id=f"swept/{settings.control_queue}",
-                task_queue=settings.control_queue,
-            )
-            assert ended.state == "started"
-            assert (await stack.result(ended.run_id)).state == "succeeded"
+    activities = [Download(settings).download, RecordResult(settings).record_result]
+    async with (
+        control_workers(stack.client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
+        Worker(stack.client, task_queue=service_queue(settings.control_queue), activities=[accept_and_sweep]),
+    ):
+        ended = await stack.client.execute_workflow(
+            ScheduledRunWorkflow.run,
+            action,
+            id=f"swept/{settings.control_queue}",
+            task_queue=settings.control_queue,
+        )
+        assert ended.state == "started"
+        assert (await stack.result(ended.run_id)).state == "succeeded"
     history = await stack.client.get_workflow_handle(ended.run_id).fetch_history()
     assert not history.events[0].workflow_execution_started_event_attributes.parent_workflow_execution.workflow_id
 

@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,6 @@ from standardwebhooks.webhooks import WebhookVerificationError
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
-from temporalio.worker import Worker
 
 from activities.deliver import Deliver, DeliverRequest, NotDelivered, retry_after_s
 from service.automation.notices import notice_of
@@ -26,7 +24,7 @@ from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice, 
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
 from service.database.tables import OutboxRow
-from service.host import connect, webhook_worker
+from service.host import connect, control_workers
 from service.problems import Conflict
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
@@ -184,12 +182,10 @@ async def started(address: str, root: Path) -> AsyncIterator[Stack]:
     store, temporal, database = open_store(settings.store, settings.s3), Temporal(settings), open_database(settings)
     await asyncio.to_thread(upgrade, database)
     client = await connect(settings)
-    with ThreadPoolExecutor(8) as threads:
-        async with (
-            Worker(client, task_queue=settings.control_queue, workflows=[WebhookWorkflow]),
-            webhook_worker(client, settings, threads),
-        ):
-            yield Stack(settings, store, Webhooks(settings, store, temporal), database, temporal, client)
+    deliver = Deliver(settings)
+    activities = [deliver.deliver, deliver.give_up]
+    async with control_workers(client, settings.control_queue, activities, [WebhookWorkflow]):
+        yield Stack(settings, store, Webhooks(settings, store, temporal), database, temporal, client)
     database.close()
 
 
@@ -452,17 +448,15 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
     )
     strict_webhooks = Webhooks(strict, stack.store, stack.temporal)
     client = await connect(strict)
-    with ThreadPoolExecutor(8) as threads:
-        async with (
-            Worker(client, task_queue=strict.control_queue, workflows=[WebhookWorkflow]),
-            webhook_worker(client, strict, threads),
-        ):
-            for url in (receiver.url, receiver.url.replace("127.0.0.1", "localhost")):
-                made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=url))
-                await strict_webhooks.ping(TENANT, made.id)
-                [delivery] = await stack.ended(made.id)
-                assert delivery.state == "failed" and delivery.num_attempts == 1
-                assert "webhooks.allow_private_addresses" in (delivery.attempts[0].problem or "")
+    deliver = Deliver(strict)
+    activities = [deliver.deliver, deliver.give_up]
+    async with control_workers(client, strict.control_queue, activities, [WebhookWorkflow]):
+        for url in (receiver.url, receiver.url.replace("127.0.0.1", "localhost")):
+            made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=url))
+            await strict_webhooks.ping(TENANT, made.id)
+            [delivery] = await stack.ended(made.id)
+            assert delivery.state == "failed" and delivery.num_attempts == 1
+            assert "webhooks.allow_private_addresses" in (delivery.attempts[0].problem or "")
     assert receiver.received == []
 
 

@@ -1,6 +1,7 @@
 """The data activities' places, filled by quick ones of the same names and types, for tests of what comes after them."""
 
-import time
+import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,10 +60,11 @@ class StandInData:
         return Packed(plan=self._any, num_steps=request.steps or 1, num_bins=1, packing_efficiency=1.0)
 
     @activity.defn(name="track")
-    def track(self, request: TrackRequest) -> Tracked:
+    async def track(self, request: TrackRequest) -> Tracked:
         """Follows the run to its result, as the real one does, and takes a moment more."""
         result = RunKeys(request.run_id).result
-        while self._store.head(result) is None and not activity.is_worker_shutdown():
-            time.sleep(0.05)
-        activity.wait_for_worker_shutdown_sync(1.0)
+        while await asyncio.to_thread(self._store.head, result) is None and not activity.is_worker_shutdown():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(activity.wait_for_worker_shutdown(), 1.0)
         return Tracked()

@@ -3,8 +3,7 @@
 import asyncio
 import signal
 import uuid
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.service import RPCError
-from temporalio.worker import Worker
+from temporalio.worker import UnsandboxedWorkflowRunner
 
 from activities.find_checkpoint import FindCheckpoint
 from activities.pack_trajectories import PackTrajectories
@@ -21,7 +20,7 @@ from activities.publish import Publish
 from activities.record_result import RecordResult
 from activities.record_step import RecordStep
 from activities.worker_process import processes_of
-from service.host import connect
+from service.host import connect, control_workers
 from shared.events import Started, Step
 from shared.run_events import read_events
 from shared.runs import RLStart, RunTiming, StepRequest, StepStatus
@@ -76,6 +75,21 @@ class RLStack(Stack):
         return [event.job_id for event in read_events(self.store, handle.id)[0] if isinstance(event, Started)]
 
 
+def _activities(settings: Settings, data: StandInData) -> list[Callable[..., Any]]:
+    record, steps = RecordResult(settings), RecordStep(settings)
+    return [
+        data.resolve_model,
+        data.track,
+        PackTrajectories(settings).pack_trajectories,
+        FindCheckpoint(settings).find_checkpoint,
+        Publish(settings).publish,
+        record.record_result,
+        record.reopen,
+        steps.record_step,
+        steps.recover_steps,
+    ]
+
+
 @asynccontextmanager
 async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIterator[RLStack]:
     name = uuid.uuid4().hex[:8]
@@ -90,26 +104,9 @@ async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIte
     client = await connect(settings)
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
-    record, steps = RecordResult(settings), RecordStep(settings)
     async with AsyncExitStack() as exits:
-        threads = exits.enter_context(ThreadPoolExecutor(8))
-        control = Worker(
-            client,
-            task_queue=settings.control_queue,
-            workflows=[RLWorkflow, TrackWorkflow],
-            activities=[
-                data.resolve_model,
-                data.track,
-                PackTrajectories(settings).pack_trajectories,
-                FindCheckpoint(settings).find_checkpoint,
-                Publish(settings).publish,
-                record.record_result,
-                record.reopen,
-                steps.record_step,
-                steps.recover_steps,
-            ],
-            activity_executor=threads,
-        )
+        activities = _activities(settings, data)
+        control = control_workers(client, settings.control_queue, activities, [RLWorkflow, TrackWorkflow])
         await exits.enter_async_context(control)
         yield RLStack(client, settings, store, data, exits)
 
@@ -278,30 +275,11 @@ async def test_a_long_run_goes_on_in_new_executions(
 @asynccontextmanager
 async def unsandboxed(stack: RLStack) -> AsyncIterator[str]:
     """A control host whose workflows see this process's modules, and so a constant that the test has changed."""
-    from temporalio.worker import UnsandboxedWorkflowRunner
-
     settings = stack.settings.model_copy(update={"control_queue": f"{stack.settings.control_queue}-open"})
-    record, steps = RecordResult(settings), RecordStep(settings)
-    with ThreadPoolExecutor(8) as threads:
-        async with Worker(
-            stack.client,
-            task_queue=settings.control_queue,
-            workflows=[RLWorkflow, TrackWorkflow],
-            workflow_runner=UnsandboxedWorkflowRunner(),
-            activities=[
-                stack.data.resolve_model,
-                stack.data.track,
-                PackTrajectories(settings).pack_trajectories,
-                FindCheckpoint(settings).find_checkpoint,
-                Publish(settings).publish,
-                record.record_result,
-                record.reopen,
-                steps.record_step,
-                steps.recover_steps,
-            ],
-            activity_executor=threads,
-        ):
-            yield settings.control_queue
+    activities, runner = _activities(settings, stack.data), UnsandboxedWorkflowRunner()
+    workflows = [RLWorkflow, TrackWorkflow]
+    async with control_workers(stack.client, settings.control_queue, activities, workflows, runner):
+        yield settings.control_queue
 
 
 @pytest.mark.parametrize("way", ["cancelled", "paused"])

@@ -25,7 +25,6 @@ from temporalio.client import (
 )
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
-from temporalio.worker import Worker
 
 from activities.find_checkpoint import FindCheckpoint
 from activities.lease import LeaseRecord
@@ -36,7 +35,7 @@ from activities.resolve_model import ModelRequest
 from activities.run_job import JobRequest
 from activities.worker_pool import WorkerPool
 from activities.worker_process import processes_of
-from service.host import _end_idle_workers, connect, gpu_workers
+from service.host import _end_idle_workers, connect, control_workers, gpu_workers
 from shared.events import Step
 from shared.jobs import Fence
 from shared.layout import Layout
@@ -146,20 +145,14 @@ async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator
     data = StandInData(store, root / "scratch-data")
     record = RecordResult(settings)
     async with AsyncExitStack() as exits:
-        threads = exits.enter_context(ThreadPoolExecutor(8))
-        control = Worker(
-            client,
-            task_queue=settings.control_queue,
-            workflows=[SFTWorkflow, TrackWorkflow],
-            activities=[
-                *data.all,
-                FindCheckpoint(settings).find_checkpoint,
-                Publish(settings).publish,
-                record.record_result,
-                record.reopen,
-            ],
-            activity_executor=threads,
-        )
+        activities = [
+            *data.all,
+            FindCheckpoint(settings).find_checkpoint,
+            Publish(settings).publish,
+            record.record_result,
+            record.reopen,
+        ]
+        control = control_workers(client, settings.control_queue, activities, [SFTWorkflow, TrackWorkflow])
         await exits.enter_async_context(control)
         yield Stack(client, settings, store, data, exits)
 

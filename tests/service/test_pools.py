@@ -1,0 +1,210 @@
+"""No activity keeps another waiting that it has nothing to do with: a control host whose pools are all full."""
+
+import asyncio
+import socket
+import threading
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio import workflow
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.common import RetryPolicy
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
+
+from activities.complete import CompleteRequest
+from activities.deliver import DeliverRequest
+from activities.download import DownloadRequest
+from activities.find_checkpoint import FindCheckpointRequest
+from activities.pack_trajectories import GroupsRequest
+from activities.preview import PreviewRequest
+from activities.record_step import StepRecordRequest
+from activities.samplers import ServedSampler
+from activities.track import TrackRequest
+from service.host import _AT_ONCE, connect, serve
+from shared.completions import CompletionRequest
+from shared.jobs import Artifact, Lora
+from shared.models import Frozen
+from shared.paths import RunKeys, webhook_record
+from shared.runs import DatasetSource, RLRun, RunStart, RunStatus, SFTRun, StepStatus
+from shared.settings import DownloadSettings, Settings, WebhookSettings
+from shared.store import open_store
+from shared.webhooks import Notice, Webhook
+from workflows.policies import pool_of, queue_of
+from workflows.sft import SFTWorkflow
+
+NOWHERE = Artifact(uri="file:///nowhere", sha256="0" * 64)
+WEBHOOK = "wh-" + "0" * 24
+SFT = SFTRun(model="tiny", dataset=DatasetSource(uri="file:///rows.jsonl"), steps=1, batch_size=1)
+MOST_TRACKED = 100  # there is no bound; this is three times what there were threads
+
+
+@dataclass
+class SilentServer:
+    """Takes every connection, and never answers."""
+
+    url: str
+    connections: list[socket.socket] = field(default_factory=list)
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentServer]:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        server = SilentServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    server.connections.append(listener.accept()[0])
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield server
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for connection in server.connections:
+            connection.close()
+
+
+@workflow.defn(name="OneActivity")
+class OneActivity:
+    """Asks a control host for one activity."""
+
+    @workflow.run
+    async def run(self, name: str, request: dict[str, Any], control_queue: str) -> None:
+        await workflow.execute_activity(
+            name,
+            request,
+            task_queue=queue_of(name, control_queue),
+            start_to_close_timeout=timedelta(hours=1),
+            heartbeat_timeout=timedelta(minutes=2),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+        )
+
+
+@dataclass
+class Host:
+    """A control host in this process, and what it is asked to do."""
+
+    settings: Settings
+    client: Client
+
+    async def ask(self, name: str, request: Frozen) -> WorkflowHandle[OneActivity, None]:
+        arguments = [name, request.model_dump(mode="json"), self.settings.control_queue]
+        identity = f"{name}-{uuid.uuid4().hex}"
+        return await self.client.start_workflow(OneActivity.run, args=arguments, id=identity, task_queue=self._tests)
+
+    @property
+    def _tests(self) -> str:
+        return f"{self.settings.control_queue}-test"
+
+    async def num_in_hand(self, names: Sequence[str]) -> Counter[str]:
+        """How many activities of each name a thread has begun, or a coroutine."""
+        found: Counter[str] = Counter()
+        async for each in self.client.list_workflows(f'TaskQueue = "{self._tests}" AND ExecutionStatus = "Running"'):
+            described = await self.client.get_workflow_handle(each.id).describe()
+            found.update(
+                pending.activity_type.name
+                for pending in described.raw_description.pending_activities
+                if pending.state == PendingActivityState.PENDING_ACTIVITY_STATE_STARTED
+            )
+        return found
+
+
+@pytest.fixture
+async def host(temporal_address: str, tmp_path: Path, tiny_model: Path) -> AsyncIterator[Host]:
+    settings = Settings(
+        root=tmp_path / "root",
+        temporal_address=temporal_address,
+        control_queue=f"control-{uuid.uuid4().hex[:8]}",
+        download=DownloadSettings(allow_private_addresses=True, timeout_s=600, file_roots=(tiny_model,)),
+        webhooks=WebhookSettings(allow_private_addresses=True, timeout_s=600),
+    )
+    client, stopped = await connect(settings), asyncio.Event()
+    serving = asyncio.create_task(serve("control", settings, stopped))
+    asks = Worker(
+        client,
+        task_queue=f"{settings.control_queue}-test",
+        workflows=[OneActivity],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    )
+    async with asks:
+        yield Host(settings, client)
+        assert not serving.done(), serving
+    stopped.set()
+    await serving
+
+
+def longest(url: str, model: str) -> dict[str, Callable[[int], Frozen]]:
+    """For each pool that a tenant can stretch, an activity that lasts as long as somebody's server likes."""
+    groups = {"key": "k", "state": "running"}
+    run = RLRun(model="tiny", trainable=Lora(rank=4))
+
+    def rows(n: int) -> DatasetSource:
+        return DatasetSource(uri=f"{url}/{n}.jsonl")
+
+    def step(n: int) -> StepStatus:
+        return StepStatus.model_validate({**groups, "step": 1, "groups": f"{url}/{n}.jsonl"})
+
+    return {
+        "download": lambda n: DownloadRequest(run_id=f"sft-{n:015x}", split="train", source=rows(n)),
+        "preview": lambda n: PreviewRequest(source=rows(n), model_uri=model),
+        "pack_trajectories": lambda n: GroupsRequest(
+            run_id=f"rl-{n:015x}", run=run, step=step(n), policy_version=0, vocab_size=512
+        ),
+        "complete": lambda n: CompleteRequest(
+            model=NOWHERE,
+            adapter=None,
+            base="tiny",
+            place=ServedSampler(url=url),
+            asked=CompletionRequest(model="tiny", prompt=f"{n}"),
+        ),
+        "deliver": lambda n: DeliverRequest(webhook_id=WEBHOOK, notice=notice(n)),
+        "track": lambda n: TrackRequest(run_id=f"sft-{n:015x}", run=SFT),
+    }
+
+
+def notice(number: int) -> Notice:
+    identity = f"evt-{number:023x}"
+    return Notice(notice_id=identity, tenant="default", type="run.created", created_at=0, data={})
+
+
+async def test_a_run_ends_and_is_on_record_while_every_pool_is_full(
+    host: Host, silent: SilentServer, tiny_model: Path
+) -> None:
+    """More of the longest activities than each pool does at once, all waiting for a server that never answers."""
+    store = open_store(host.settings.store, host.settings.s3)
+    webhook = Webhook(webhook_id=WEBHOOK, tenant="default", url=silent.url, secret="whsec_AAAA", created_at=0)
+    await asyncio.to_thread(store.put_bytes, webhook_record("default", WEBHOOK), webhook.model_dump_json().encode())
+    kinds = longest(silent.url, str(tiny_model))
+    sizes = {name: min(_AT_ONCE[pool_of(name)], MOST_TRACKED) for name in kinds}
+    asked = [host.ask(name, make(n)) for name, make in kinds.items() for n in range(sizes[name] + 2)]
+    await asyncio.gather(*asked)
+    async with asyncio.timeout(120):
+        while (in_hand := await host.num_in_hand(list(kinds))) != sizes | {"track": sizes["track"] + 2}:
+            print(in_hand)
+            await asyncio.sleep(0.5)
+
+    # What runs need in order to end waits for none of this.
+    checked = StepRecordRequest(run_id="rl-1", step=StepStatus(step=1, key="k", groups="file:///g", state="done"))
+    async with asyncio.timeout(60):
+        await (await host.ask("record_step", checked)).result()
+        await (await host.ask("find_checkpoint", FindCheckpointRequest(run_id="rl-1"))).result()
+        # Its data waits behind the others'; whoever cancels it is not kept waiting.
+        start = RunStart(run_id="sft-ends", run=SFT, shape="none")
+        run = await host.client.start_workflow(
+            SFTWorkflow.run, start, id="sft-ends", task_queue=host.settings.control_queue
+        )
+        await run.cancel()
+        with pytest.raises(WorkflowFailureError):
+            await run.result()
+    result = await asyncio.to_thread(store.get_bytes, RunKeys("sft-ends").result)
+    assert RunStatus.model_validate_json(result).state == "cancelled"
+    assert await host.num_in_hand(list(kinds)) == in_hand, "all the while, every pool was full"
