@@ -1,18 +1,21 @@
 """Where the files behind a dataset's URI are."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from activities.file_roots import allowed, allowed_roots
 from activities.http_source import HttpSource, checked
 from activities.transfer import Broken, Piece
 from shared.errors import InvalidInput
 from shared.paths import MANIFEST
+from shared.places import Places, path_of
 from shared.settings import Settings
-from shared.store import LocalStore, ObjectStore, open_uri, uri_of
+from shared.store import LocalStore, ObjectStore, S3Store, open_regular, open_uri, uri_of
 
 _MAX_FILES = 10_000
 _MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
@@ -21,7 +24,7 @@ _SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 
 @dataclass(frozen=True)
 class LocalSource:
-    """A file of this machine that the user may name."""
+    """A file of this machine that the tenant may read: `path` has no links in it."""
 
     path: Path
 
@@ -30,20 +33,31 @@ class LocalSource:
         return f"file://{self.path}"
 
     @contextmanager
-    def unchanged(self) -> Iterator[Path]:
-        """Raises InvalidInput when the file is another at the end of the block."""
-        before = self._state()
-        yield self.path
-        if self._state() != before:
-            raise InvalidInput("the file changed while it was being read; start again when it is finished", self.place)
-
-    def _state(self) -> tuple[int, ...]:
+    def unchanged(self) -> Iterator[BinaryIO]:
+        """The open file. Raises InvalidInput when it is no longer that one, or is another at the end of the block."""
         try:
-            status = self.path.stat()
-            self.path.open("rb").close()
+            file = open_regular(self.path)
         except OSError as error:
             raise InvalidInput(f"the file cannot be read: {error.strerror}", self.place) from error
-        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        with file:
+            before = _state(os.fstat(file.fileno()))
+            if path_of(file) != self.path:
+                raise InvalidInput("the file was replaced by a link while it was looked at", self.place)
+            yield file
+            if self._state() != before:
+                raise InvalidInput(
+                    "the file changed while it was being read; start again when it is finished", self.place
+                )
+
+    def _state(self) -> tuple[int, ...] | None:
+        try:
+            return _state(self.path.stat())
+        except OSError:
+            return None
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @dataclass(frozen=True)
@@ -94,20 +108,20 @@ class _Ranges:
 Source = LocalSource | StoreSource | HttpSource
 
 
-def find_sources(uri: str, settings: Settings) -> dict[str, Source]:
+def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     """The files behind a URI, each under the name that it will have in the dataset.
 
     Raises:
-        InvalidInput: a scheme we do not read, a place the user may not name, or nothing there.
+        InvalidInput: a scheme we do not read, a place that is not this tenant's to read, or nothing there.
     """
     match urlsplit(uri).scheme:
         case "http" | "https":
             parts = checked(uri)
             return _named({_file_name(parts.path): HttpSource(uri, settings.download)}, uri)
         case "file":
-            return _named(_local_sources(uri, settings), uri)
+            return _named(_local_sources(uri, tenant, settings), uri)
         case "s3":
-            return _named(_store_sources(uri, settings), uri)
+            return _named(_store_sources(uri, tenant, settings), uri)
         case _:
             raise InvalidInput("a dataset's URI starts with file://, http://, https:// or s3://", uri)
 
@@ -118,28 +132,35 @@ def _file_name(path: str) -> str:
     return name.rpartition("/")[2][-_MAX_NAME:] or "dataset"
 
 
-def _local_sources(uri: str, settings: Settings) -> dict[str, Source]:
+def _local_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
+    places = Places(settings)
     _, key = open_uri(uri, settings.s3)
-    roots = allowed_roots(settings)
-    path = allowed(Path("/") / key, roots, uri)
+    path = places.check_file(tenant, Path("/") / key, uri)
     if path.is_file():
         return {Path(key).name: LocalSource(path)}
     if not path.is_dir():
         raise InvalidInput("there is no such file or folder", uri)
     try:
-        keys = [info.key for info in LocalStore(path).list("")]
+        keys = _visible(info.key for info in LocalStore(path).list(""))
     except PermissionError as error:
         raise InvalidInput("this folder may not be read", uri) from error
-    return {key: LocalSource(allowed(path / key, roots, uri)) for key in keys if not _is_hidden(key)}
+    return {key: LocalSource(places.check_file(tenant, path / key, uri)) for key in keys}
 
 
-def _store_sources(uri: str, settings: Settings) -> dict[str, Source]:
+def _store_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     store, key = open_uri(uri, settings.s3)
+    assert isinstance(store, S3Store)
+    Places(settings).check_object(tenant, store, key, uri)
     if key and not key.endswith("/") and store.head(key):
         return {key.rpartition("/")[2]: StoreSource(store, key)}
     prefix = f"{key.rstrip('/')}/" if key else ""
-    names = [info.key.removeprefix(prefix) for info in store.list(prefix)]
-    return {name: StoreSource(store, prefix + name) for name in names if not _is_hidden(name)}
+    names = _visible(info.key.removeprefix(prefix) for info in store.list(prefix))
+    return {name: StoreSource(store, prefix + name) for name in names}
+
+
+def _visible(names: Iterable[str]) -> list[str]:
+    """One more than a dataset may have at most: a folder may hold anything, and is not read to its end."""
+    return list(islice((name for name in names if not _is_hidden(name)), _MAX_FILES + 1))
 
 
 def _is_hidden(name: str) -> bool:
@@ -153,7 +174,7 @@ def _named(sources: dict[str, Source], uri: str) -> dict[str, Source]:
     if not sources:
         raise InvalidInput("there is nothing here", place)
     if len(sources) > _MAX_FILES:
-        raise InvalidInput(f"{len(sources):,} files; a dataset has at most {_MAX_FILES:,}", place)
+        raise InvalidInput(f"more than {_MAX_FILES:,} files: a dataset has no more", place)
     named: dict[str, Source] = {}
     for name, source in sources.items():
         final = _without_suffix(name)

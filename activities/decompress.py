@@ -13,14 +13,15 @@ _CHUNK_BYTES = 1 << 20
 _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
 
 
-def compression_of(path: Path) -> Literal["gzip", "zstd"] | None:
-    with path.open("rb") as file:
-        start = file.read(4)
+def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
+    """Of a file that stands at its begin, and does so afterwards."""
+    start = file.read(4)
+    file.seek(0)
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
-def unpack(path: Path, target: Path, max_bytes: int, place: str) -> int:
-    """Write a file's content to `target`, decompressed (one layer, any number of members). Returns its size in bytes.
+def unpack(source: BinaryIO, target: Path, max_bytes: int, place: str) -> int:
+    """Write an open file's content to `target`, decompressed (one layer, any number of members). Returns its bytes.
 
     Raises:
         InvalidInput: it is damaged, cut short, or larger than `max_bytes`.
@@ -28,7 +29,7 @@ def unpack(path: Path, target: Path, max_bytes: int, place: str) -> int:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     size = 0
-    with _content(path, place) as content, target.open("wb") as file:
+    with _content(source) as content, target.open("wb") as file:
         while chunk := _read(content, place):
             size += len(chunk)
             if size > max_bytes:
@@ -41,16 +42,15 @@ def unpack(path: Path, target: Path, max_bytes: int, place: str) -> int:
 
 
 @contextmanager
-def _content(path: Path, place: str) -> Iterator[BinaryIO]:
+def _content(source: BinaryIO) -> Iterator[BinaryIO]:
     import pyarrow
 
-    compression = compression_of(path)
+    compression = compression_of(source)
     if compression is None:
-        with path.open("rb") as plain:
-            yield plain
+        yield source
         return
     # Arrow decompresses a bounded piece at a time and notices truncation, for both formats and over member borders.
-    with pyarrow.OSFile(str(path)) as raw, pyarrow.CompressedInputStream(raw, compression) as stream:
+    with pyarrow.CompressedInputStream(source, compression) as stream:
         yield stream
 
 

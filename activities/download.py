@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import Field
 from temporalio import activity
@@ -22,7 +23,7 @@ from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.paths import HostPaths, RunKeys, content_key
-from shared.runs import DatasetSource, RunId
+from shared.runs import DatasetSource, RunId, Tenant
 from shared.settings import DownloadSettings, Settings
 from shared.store import ObjectStore, disk_errors, open_store
 
@@ -30,9 +31,10 @@ _FORGET_AFTER_S = 7 * 24 * 3600
 
 
 class DownloadRequest(Frozen):
-    """Which data of which run."""
+    """Which data of which run of which tenant."""
 
     run_id: RunId
+    tenant: Tenant
     split: str = Field(pattern=r"^(train|eval|groups-[0-9a-f]{32})$")
     source: DatasetSource
 
@@ -69,7 +71,7 @@ class Download:
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str) -> Artifact:
         downloads = HostPaths(self._settings.root_path).scratch / "downloads"
         _forget_abandoned(downloads)
-        sources = find_sources(request.source.uri, self._settings)
+        sources = find_sources(request.source.uri, request.tenant, self._settings)
         with _scratch(downloads / content_key(request)) as scratch, disk_errors(scratch):
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,9 +100,9 @@ class _Left:
 def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
     match source:
         case LocalSource():
-            with source.unchanged() as path:
-                left.transferred -= _affordable(path, left.transferred, source.place)
-                size = unpack(path, target, left.decompressed, source.place)
+            with source.unchanged() as file:
+                left.transferred -= _affordable(file, left.transferred, source.place)
+                size = unpack(file, target, left.decompressed, source.place)
         case _:
             path = fetch(source, parts, left.transferred, left.pace)
             left.transferred -= path.stat().st_size
@@ -111,15 +113,16 @@ def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
 
 def _unpack_own(path: Path, target: Path, max_bytes: int, place: str) -> int:
     """As `unpack`, of a file that is ours: one that is not compressed needs no copy."""
-    if compression_of(path) or path.stat().st_size > max_bytes:
-        return unpack(path, target, max_bytes, place)
+    with path.open("rb") as file:
+        if compression_of(file) or path.stat().st_size > max_bytes:
+            return unpack(file, target, max_bytes, place)
     target.parent.mkdir(parents=True, exist_ok=True)
     os.link(path, target)
     return path.stat().st_size
 
 
-def _affordable(path: Path, max_bytes: int, place: str) -> int:
-    size = path.stat().st_size
+def _affordable(file: BinaryIO, max_bytes: int, place: str) -> int:
+    size = os.fstat(file.fileno()).st_size
     if size > max_bytes:
         raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is download.max_bytes", place)
     return size

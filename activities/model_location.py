@@ -1,25 +1,28 @@
 """Where a model's or an adapter's files are: a folder here, an S3 prefix, the Hugging Face hub, or our own store."""
 
-import re
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from pydantic import TypeAdapter, ValidationError
 
-from activities.file_roots import allowed, allowed_roots
+from activities.hub_snapshot import HubId, snapshot
 from shared.artifacts import files_of, find
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
-from shared.paths import tenant_folder
+from shared.places import Places, UserFolder
 from shared.settings import Settings
-from shared.store import LocalStore, ObjectInfo, ObjectStore, open_store
+from shared.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri
 
-_HUB_ID = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-_MAX_JSON_BYTES = 256 << 20
-_OUR_FOLDERS = ("runs/", f"{tenant_folder()}")
+# A tokenizer of a quarter of a million tokens has 35 MB; nothing else that is read whole comes near.
+_MAX_JSON_BYTES = 128 << 20
+_MAX_CONFIG_BYTES = 4 << 20
+_LARGE = ("tokenizer.json", "model.safetensors.index.json")
+_MAX_FILES = 10_000
 _object: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
@@ -35,13 +38,15 @@ class Location:
         return f"{self.store.uri}/{name}"
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Raises InvalidInput when the file is missing or is no JSON object."""
+        """Raises InvalidInput when the file is missing, larger than such files are, or no JSON object."""
         if name not in self.files:
             raise InvalidInput(f"the folder has no {name}", self.store.uri)
-        if self.files[name].size > _MAX_JSON_BYTES:
-            raise InvalidInput(f"too large: {self.files[name].size:,} bytes", self.place(name))
+        most = max_bytes_of(name)
+        data = self.store.read_range(name, 0, most + 1)
+        if len(data) > most:
+            raise InvalidInput(f"too large: more than {most:,} bytes", self.place(name))
         try:
-            return _object.validate_json(self.store.get_bytes(name))
+            return _object.validate_json(data)
         except ValidationError as error:
             raise InvalidInput(f"not valid: {error.errors()[0]['msg']}", self.place(name)) from error
 
@@ -49,81 +54,79 @@ class Location:
         return Location(self.store, _listed(self.store, self.files))
 
 
-def locate(uri: str, settings: Settings, patterns: tuple[str, ...]) -> Location:
-    """Find the files of a model or an adapter.
+def max_bytes_of(name: str) -> int:
+    """Of a file that is read whole."""
+    return _MAX_JSON_BYTES if name in _LARGE else _MAX_CONFIG_BYTES
+
+
+Check = Callable[[Location], object]
+
+
+def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...], check: Check) -> Location:
+    """Find the files of a model or an adapter that this tenant may read.
 
     Args:
         uri: an absolute path, `file://`, `s3://`, or a hub id such as `org/name` or `org/name@revision`.
-        patterns: which files to fetch from the hub.
+        patterns: which files are read, and fetched from the hub.
+        check: what can be said against it before its weights are fetched, by its small files.
 
     Raises:
-        InvalidInput: nothing is there, it may not be named (download.file_roots), or the hub cannot be reached.
+        InvalidInput: nothing is there, it is not this tenant's to read, or the hub cannot be reached.
     """
-    store = _store_of(uri, settings, patterns)
-    own = _own(store.uri, settings)
-    if own is not None:
-        return own
-    files = {info.key: info for info in store.list("") if "/" not in info.key}
-    if not files:
-        raise InvalidInput("there is no such folder, or it is empty", uri)
-    return Location(store, files)
-
-
-def _store_of(uri: str, settings: Settings, patterns: tuple[str, ...]) -> ObjectStore:
+    places = Places(settings)
     if uri.startswith("/"):
-        return _folder(Path(uri), settings)
+        return _in_folder(Path(uri), tenant, places, settings, patterns)
     if uri.startswith(("file://", "s3://")):
-        store = open_store(uri, settings.s3)
-        return _folder(store.root, settings) if isinstance(store, LocalStore) else store
-    if match := _HUB_ID.fullmatch(uri):
-        return LocalStore(_from_hub(match["repository"], match["revision"], patterns))
+        store, key = open_uri(uri, settings.s3)
+        if not isinstance(store, S3Store):
+            return _in_folder(Path("/") / key, tenant, places, settings, patterns)
+        places.check_object(tenant, store, key, uri)
+        return _in_store(open_store(uri, settings.s3), tenant, places, settings)
+    if (hub_id := HubId.parse(uri)) is not None:
+        small = tuple(pattern for pattern in patterns if not pattern.endswith(".safetensors"))
+        check(_of_user(snapshot(hub_id, small, settings.download.max_bytes), patterns))
+        return _of_user(snapshot(hub_id, patterns, settings.download.max_bytes), patterns)
     raise InvalidInput("give an absolute path, a file:// or s3:// URI, or a hub id such as org/name", uri)
 
 
-def _folder(path: Path, settings: Settings) -> LocalStore:
-    """Without links in it, so that one folder has one name. Who may name what of our own store, the service checks."""
-    resolved = allowed(path, allowed_roots(settings, store_folder=""), str(path))
-    if not resolved.is_dir():
+def _in_folder(path: Path, tenant: str, places: Places, settings: Settings, patterns: tuple[str, ...]) -> Location:
+    """A folder of this machine, without links in it, so that one folder has one name."""
+    real = places.check_file(tenant, path, str(path))
+    if places.own_key(LocalStore(real).uri) is not None:
+        return _in_store(LocalStore(real), tenant, places, settings)
+    if not real.is_dir():
         raise InvalidInput("there is no such folder", str(path))
-    return LocalStore(resolved)
+    return _of_user(UserFolder(real), patterns)
 
 
-def _own(uri: str, settings: Settings) -> Location | None:
-    """An artifact of our own store. Which of them a tenant may name, the service has checked."""
-    ours = open_store(settings.store, settings.s3)
-    if not uri.startswith(f"{ours.uri}/"):
-        return None
-    key = unquote(uri.removeprefix(f"{ours.uri}/"))
-    artifact = find(ours, key)
-    if artifact is None and key.startswith(_OUR_FOLDERS):
-        raise InvalidInput("this is in Longshore's own store, but nothing was completed there", uri)
+def _of_user(folder: UserFolder, patterns: tuple[str, ...]) -> Location:
+    with os.scandir(folder.root) as scan:
+        names = [entry.name for entry in islice(scan, _MAX_FILES) if not entry.is_dir()]
+    for name in names:
+        if any(fnmatch(name, pattern) for pattern in patterns) and not folder.holds(name):
+            raise InvalidInput("this is a link that leads out of its folder", f"{folder.uri}/{name}")
+    files = _listed(folder, [name for name in names if folder.holds(name)])
+    if not files:
+        raise InvalidInput("there is no such folder, or it is empty", str(folder.root))
+    return Location(folder, files)
+
+
+def _in_store(store: ObjectStore, tenant: str, places: Places, settings: Settings) -> Location:
+    """An artifact of our own store, or the objects below a user's prefix of S3."""
+    key = places.own_key(store.uri)
+    if key is None:
+        files = {info.key: info for info in islice(store.list(""), _MAX_FILES) if "/" not in info.key}
+        if not files:
+            raise InvalidInput("there is no such folder, or it is empty", store.uri)
+        return Location(store, files)
+    artifact = find(open_store(settings.store, settings.s3), key) if places.holds_artifact(tenant, key) else None
     if artifact is None:
-        return None
-    store, manifest = files_of(artifact, settings.s3)
-    return Location(store, _listed(store, [entry.path for entry in manifest.files]), artifact)
+        raise InvalidInput("this is in Longshore's own store, but nothing was completed there", store.uri)
+    files_at, manifest = files_of(artifact, settings.s3)
+    places.check_root(tenant, key, manifest, store.uri)
+    return Location(files_at, _listed(files_at, [entry.path for entry in manifest.files]), artifact)
 
 
 def _listed(store: ObjectStore, names: Iterable[str]) -> dict[str, ObjectInfo]:
     found = {name: store.head(name) for name in names}
     return {name: info for name, info in found.items() if info is not None}
-
-
-def _from_hub(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """A snapshot in the hub's own cache. Data only: no code of a repository is fetched, let alone run."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    place = f"hub id {repository}" + (f"@{revision}" if revision else "")
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns), etag_timeout=10))
-    except GatedRepoError as error:
-        raise InvalidInput("its owner has not granted access to this host's token", place) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise InvalidInput("there is no such repository or revision, or it is private", place) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        # LocalEntryNotFoundError and OfflineModeIsEnabled are OSErrors; the library has tried more than once by now
-        raise InvalidInput(
-            f"the hub cannot be reached from this host ({type(error).__name__}): "
-            "give a folder or an s3:// URI, or bring it into the hub's cache first",
-            place,
-        ) from error

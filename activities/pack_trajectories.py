@@ -35,7 +35,7 @@ from shared.jobs import Artifact, PackedData
 from shared.models import Frozen
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
 from shared.paths import HostPaths, content_key, packed, tokenized, write_atomically
-from shared.runs import FIRST_TENANT, DatasetSource, RLRun, RunId, StepStatus, Tenant
+from shared.runs import DatasetSource, RLRun, RunId, StepStatus, Tenant
 from shared.settings import S3Settings, Settings
 from shared.store import ObjectStore, disk_errors, open_store, uri_of
 from shared.trajectories import Trajectory
@@ -52,10 +52,10 @@ class GroupsRequest(Frozen):
     whose answers are remembered; `name` and `version` are what the policy was published as, if it was.
     """
 
-    tenant: Tenant = FIRST_TENANT
+    run_id: RunId
+    tenant: Tenant
     name: str | None = None
     version: int | None = None
-    run_id: RunId
     run: RLRun
     step: StepStatus
     policy_version: int
@@ -98,8 +98,10 @@ class PackTrajectories:
         with beating():
             if (before := find_key(store, request.run_id, request.step)) is not None:
                 return PackedGroups(trained_before=before)
-            groups = find_groups(store, request.step.groups) or self._bring(request)
-            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
+            # What a client names is brought as any data is: it may not name what another run has sampled.
+            made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
+            groups = made_here or self._bring(request)
+            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "tenant", "step"}))
             if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
                 self._pack(request, groups, store, key)
             return _result(store, key)
@@ -108,7 +110,9 @@ class PackTrajectories:
         """The groups as an artifact of this step alone: clients may write their next step over the same file."""
         step = request.step
         split = f"groups-{content_key(str(step.step), step.key, step.groups)}"
-        wanted = DownloadRequest(run_id=request.run_id, split=split, source=DatasetSource(uri=step.groups))
+        wanted = DownloadRequest(
+            run_id=request.run_id, tenant=request.tenant, split=split, source=DatasetSource(uri=step.groups)
+        )
         return Download(self._settings).download(wanted).dataset
 
     def _pack(self, request: GroupsRequest, groups: Artifact, store: ObjectStore, key: str) -> None:

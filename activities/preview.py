@@ -27,7 +27,7 @@ from shared.artifacts import stage
 from shared.errors import InvalidInput
 from shared.models import Frozen
 from shared.paths import HostPaths, RunKeys, content_key
-from shared.runs import RowsSource
+from shared.runs import RowsSource, Tenant
 from shared.settings import Settings
 from shared.store import open_store
 
@@ -44,6 +44,13 @@ class PreviewRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
+
+
+class PreviewStart(Frozen):
+    """What is looked at, and for whom."""
+
+    tenant: Tenant
+    request: PreviewRequest
 
 
 class Span(Frozen):
@@ -84,13 +91,13 @@ class PreviewDataset:
         self._settings = settings
 
     @activity.defn(name="preview")
-    def preview(self, request: PreviewRequest) -> Preview:
+    def preview(self, start: PreviewStart) -> Preview:
         """Raises InvalidInput for a dataset or a model that cannot be read."""
-        settings = self._settings
+        settings, request, tenant = self._settings, start.request, start.tenant
         cache = HostPaths(settings.root_path).cache
         with self._temporary_run() as run_id:
-            model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri)).model
-            download = DownloadRequest(run_id=run_id, split="train", source=request.source)
+            model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
+            download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
             dataset = Download(settings).download(download).dataset
             with beating():
                 work = PreviewWork(

@@ -1,6 +1,7 @@
 """Resolve an adapter: a PEFT folder to go on from, checked against model and run before any GPU is asked for."""
 
 import re
+from functools import partial
 
 from temporalio import activity
 
@@ -14,6 +15,7 @@ from shared.jobs import Artifact, Lora
 from shared.layout import ModelShape
 from shared.models import Frozen
 from shared.peft_format import CONFIG, WEIGHTS, check_same, lora_of
+from shared.runs import Tenant
 from shared.settings import Settings
 
 _TENSOR = re.compile(
@@ -24,9 +26,10 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class AdapterRequest(Frozen):
-    """An adapter as a user names it; what the run asks for, and the model's sizes, where they are known."""
+    """An adapter as a tenant's user names it; what the run asks for, and the model's sizes, where they are known."""
 
     uri: str
+    tenant: Tenant
     lora: Lora | None = None
     shape: ModelShape | None = None
 
@@ -53,12 +56,18 @@ class ResolveAdapter:
             StoreUnavailable: S3 cannot be reached or refuses us.
         """
         with beating():
-            location = locate(request.uri, self._settings, (CONFIG, WEIGHTS))
-            lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
-            if request.lora is not None:
-                check_same(lora, request.lora, location.place(CONFIG))
+            check = partial(_check_config, request)
+            location = locate(request.uri, request.tenant, self._settings, (CONFIG, WEIGHTS), check)
+            lora = check(location)
             _check_weights(location, lora, request.shape)
             return ResolvedAdapter(adapter=import_files(location, [CONFIG, WEIGHTS], self._settings), lora=lora)
+
+
+def _check_config(request: AdapterRequest, location: Location) -> Lora:
+    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
+    if request.lora is not None:
+        check_same(lora, request.lora, location.place(CONFIG))
+    return lora
 
 
 def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:

@@ -1,5 +1,7 @@
 """Resolve a model: from what a user wrote to an artifact that hosts can stage, checked before any GPU is asked for."""
 
+from functools import partial
+
 from temporalio import activity
 
 from activities.heartbeat import beating
@@ -13,17 +15,19 @@ from activities.model_files import (
     read_shape,
     weight_files,
 )
-from activities.model_location import locate
+from activities.model_location import Location, locate
 from shared.jobs import Artifact
 from shared.layout import EngineName, Layout, ModelShape, check_layout
 from shared.models import Frozen
+from shared.runs import Tenant
 from shared.settings import Settings
 
 
 class ModelRequest(Frozen):
-    """A model as a user names it, and the layout and engine that are to hold it."""
+    """A model as a tenant's user names it, and the layout and engine that are to hold it."""
 
     uri: str
+    tenant: Tenant
     layout: Layout = Layout()
     engine: EngineName = "megatron"
 
@@ -50,11 +54,18 @@ class ResolveModel:
             StoreUnavailable: S3 cannot be reached or refuses us.
         """
         with beating():
-            location = locate(request.uri, self._settings, HUB_PATTERNS)
-            shape = read_shape(location)
-            check_layout(request.layout, shape, request.engine)
-            check_tokenizer(location, shape.vocab_size)
-            check_chat_template(location)
+            check = partial(_check_small_files, request)
+            location = locate(request.uri, request.tenant, self._settings, HUB_PATTERNS, check)
+            shape = check(location)
             check_weights(location)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=import_files(location, names, self._settings), shape=shape)
+
+
+def _check_small_files(request: ModelRequest, location: Location) -> ModelShape:
+    """All that can be said against a model before its weights are here."""
+    shape = read_shape(location)
+    check_layout(request.layout, shape, request.engine)
+    check_tokenizer(location, shape.vocab_size)
+    check_chat_template(location)
+    return shape

@@ -83,18 +83,20 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
 def prepare(start: RLStart, settings: Settings) -> RLState:
     """Model, adapter and prompts: checked, brought and rendered."""
     run, rollouts = start.run, rollout_requests.rollouts_of(start.run)
-    resolved = ResolveModel(settings).resolve_model(ModelRequest(uri=run.model, layout=run.layout, engine=run.engine))
+    resolved = ResolveModel(settings).resolve_model(
+        ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
+    )
     adapter: Artifact | None = None
     if run.initial_adapter is not None:
-        wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
+        wanted = AdapterRequest(uri=run.initial_adapter, tenant=start.tenant, lora=run.trainable, shape=resolved.shape)
         adapter = ResolveAdapter(settings).resolve_adapter(wanted).adapter
     reference: Artifact | None = None
     if (uri := reference_uri(run.loss)) is not None:
-        named = AdapterRequest(uri=uri, shape=resolved.shape)
+        named = AdapterRequest(uri=uri, tenant=start.tenant, shape=resolved.shape)
         reference = ResolveAdapter(settings).resolve_adapter(named).adapter
 
     def rendered(split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
-        wanted = DownloadRequest(run_id=start.run_id, split=split, source=source)
+        wanted = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
         dataset = Download(settings).download(wanted).dataset
         request = rollout_requests.prompts_request(run, source, dataset, resolved.model)
         return RenderPrompts(settings).render_prompts(request)
@@ -155,6 +157,7 @@ class Loop:
         packed = PackTrajectories(self._settings).pack_trajectories(
             GroupsRequest(
                 run_id=start.run_id,
+                tenant=start.tenant,
                 run=start.run,
                 step=step.model_copy(update={"metrics": {}}),
                 policy_version=state.policy_version,

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -246,6 +247,8 @@ def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptArtifact("the file is missing", str(path)) from error
+    if not S_ISREG(status.st_mode):
+        raise CorruptArtifact("this is no regular file", str(path))
     if status.st_size != entry.size:
         raise CorruptArtifact(f"the file has {status.st_size} bytes, the manifest says {entry.size}", str(path))
     return status

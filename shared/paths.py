@@ -257,6 +257,19 @@ def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
     return f"{tenant_folder(tenant)}/checkpoints/{run_id}/{sha256[:32]}"
 
 
+def is_published(tenant: str, key: str) -> bool:
+    """Whether a key is one of `published_version`: where a run of this tenant publishes, and nobody uploads."""
+    pattern = rf"{re.escape(tenant_folder(tenant))}/(adapters|models)/[a-z0-9][a-z0-9._-]{{0,62}}/v[0-9]{{6,}}"
+    return re.fullmatch(pattern, key) is not None
+
+
+def checkpoint_adapter_run(tenant: str, key: str) -> str | None:
+    """The run of a key that is one of `checkpoint_adapter`; None for any other key."""
+    pattern = rf"{re.escape(tenant_folder(tenant))}/checkpoints/([a-z0-9][a-z0-9-]{{0,62}})/[0-9a-f]{{32}}"
+    match = re.fullmatch(pattern, key)
+    return match[1] if match else None
+
+
 class HostPaths:
     """Local folders of the hosts of one root: their records, workers, the cache of staged artifacts, compiled kernels,
     and scratch.

@@ -182,7 +182,7 @@ class LocalStore:
 
     def _open(self, key: str) -> BinaryIO:
         try:
-            return self._path(key).open("rb")
+            return open_regular(self._path(key))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise NotFound(f"no object {key} in {self.uri}") from error
 
@@ -205,6 +205,19 @@ def _is_temporary(name: str) -> bool:
 
 def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key, status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. What is no regular file is none: a pipe would wait, and a device need never end.
+
+    Raises:
+        FileNotFoundError: also for what is there and is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)

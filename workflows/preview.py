@@ -3,7 +3,8 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.preview import Preview, PreviewRequest
+    from activities.preview import Preview, PreviewStart
+    from activities.preview import PreviewRequest as PreviewRequest
     from workflows import control, policies
 
 
@@ -12,5 +13,5 @@ class PreviewWorkflow:
     """One activity, so that the web service needs neither tokenizers nor the datasets' addresses."""
 
     @workflow.run
-    async def run(self, request: PreviewRequest) -> Preview:
-        return await control.do("preview", request, Preview, within=policies.PREVIEW_TIMEOUT)
+    async def run(self, start: PreviewStart) -> Preview:
+        return await control.do("preview", start, Preview, within=policies.PREVIEW_TIMEOUT)

@@ -99,15 +99,17 @@ class RLWorkflow:
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
             recovered = await control.do("recover_steps", request, Recovered)
             self._steps.next = recovered.last_step + 1
-        asked = ModelRequest(uri=run.model, layout=run.layout, engine=run.engine)
+        asked = ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
         resolved = await control.do("resolve_model", asked, ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
-            wanted = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=resolved.shape)
+            wanted = AdapterRequest(
+                uri=run.initial_adapter, tenant=start.tenant, lora=run.trainable, shape=resolved.shape
+            )
             adapter = (await control.do("resolve_adapter", wanted, ResolvedAdapter)).adapter
         reference: Artifact | None = None
         if (uri := reference_uri(run.loss)) is not None:
-            named = AdapterRequest(uri=uri, shape=resolved.shape)
+            named = AdapterRequest(uri=uri, tenant=start.tenant, shape=resolved.shape)
             reference = (await control.do("resolve_adapter", named, ResolvedAdapter)).adapter
         data = None
         if run.rollouts is not None:
@@ -220,6 +222,7 @@ class RLWorkflow:
         self._show(phase="packing")
         request = GroupsRequest(
             run_id=start.run_id,
+            tenant=start.tenant,
             run=start.run,
             step=step.model_copy(update={"metrics": {}}),
             policy_version=state.policy_version,

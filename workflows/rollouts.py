@@ -39,7 +39,7 @@ async def prepare(start: RLStart, model: Artifact) -> RolloutData:
 
 
 async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
-    download = DownloadRequest(run_id=start.run_id, split=split, source=source)
+    download = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
     dataset = (await control.do("download", download, Downloaded)).dataset
     request = rollout_requests.prompts_request(start.run, source, dataset, model)
     return await control.do("render_prompts", request, Prompts)

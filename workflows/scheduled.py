@@ -26,7 +26,7 @@ class ScheduledRunWorkflow:
         self._show(Action())
         try:
             # Brought under the run's own key: what was compared is what is trained on.
-            download = DownloadRequest(run_id=run_id, split="train", source=data_of(run))
+            download = DownloadRequest(run_id=run_id, tenant=action.tenant, split="train", source=data_of(run))
             dataset = (await control.do("download", download, Downloaded)).dataset
             decision = await _accepted(AcceptRequest(action=action, run_id=run_id, dataset=dataset))
         except Exception as error:

@@ -57,7 +57,7 @@ class SFTWorkflow:
     async def _train_and_publish(self) -> None:
         start, run = self._start, self._start.run
         self._show(phase="checking")
-        asked = ModelRequest(uri=run.model, layout=run.layout, engine=run.engine)
+        asked = ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
         resolved = await control.do("resolve_model", asked, ResolvedModel)
         model = resolved.model
         adapter = await self._resolve_adapter(resolved.shape)
@@ -111,7 +111,7 @@ class SFTWorkflow:
         if run.initial_adapter is None:
             return None
         assert run.trainable.kind == "lora"  # runs take an adapter with nothing else
-        request = AdapterRequest(uri=run.initial_adapter, lora=run.trainable, shape=shape)
+        request = AdapterRequest(uri=run.initial_adapter, tenant=self._start.tenant, lora=run.trainable, shape=shape)
         return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
@@ -121,7 +121,7 @@ class SFTWorkflow:
             return initial or "base"
         if run.reference == "base":
             return "base"
-        request = AdapterRequest(uri=run.reference, shape=shape)
+        request = AdapterRequest(uri=run.reference, tenant=self._start.tenant, shape=shape)
         return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _prepare(
@@ -130,7 +130,7 @@ class SFTWorkflow:
         """Download, tokenize, pack. Evaluation takes all its examples once, in their order, as one step."""
         run = self._start.run
         self._show(phase="downloading")
-        request = DownloadRequest(run_id=self._start.run_id, split=split, source=source)
+        request = DownloadRequest(run_id=self._start.run_id, tenant=self._start.tenant, split=split, source=source)
         downloaded = await control.do("download", request, Downloaded)
         self._show(phase="tokenizing")
         tokenized = await control.do(

@@ -218,7 +218,7 @@ class ArtModels:
             except NotFound:
                 if name.step is not None:
                     raise NotFound(f"{name.title} has no checkpoint of step {name.step}") from None
-        base = await self._untrained.resolve(model.base_model)
+        base = await self._untrained.resolve(tenant, model.base_model)
         return Target(base, None, model.settings.dtype or "float32", model.base_model, model.published_as, 0)
 
     def _trained(self, tenant: str, model_id: str) -> Target:

@@ -24,18 +24,18 @@ class UntrainedModels:
     def __init__(self, settings: Settings, temporal: Temporal) -> None:
         self._queue = settings.control_queue
         self._temporal = temporal
-        self._known: dict[str, tuple[float, Artifact]] = {}
+        self._known: dict[tuple[str, str], tuple[float, Artifact]] = {}
 
-    async def resolve(self, uri: str) -> Artifact:
-        """The files of a hub id, folder or URI.
+    async def resolve(self, tenant: str, uri: str) -> Artifact:
+        """The files of a hub id, folder or URI that this tenant may read.
 
         Raises:
             InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """
-        since, known = self._known.get(uri, (0.0, None))
+        since, known = self._known.get((tenant, uri), (0.0, None))
         if known is not None and time.monotonic() - since < _TRUSTED_S:
             return known
-        request = ModelRequest(uri=uri)
+        request = ModelRequest(uri=uri, tenant=tenant)
         async with self._temporal.client() as client:
             handle = await client.start_workflow(
                 UNTRAINED_MODEL_WORKFLOW,
@@ -51,5 +51,5 @@ class UntrainedModels:
                 found: ResolvedModel = await handle.result()
             except WorkflowFailureError as error:
                 raise cause_of(error) from None
-        self._known[uri] = time.monotonic(), found.model
+        self._known[tenant, uri] = time.monotonic(), found.model
         return found.model

@@ -38,7 +38,7 @@ from shared.run_start import check_parallelism, threads_per_rank, workflow_of
 from shared.runs import Run, RunRecord, RunStatus, Source, State
 from shared.settings import Settings
 from shared.store import ObjectStore
-from workflows.preview import Preview, PreviewRequest
+from workflows.preview import Preview, PreviewRequest, PreviewStart
 
 logger = logging.getLogger("longshore.service")
 
@@ -380,7 +380,7 @@ class Runs:
             try:
                 answer: Preview = await client.execute_workflow(
                     PREVIEW_WORKFLOW,
-                    request,
+                    PreviewStart(tenant=tenant, request=request),
                     id=f"preview-{secrets.token_hex(8)}",
                     task_queue=self._settings.control_queue,
                     execution_timeout=_PREVIEW_PATIENCE,

@@ -373,6 +373,7 @@ def test_a_step_of_conversations_is_packed(server: Server, folders: dict[str, Pa
     uri = write_groups(tmp_path / "g.jsonl", group)
     fields = {
         "run_id": "r1",
+        "tenant": "default",
         "run": rl_run(max_tokens=MAX_TOKENS),
         "step": StepStatus(step=1, key="a", groups=uri),
         "policy_version": 0,

@@ -39,7 +39,7 @@ def settings(tmp_path) -> Settings:
 
 
 def download(settings: Settings, uri: str, run_id: str = "sft-1") -> Downloaded:
-    request = DownloadRequest(run_id=run_id, split="train", source=DatasetSource(uri=uri))
+    request = DownloadRequest(run_id=run_id, tenant="default", split="train", source=DatasetSource(uri=uri))
     return ActivityEnvironment().run(Download(settings).download, request)
 
 
@@ -439,7 +439,9 @@ def test_a_cancelled_download_stops_and_leaves_nothing_but_for_a_restart(setting
     timer = threading.Timer(0.5, environment.cancel, [details])
     timer.start()
     begun = time.monotonic()
-    request = DownloadRequest(run_id="sft-1", split="eval", source=DatasetSource(uri=f"{web.uri}/slow"))
+    request = DownloadRequest(
+        run_id="sft-1", tenant="default", split="eval", source=DatasetSource(uri=f"{web.uri}/slow")
+    )
     with pytest.raises(CancelledError):
         environment.run(Download(settings).download, request)
     timer.join()

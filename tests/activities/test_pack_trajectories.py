@@ -29,7 +29,9 @@ def settings(tmp_path: Path) -> Settings:
 
 def pack(settings: Settings, uri: str, step: int = 1, key: str = "a", version: int = 0, **run: Any) -> PackedGroups:
     status = StepStatus(step=step, key=key, groups=uri)
-    request = GroupsRequest(run_id="r1", run=rl_run(**run), step=status, policy_version=version, vocab_size=512)
+    request = GroupsRequest(
+        run_id="r1", tenant="default", run=rl_run(**run), step=status, policy_version=version, vocab_size=512
+    )
     return PackTrajectories(settings).pack_trajectories(request)
 
 

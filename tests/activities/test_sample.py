@@ -128,7 +128,9 @@ def packed(settings: Settings, found: Sampled) -> tuple[str, str, dict[str, floa
     request = GroupSamplesRequest(completions=found.completions, grades=graded.grades)
     grouped = run(GroupSamples(settings).group_samples, request)
     step = StepStatus(step=1, key="1", groups=grouped.groups_uri)
-    pack = GroupsRequest(run_id="r1", run=rl_run(max_tokens=128), step=step, policy_version=3, vocab_size=512)
+    own = {"prompts": {"uri": "file:///prompts"}, "grader": parse_grader(GRADER), "steps": 1}
+    run_of = rl_run(max_tokens=128, rollouts=own | {"max_completion_tokens": 24})
+    pack = GroupsRequest(run_id="r1", tenant="default", run=run_of, step=step, policy_version=3, vocab_size=512)
     result = run(PackTrajectories(settings).pack_trajectories, pack)
     assert result.data is not None
     assert result.metrics["reward_mean"] == pytest.approx(graded.summary.mean)

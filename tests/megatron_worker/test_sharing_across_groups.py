@@ -63,7 +63,7 @@ def run_of() -> RLRun:
 def test_a_step_of_shared_trees_is_the_step_of_groups_apart(model: Path, tmp_path: Path, name: str) -> None:
     groups, run = groups_with_a_system_prompt(), run_of()
     step = StepStatus(step=1, key="a", groups="file:///groups.jsonl")
-    request = GroupsRequest(run_id="r1", run=run, step=step, policy_version=0, vocab_size=VOCAB_SIZE)
+    request = GroupsRequest(run_id="r1", tenant="default", run=run, step=step, policy_version=0, vocab_size=VOCAB_SIZE)
     read = GroupsRead(groups=groups, all_groups=groups, report=GroupsReport(num_groups=len(groups)))
     write_step(read, request, tmp_path / "units", tmp_path / "plan")
     with Units(tmp_path / "units") as units:

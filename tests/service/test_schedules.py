@@ -420,7 +420,9 @@ def accepting_alone(root: Path, store: ObjectStore) -> tuple[AcceptRequest, Back
     (root / "rows.jsonl").write_text('{"text": "one"}\n')
     source = DatasetSource(uri=(root / "rows.jsonl").as_uri())
     scheduled = ScheduledRun(name="s", run=stack_run(source.uri), cron="@daily")
-    brought = Download(settings).download(DownloadRequest(run_id="sft-1", split="train", source=source))
+    brought = Download(settings).download(
+        DownloadRequest(run_id="sft-1", tenant="default", split="train", source=source)
+    )
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
     backend = Backend(settings, store, open_database(settings))
     migrate.upgrade(backend.database)

@@ -21,7 +21,7 @@ from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 
 from activities.grade_one import GradeOneRequest
-from activities.preview import PreviewRequest
+from activities.preview import PreviewRequest, PreviewStart
 from activities.resolve_model import ModelRequest
 from activities.track import TrackRequest
 from activities.worker_process import processes_of
@@ -114,10 +114,11 @@ async def record_short(address: str) -> None:
         run = SFTRun(model=str(model), dataset=dataset, steps=1, batch_size=1)
         exact = {"name": "exact", "operation": "eq", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
         sample = SampledItem(sample={"output_text": "42"}, item={"answer": "42"})
+        looked_at = PreviewRequest(source=dataset, model_uri=str(model), num_rows=2)
         requests: dict[str, tuple[str, Frozen]] = {
             "grader": ("GraderWorkflow", GradeOneRequest(grader=StringCheckGrader(**exact), sample=sample)),
-            "preview": ("PreviewWorkflow", PreviewRequest(source=dataset, model_uri=str(model), num_rows=2)),
-            "untrained_model": ("UntrainedModelWorkflow", ModelRequest(uri=str(model))),
+            "preview": ("PreviewWorkflow", PreviewStart(tenant="default", request=looked_at)),
+            "untrained_model": ("UntrainedModelWorkflow", ModelRequest(uri=str(model), tenant="default")),
             "track": ("TrackWorkflow", TrackRequest(run_id="sft-1", run=run)),
         }
         stopped = asyncio.Event()

@@ -4,6 +4,7 @@ The stack is bounded (bounds.py), and asks servers on loopback too: what an atta
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
+from shared.artifacts import seal, upload
+from shared.paths import published_version
+from shared.store import LocalStore
 from tests.end_to_end.stack import Stack, started
 from tests.security.attacks.bounds import Bounds, bounded
 from tests.security.attacks.tenants import Tenant
+from tests.workflows.published import publish
 
 
 @pytest.fixture(scope="session")
@@ -81,3 +86,19 @@ def _made(operator: Tenant, name: str) -> Tenant:
     made: httpx.Response = operator.http.post("/api/v1/tenants", json={"tenant": name})
     assert made.status_code == 201, made.text
     return Tenant(operator.url, name, made.json()["key"]["key"])
+
+
+@pytest.fixture(scope="session")
+def secret_model(stack: Stack, victim: Tenant, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that the victim has published, as a run leaves it: its folder in the store."""
+    folder = tmp_path_factory.mktemp("secret") / "model"
+    shutil.copytree(tiny_model, folder)
+    store = LocalStore(stack.root / "store")
+    model = upload(store, "models/imported/00000000000000000000000000000000", _sealed(folder))
+    version = publish(store, folder, "secret", model, tenant=victim.name, kind="models")
+    return stack.root / "store" / published_version(victim.name, "models", "secret", version)
+
+
+def _sealed(folder: Path) -> Path:
+    seal(folder)
+    return folder
