@@ -228,7 +228,6 @@ class RLWorkflow:
             policy_version=state.policy_version,
             vocab_size=state.shape.vocab_size,
             model=state.model,
-            tenant=start.tenant,
             name=self._status.name,
             version=self._status.version,
         )

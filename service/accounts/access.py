@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, JsonValue
 
+from shared.errors import InvalidInput
 from shared.places import Places
 from shared.settings import Settings
 from shared.store import ObjectStore
@@ -25,9 +26,18 @@ class Access:
                 has a scheme that is not read.
         """
         for place, text in _strings(request.model_dump(mode="json")):
-from shared.store import ObjectStore
+            _check_scheme(text, place)
+            self._places.check_named(tenant, text, place)
 
-_MODEL_FIELDS = ("model", "model_uri", "initial_adapter", "reference")
+
+def _check_scheme(text: str, place: str) -> None:
+    """What no host could read is refused before a run waits for one."""
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    field = place.rpartition(".")[2]
+    if field == "uri" and scheme not in ("file", "http", "https", "s3"):
+        raise InvalidInput("a dataset's URI starts with file://, http://, https:// or s3://", place)
+    if field in _MODEL_FIELDS and scheme not in ("", "file", "s3"):
+        raise InvalidInput("give an absolute path, a file:// or s3:// URI, or a hub id such as org/name", place)
 
 
 def _strings(value: JsonValue, place: str = "") -> Iterator[tuple[str, str]]:

@@ -97,7 +97,7 @@ async def test_what_a_killed_control_host_had_in_hand_is_done_anew_at_once(
         source = DatasetSource(uri=f"http://127.0.0.1:{port}/rows.jsonl")
         handle = await client.start_activity(
             "download",
-            DownloadRequest(run_id="r1", split="train", source=source),
+            DownloadRequest(run_id="r1", tenant="default", split="train", source=source),
             id=f"download-{queue}",
             task_queue=queue,
             start_to_close_timeout=timedelta(hours=1),
