@@ -1,6 +1,7 @@
 """Item 9: a manifest counts where we write it and nowhere else: a tenant's file of that name says nothing."""
 
 import json
+import re
 from pathlib import Path
 
 from shared.artifacts import manifest_of
@@ -37,8 +38,6 @@ def test_an_uploaded_manifest_tells_nothing_of_other_files(stack: Stack, attacke
         files = [{"path": name, "size": size, "sha256": "0" * 64}]
         data = json.dumps({"schema_version": 1, "files": files, "root": stack.root.as_uri()}).encode()
         uri = attacker.upload("manifest.json", data).removesuffix("/manifest.json")
-        status, text = 0, ""
         answer = attacker.http.post("/api/v1/preview", json={"source": {"uri": rows}, "model_uri": uri})
-        status, text = answer.status_code, answer.text.replace(uri, "")
-        said.add((status, text))
+        said.add((answer.status_code, re.sub("[0-9a-f]{64}", "", answer.text)))
     assert len(said) == 1 and "nothing was completed there" in said.pop()[1]
