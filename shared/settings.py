@@ -70,6 +70,7 @@ class ServingSettings(BaseModel):
 
     idle_s: float = Field(default=300.0, gt=0, description="without a question, until a sampler is given back")
     patience_s: float = Field(default=120.0, gt=0, description="that a question waits for a sampler to be up")
+    share_s: float = Field(default=60.0, gt=0, description="that one model's users keep a sampler others wait for")
     max_model_len: int = Field(default=8192, ge=2, description="question and answer together, in tokens")
     slots: int = Field(default=16, ge=1, description="answers that are drawn at a time")
     answers_kept_s: float = Field(

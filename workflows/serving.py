@@ -33,6 +33,7 @@ class ServingStart(Frozen):
     shape: str
     timing: RunTiming = RunTiming()
     idle_s: float = Field(gt=0)
+    share_s: float = Field(default=60.0, gt=0, description="that a sampler is kept while others wait for it")
 
 
 class ServeRequest(Frozen):
@@ -57,6 +58,8 @@ class ServingWorkflow:
         self._is_hopeless = False  # another would fare no better
         self._is_over = False
         self._idle_s = start.idle_s
+        self._leased_at = 0.0
+        self._due_at: float | None = None  # when this sampler is given back, whoever asks
 
     @workflow.run
     async def run(self, start: ServingStart) -> None:
@@ -85,8 +88,14 @@ class ServingWorkflow:
 
     @workflow.signal
     def make_room(self) -> None:
-        """A run waits for a sampler: without a question this one is given back soon."""
+        """A run or another model waits for a sampler.
+
+        Without a question this one is given back soon; with questions, when their share of the time is over. Whoever
+        goes on asking waits in line for the next one.
+        """
         self._idle_s = min(_ROOM_S, self._start.idle_s / 6)
+        if self._leasing.is_warm and self._due_at is None:
+            self._due_at = max(workflow.time(), self._leased_at + self._start.share_s)
 
     @workflow.signal
     def sampler_leased(self, grant: LeaseGrant) -> None:
@@ -132,10 +141,15 @@ class ServingWorkflow:
         except ActivityError as error:
             raise lost(error) from error
         self._num_lost_in_a_row = 0
-        await self._until(lambda: not self._leasing.is_warm or self._is_long)
+        self._leased_at, self._due_at = workflow.time(), None
+        await self._until(lambda: not self._leasing.is_warm or self._is_long or self._is_due)
         if not self._leasing.is_warm:
             raise Lost("the sampler was lost")
         self._is_over = True
+
+    @property
+    def _is_due(self) -> bool:
+        return self._due_at is not None and workflow.time() >= self._due_at
 
     @property
     def _is_long(self) -> bool:
@@ -144,16 +158,17 @@ class ServingWorkflow:
     async def _until(self, happens: Callable[[], bool]) -> bool:
         """Wait; False when before that nobody waited, and nobody asked, for the idle time."""
         while not happens():
-            asked, idle_s = self._num_asked, self._idle_s
+            before = self._num_asked, self._idle_s, self._due_at
+            left_s = self._idle_s if self._due_at is None else min(self._idle_s, self._due_at - workflow.time())
             try:
                 await workflow.wait_condition(
-                    lambda asked=asked, idle_s=idle_s: (  # type: ignore[misc]
-                        happens() or self._num_asked != asked or self._idle_s != idle_s
+                    lambda before=before: (  # type: ignore[misc]
+                        happens() or (self._num_asked, self._idle_s, self._due_at) != before
                     ),
-                    timeout=timedelta(seconds=idle_s),
+                    timeout=timedelta(seconds=max(0.0, left_s)),
                 )
             except TimeoutError:
-                if self._num_asked == asked and not self._num_waiting:
+                if self._num_asked == before[0] and not self._num_waiting:
                     return False
         return True
 

@@ -62,6 +62,10 @@ class Inference:
         self._art_models = art_models
         self._questions = questions
 
+    def waiting(self) -> frozenset[str]:
+        """The serving workflows of models whose users wait for a sampler."""
+        return self._seats.waiting()
+
     async def models(self, tenant: str) -> list[ServedModel]:
         """Everything that a tenant has published, by name; the newest version of each."""
         return await asyncio.to_thread(self._published.list, tenant)

@@ -21,6 +21,7 @@ from workflows.serving import LeaseGrant, ServeRequest, ServingStart
 SERVING_WORKFLOW = "ServingWorkflow"
 _CONTROL_PATIENCE_S = 15.0  # beyond a question's own: of hosts that run workflows
 _MAX_REUSE_S = 10.0
+WAITS_S = 15.0
 _TRIES = 3
 _REFUSALS = ("invalid_input", "corrupt_artifact")
 
@@ -43,6 +44,7 @@ class Seats:
         self._settings = settings
         self._temporal = temporal
         self._asking: dict[str, asyncio.Task[LeaseGrant]] = {}
+        self._asked_at: dict[str, float] = {}
         self._known: dict[str, tuple[LeaseGrant, float]] = {}
         self._reuse_s = min(_MAX_REUSE_S, settings.serving.idle_s / 3)
 
@@ -63,15 +65,21 @@ class Seats:
         """The sampler was lost, for all one knows."""
         self._known.pop(seat.serving_id, None)
 
+    def waiting(self) -> frozenset[str]:
+        """The serving workflows of models whose questions have waited for longer than a sampler takes to start."""
+        now = time.monotonic()
+        return frozenset(serving_id for serving_id, since in self._asked_at.items() if now - since > WAITS_S)
+
     def _ask_once(self, serving_id: str, key: SamplerKey) -> asyncio.Task[LeaseGrant]:
         if serving_id not in self._asking:
             task = asyncio.create_task(self._ask(serving_id, key))
             self._asking[serving_id] = task
+            self._asked_at[serving_id] = time.monotonic()
             task.add_done_callback(lambda task: self._asked(serving_id, task))
         return self._asking[serving_id]
 
     def _asked(self, serving_id: str, task: asyncio.Task[LeaseGrant]) -> None:
-        del self._asking[serving_id]
+        del self._asking[serving_id], self._asked_at[serving_id]
         if not task.cancelled() and task.exception() is None:
             self._known[serving_id] = (task.result(), time.monotonic() + self._reuse_s)
 
@@ -111,6 +119,7 @@ class Seats:
             shape=settings.shape,
             timing=timing_of(settings),
             idle_s=settings.serving.idle_s,
+            share_s=settings.serving.share_s,
         )
         await client.start_workflow(
             SERVING_WORKFLOW,

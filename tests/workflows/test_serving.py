@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,7 +349,7 @@ async def test_an_idle_sampler_makes_room_for_a_run_that_waits(harbour: Harbour,
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
     migrate.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
-    room = Room(harbour.settings, rows, Temporal(harbour.settings))
+    room = Room(harbour.settings, rows, Temporal(harbour.settings), frozenset)
     try:
         await room.make()
         run = RLRun.model_validate({"model": "m"})
@@ -364,6 +364,43 @@ async def test_an_idle_sampler_makes_room_for_a_run_that_waits(harbour: Harbour,
         database.close()
     mine = f'TaskQueue = "{harbour.settings.control_queue}" AND ExecutionStatus = "Running"'
     await there_is(lambda: harbour.client.count_workflows(mine), lambda found: found.count == 0)
+
+
+async def test_a_sampler_that_is_asked_all_the_time_is_shared(
+    harbour: Harbour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question a second does not keep the only sampler from another model's users."""
+    monkeypatch.setattr("service.models.seats.WAITS_S", 1.0)
+    shutil.copytree(harbour.model, harbour.settings.root_path / "other")
+    publish(harbour.store, harbour.settings.root_path / "other", "other", harbour.artifact, kind="models")
+    serving = harbour.settings.serving.model_copy(update={"idle_s": 60.0, "share_s": 3.0})
+    inference = harbour.inference(serving=serving)
+    database = Database(f"sqlite:///{tmp_path}/longshore.db")
+    migrate.upgrade(database)
+    rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
+    room = Room(harbour.settings, rows, Temporal(harbour.settings), inference.waiting)
+
+    async def again_and_again(work: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            await work()
+            await asyncio.sleep(0.5)
+
+    async def keep() -> None:
+        with suppress(SamplerUnavailable):  # while the other model has its turn
+            await inference.chat("default", greedy("north", max_tokens=1))
+
+    await keep()
+    loops = [asyncio.create_task(again_and_again(work)) for work in (keep, room.make)]
+    try:
+        assert said(await inference.chat("default", greedy("other")))
+    finally:
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        database.close()
+    mine = f'WorkflowType = "ServingWorkflow" AND TaskQueue = "{harbour.settings.control_queue}"'
+    async for found in harbour.client.list_workflows(f'{mine} AND ExecutionStatus = "Running"'):
+        await harbour.client.get_workflow_handle(found.id, run_id=found.run_id).terminate()
 
 
 async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harbour) -> None:
