@@ -14,6 +14,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests import failures
+
 # How long a test takes before it is named; it is named again each time that this has doubled.
 _LONG_S = 120.0
 # pytest-timeout raises in the test once. What catches that, or waits in a `finally`, is given so long; then its
@@ -22,19 +24,26 @@ _STUCK_S = 120.0
 
 
 class Told:
-    """In the process that reports: failures as they come, and tests that run for long."""
+    """In the process that reports: failures as they come, tests that run for long, and at the end how many failed."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self._terminal = terminal
         self._since: dict[str, float] = {}
         self._named: dict[str, float] = {}
+        self._kinds: dict[str, str] = {}
         self._ended = threading.Event()
 
     def pytest_sessionstart(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._ended.set()
+        if (cache := getattr(session.config, "cache", None)) is not None and self._kinds:
+            cache.set(failures.KEY, self._kinds)
+
+    def pytest_terminal_summary(self) -> None:
+        if self._kinds:
+            self._say(f"!! {failures.told(self._kinds)}")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._since[nodeid] = time.monotonic()
@@ -48,6 +57,10 @@ class Told:
             return
         if report.when not in ("setup", "call", "teardown"):  # its process ended: nothing says that it has finished
             self.pytest_runtest_logfinish(report.nodeid)
+        # As pytest counts: what a fixture raises is an error of every test that wanted it.
+        kind = "error" if report.when in ("setup", "teardown") else "failed"
+        if self._kinds.get(report.nodeid) != "failed":
+            self._kinds[report.nodeid] = kind
         since = self._since.get(report.nodeid)
         after = f" after {time.monotonic() - since:.0f} s" if since is not None else ""
         self._say(f"!! {report.nodeid} failed in {report.when}{after}:\n{report.longreprtext}")

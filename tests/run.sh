@@ -2,27 +2,32 @@
 # The whole suite, two files at a time; then what failed, once more and alone.
 # Hundreds of tests start real servers and workers beside each other on whatever machine this is. A test that fails
 # beside others and passes alone was short of the machine: it is named at the end, and is worth mending. One that
-# fails twice fails the suite. So do failures in more than four files (a server that all tests of a file share takes
-# them along, which counts once), and tests that did not run to their end.
+# fails twice fails the suite. So do more failures than a busy machine explains (tests/failures.py: eight causes, where
+# all errors of a file count as one, or four files), and tests that did not run to their end. The end says how many
+# tests failed and how many had errors, beside the number of files.
 # Both rounds draw the same random workloads and kills; hypothesis keeps the examples that failed by itself.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONNODEBUGRANGES=1
 export LONGSHORE_TEST_SEED="${LONGSHORE_TEST_SEED:-$(date +%s)}"
-most=4
-failed_file=.pytest_cache/v/cache/lastfailed
+cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
+failures="$cache/v/longshore/failures"
 
-rm -f "$failed_file"
-.venv/bin/python -m pytest -n 2 --dist loadfile --durations 30 "$@"
+rm -f "$failures" "$cache/v/cache/lastfailed"
+.venv/bin/python -m pytest -n 2 --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
 status=$?
 # 1: they ran to their end, and some failed.
-[ $status = 1 ] && [ -s "$failed_file" ] || exit $status
-failed=$(.venv/bin/python -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$failed_file") || exit 1
-if [ "$(cut -d: -f1 <<<"$failed" | sort -u | wc -l)" -gt $most ]; then
-    echo "!! failures in more than $most files: no second round" >&2
+[ $status = 1 ] && [ -s "$failures" ] || exit $status
+first_round=$(.venv/bin/python -m tests.failures "$failures")
+case $? in
+    0) ;;
+    *) printf '!! too much for a second round: %s\n' "$first_round" >&2; exit 1 ;;
+esac
+printf '== failed beside other tests, now alone: %s\n' "$first_round"
+rm -f "$failures"
+.venv/bin/python -m pytest --last-failed --last-failed-no-failures none -o cache_dir="$cache" "$@" || {
+    printf '!! failed beside other tests: %s\n' "$first_round" >&2
+    [ -s "$failures" ] && printf '!! and alone: %s\n' "$(.venv/bin/python -m tests.failures "$failures")" >&2
     exit 1
-fi
-echo "== failed beside other tests, now alone:"
-echo "$failed"
-.venv/bin/python -m pytest --last-failed --last-failed-no-failures none "$@" || exit 1
-printf '!! failed beside other tests and passed alone:\n%s\n' "$failed"
+}
+printf '!! failed beside other tests and passed alone: %s\n' "$first_round"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_worker.agreement import everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
 from shared.jobs import Adam
@@ -23,7 +24,7 @@ from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
 from tests.megatron_worker.trials import given_trials
 
-BUDGET_BYTES = 3_000_000  # two ranks need several micro-batches
+_BUDGET = 2.2  # times what the largest item needs alone: two ranks need several micro-batches
 
 
 class Trial(Frozen):
@@ -42,7 +43,7 @@ def items_of_all_kinds() -> list[list[ForwardInput]]:
     """Groups that share a prefix, of every slot and kind."""
     generator = np.random.default_rng(3)
     items = []
-    for _ in range(14):
+    for _ in range(20):
         prefix = random_ids(generator, int(generator.integers(0, 30)))
         items.append([random_input(generator, prefix) for _ in range(generator.integers(1, 4))])
     return items
@@ -52,6 +53,7 @@ def run(trial: Trial, out: Path) -> None:
     rank = start(trial, out)
     out = out / trial.name
     note(rank, out, "own", own_share(rank))
+    rank.memory_budget_bytes = budget_of(rank)
     note(rank, out, "micro_batches", dealt_out(rank))
     adapters = ["one", "two"]
     # Where a gradient is as small as Adam's usual eps, a step magnifies its rounding by learning rate / eps.
@@ -69,9 +71,22 @@ def run(trial: Trial, out: Path) -> None:
 
 def start(trial: Trial, out: Path) -> TrainerRank:
     engine = ENGINES[trial.engine](out / trial.model / "model", trial.layout, "float32")
-    rank = TrainerRank(engine, memory_budget_bytes=BUDGET_BYTES)
+    rank = TrainerRank(engine, memory_budget_bytes=1 << 40)
     load_adapters(rank, {name: out / trial.model / "adapters" / name for name in LORAS})
     return rank
+
+
+def budget_of(rank: TrainerRank) -> int:
+    """What fits a few items, by this rank's own estimates, which are the same on all ranks.
+
+    How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
+    """
+    needed = 0
+    for item in items_of_all_kinds():
+        for micro_batch in rank.forward_micro_batches([item]):
+            needed = max(needed, micro_batch.planning.estimated_bytes)
+            del micro_batch
+    return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
 
 
 def own_share(rank: TrainerRank) -> dict[str, dict[str, list]]:
@@ -89,10 +104,14 @@ def dealt_out(rank: TrainerRank) -> dict[str, object]:
     for micro_batch in rank.forward_micro_batches(items_of_all_kinds()):
         for place, item in zip(micro_batch.indices, micro_batch.outputs, strict=True):
             found[str(place)] = [as_lists(tensors_of(output)) for output in item]
-        total = sum((some_loss([o]) for item in micro_batch.outputs for o in item), start=torch.zeros(()))
+        total = torch.zeros(())
+        for item in micro_batch.outputs:
+            for output in item:
+                total = total + some_loss([output])
         rank.backward(total)
         indices.append(list(micro_batch.indices))
         plans.append(micro_batch.planning.budget_bytes)
+        del micro_batch, item, output, total  # what is held takes of the next one's budget
     return {"outputs": found, "indices": indices, "budgets": plans}
 
 
