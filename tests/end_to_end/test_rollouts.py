@@ -136,7 +136,11 @@ def test_gsm8k_goes_the_whole_way(stack: Stack, tiny_model: Path, gsm8k: Path, t
         assert metrics["samples"] == metrics["trajectories"] == 32
         assert metrics["ungraded_share"] == 0
         assert metrics["trained_trajectories"] + metrics["dropped_trajectories"] == 32
-        assert 0 < metrics["reward_mean"] < 0.2
+        path = Path(step["groups"].removeprefix("file://"))
+        groups = [json.loads(line) for line in path.read_text().splitlines()]
+        rewards = [one["reward"] for group in groups for one in group["trajectories"]]
+        assert set(rewards) <= {0.0, 0.1, 1.0}
+        assert metrics["reward_mean"] == pytest.approx(sum(rewards) / 32)
 
 
 GSM8K = r"""
