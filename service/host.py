@@ -23,6 +23,7 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
+from activities import confined
 from activities.complete import Complete
 from activities.lease import Lease
 from activities.lease_sampler import LeaseSampler, SamplerCommand
@@ -277,6 +278,7 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
             case "control":
                 from activities.track import Track
 
+                confined.prepare()
                 answers = stack.enter_context(closing(Complete(settings, Samplers(settings))))
                 track = Track(settings)
                 stack.push_async_callback(track.close)

@@ -1,8 +1,10 @@
 """The client against servers that misbehave. Against those that behave: test_sampler_conformance.py of the worker."""
 
+import gzip
 import json
 import socket
 import threading
+import tracemalloc
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +14,7 @@ import activities.sampler_client
 from activities.sampler_client import Sampler
 from shared.completions import Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
+from shared.settings import ConfinedSettings
 from tests.conftest import free_port
 
 CHOICE = {
@@ -199,3 +202,70 @@ def test_closing_hangs_up_on_a_request_of_another_thread():
             assert connection.recv(1) == b""
     asking.join(30)
     assert not asking.is_alive()
+
+
+class Flood:
+    """A server that answers everything with zeros, packed or without end, and counts how often it is asked."""
+
+    def __init__(self, encoding: str | None) -> None:
+        self.num_asked = 0
+        self.num_sent = 0
+        flood = self
+
+        class Exchange(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                flood.num_asked += 1
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(200)
+                if encoding:
+                    self.send_header("Content-Encoding", encoding)
+                self.end_headers()
+                piece = gzip.compress(bytes(64 << 20)) if encoding else b"[" * (1 << 20)
+                with suppress(OSError):
+                    for _ in range(96):
+                        self.wfile.write(piece)
+                        flood.num_sent += len(piece)
+
+            do_GET = do_POST
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Exchange)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "rule"), [("gzip", "as 'gzip', which it was not asked for"), (None, "more than 1,0[0-9]{2},[0-9]{3}")]
+)
+def test_an_answer_that_is_packed_or_too_long_is_final_before_it_is_read(encoding: str | None, rule: str) -> None:
+    """6 MB of gzip were unpacked to 4.5 GiB, sixty times."""
+    flood = Flood(encoding)
+    tracemalloc.start()
+    try:
+        with Sampler(flood.url) as sampler, pytest.raises(InvalidInput, match=rule):
+            sampler.sample("m", (1, 2), Sampling(max_tokens=8), n=1, seed=0)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20  # both ends are of this process
+    finally:
+        tracemalloc.stop()
+        flood.server.shutdown()
+        flood.server.server_close()
+    assert flood.num_asked == 1
+
+
+def test_a_large_answer_of_a_strangers_server_is_read_in_a_child(scripted) -> None:
+    """What it takes there is the server's error. What a whole request may be answered with is read as any other."""
+    logprobs = {"tokens": ["a"] * 300_000, "token_logprobs": [-0.5] * 300_000}
+    long = {**CHOICE, "token_ids": [4] * 300_000, "logprobs": logprobs, "finish_reason": "length"}
+    hostile = b'{"more": [' + b"{}," * (8 << 20) + b"{}]}"
+    server = scripted((200, hostile), *[(200, {**GOOD, "choices": [long]})] * 2)
+    url = f"http://127.0.0.1:{server.server.server_address[1]}"
+    with Sampler(url, confinement=ConfinedSettings(memory_bytes=512 << 20)) as sampler:
+        with pytest.raises(InvalidInput, match=r"memory|makes no sense"):
+            sampler.sample("m", (1, 2), Sampling(max_tokens=100_000), n=1, seed=0)
+        [found] = sampler.sample("m", (1, 2), Sampling(max_tokens=300_000), n=1, seed=0)
+        assert len(found.token_ids) == 300_000
+        with pytest.raises(InvalidInput, match="more tokens than were asked for"):
+            sampler.sample("m", (1, 2), Sampling(max_tokens=100_000), n=1, seed=0)

@@ -44,6 +44,7 @@ def stack(
         "LONGSHORE_RATE_LIMIT__BURST": "10000",
         "LONGSHORE_CPU_THREADS": "1",
         "LONGSHORE_WORKER_IDLE_S": "5",
+        "LONGSHORE_CONFINED__MEMORY_BYTES": str(1 << 30),
         "HF_HOME": str(hub_home),
     }
     with started(tmp_path_factory.mktemp("attacked"), **settings) as stack:
