@@ -1,15 +1,17 @@
 """The service under load: mixed reads at a fixed rate, a long list, and a thousand runs that are queued at once.
 
     python -m benchmarks.service_load [--rate 200] [--seconds 30] [--listed 10000] [--runs 1000] [--drained 50]
-                                      [--waves 2] [--out FILE.json]
+                                      [--waves 2] [--halved 300] [--out FILE.json]
 
 Starts `longshore dev` in a temporary folder, with rate limits and quotas out of the way. `reads`: requests are sent at
 their times whether or not earlier ones were answered, and a latency is counted from the time at which a request was due
 (so that a service that stalls is not asked less). `list`: one client asks for pages of a list of so many runs. `queue`:
 runs are submitted by 16 clients, one worker drains some, the rest are cancelled; every run must have ended once, in
 one workflow, on one lease at most. Then again, in waves. `memory_mb`: resident memory of each process, before, at each
-wave's peak and after it; it is flat where the last wave's peak is at most a tenth above the first's. Client and stack
-share the cores.
+wave's peak and after it; it is flat where the last wave's peak is at most a tenth above the first's. `halved`: so many
+runs are submitted, every second one is cancelled at once, and the others end by themselves; all must end, and
+`peak_mb` is what all processes but workers held together, W&B's included. W&B is written as it is by default: offline.
+Client and stack share the cores.
 """
 
 import argparse
@@ -51,7 +53,6 @@ SETTINGS = {
     "LONGSHORE_RATE_LIMIT__BURST": "100000",
     "LONGSHORE_WORKER_IDLE_S": "600",
     "LONGSHORE_CPU_THREADS": "1",
-    "LONGSHORE_WANDB_MODE": "disabled",
 }
 ENDED = ("succeeded", "failed", "cancelled")
 _SETTLE_S = 10.0
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000, help="runs that are queued at once")
     parser.add_argument("--drained", type=int, default=50, help="of these, runs that end by themselves")
     parser.add_argument("--waves", type=int, default=2, help="how often so many are queued")
+    parser.add_argument("--halved", type=int, default=300, help="runs of which half are cancelled")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -100,8 +102,9 @@ async def _measure(root: Path, run: SFTRun, options: argparse.Namespace) -> dict
         pages = await _list(api, listed)
         async with LightClient(connection.api_url, headers) as light:
             reads = await _reads(light, root, [warm, *listed[:50]], options.rate, options.seconds)
+        halved = await _halved(api, connection, root, run, options.halved) if options.halved else None
         queue = await _queue(api, connection, root, run, options) if options.runs else None
-    return {"list": pages, "reads": reads, "queue": queue}
+    return {"list": pages, "reads": reads, "halved": halved, "queue": queue}
 
 
 # Reads.
@@ -250,6 +253,47 @@ async def _wave(
     }
 
 
+async def _halved(
+    api: httpx.AsyncClient, connection: Connection, root: Path, run: SFTRun, number: int
+) -> dict[str, Any]:
+    """Runs of which every second one is cancelled as soon as all are accepted; the others end by themselves."""
+    memory = Memory(root)
+    begin = time.perf_counter()
+    async with memory.watched():
+        ids = await _side_by_side(
+            [f"halved-{n}" for n in range(number)],
+            lambda key: _submit(api, run.model_copy(update={"name": "halved"}), key),
+        )
+        submitted_s = time.perf_counter() - begin
+        answers = Counter(await _side_by_side(ids[::2], lambda run_id: _cancel(api, run_id)))
+        await _until(lambda: _have_ended(api, set(ids)), "every run has ended", 3600)
+        ended_s = time.perf_counter() - begin
+        written = await _written(root, ids)
+        await asyncio.sleep(_SETTLE_S)
+    views = await _side_by_side(ids, lambda run_id: _view(api, run_id))
+    return {
+        "runs": number,
+        "submitted_s": round(submitted_s, 1),
+        "ended_s": round(ended_s, 1),
+        "states": dict(Counter(view["state"] for view in views)),
+        "answers_to_cancel": dict(answers),
+        "lost": number - sum(view["state"] in ENDED for view in views),
+        "started_twice": await _twice(connection, root, ids),
+        "written_to_wandb": written,
+        **memory.report(),
+    }
+
+
+async def _written(root: Path, ids: Sequence[str]) -> int:
+    """How many runs W&B has a folder of, once no more come for a while."""
+    found, before = -1, -2
+    while found != before:
+        before = found
+        await asyncio.sleep(_SETTLE_S)
+        found = sum((root / "wandb" / run_id).is_dir() for run_id in ids)
+    return found
+
+
 class Memory:
     """What the processes of a stack hold, in MB of resident memory: at first, and over watched spans of time."""
 
@@ -258,6 +302,7 @@ class Memory:
         self._before = _rss_mb(root)
         self._peaks: list[dict[str, float]] = []
         self._after: list[dict[str, float]] = []
+        self._totals: list[float] = []
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -271,9 +316,13 @@ class Memory:
     async def _watch(self) -> None:
         peak: dict[str, float] = {}
         self._peaks.append(peak)
+        self._totals.append(0.0)
         while True:
-            for role, held in (await asyncio.to_thread(_rss_mb, self._root)).items():
+            now = await asyncio.to_thread(_rss_mb, self._root)
+            for role, held in now.items():
                 peak[role] = max(held, peak.get(role, 0.0))
+            together = sum(held for role, held in now.items() if role != "worker")
+            self._totals[-1] = max(self._totals[-1], together)
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     def report(self) -> dict[str, Any]:
@@ -289,7 +338,12 @@ class Memory:
                 "growth": round(growth, 3),
                 "is_flat": growth <= _FLAT,
             }
-        return {"memory_mb": held, "is_flat": all(one["is_flat"] for role, one in held.items() if role != "worker")}
+        totals = [round(total, 1) for total in self._totals]
+        return {
+            "memory_mb": held,
+            "peak_mb": totals,
+            "is_flat": all(one["is_flat"] for role, one in held.items() if role != "worker"),
+        }
 
 
 async def _submit(api: httpx.AsyncClient, run: SFTRun, key: str) -> str:
@@ -364,8 +418,9 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
     found: dict[str, list[float]] = {}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(STACK_MARK) == str(root):
-                found.setdefault(_role(process.cmdline()), []).append(value(process))
+            command = process.cmdline()
+            if process.environ().get(STACK_MARK) == str(root) or command[-2:] == ["--root", str(root)]:
+                found.setdefault(_role(command), []).append(value(process))
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return {role: statistics.fsum(values) for role, values in sorted(found.items())}
@@ -373,7 +428,8 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
 
 def _role(command: Sequence[str]) -> str:
     words = " ".join(command)
-    roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker"}
+    roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker", "wandb": "wandb"}
+    roles |= {"service.dev.supervisor": "supervisor"}
     if "service.host" in words:
         return f"{command[-1]} host"
     return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)

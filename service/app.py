@@ -56,6 +56,7 @@ _ROOM_EVERY_S = 5.0
 _PRUNE_EVERY_S = 3600.0
 _FORGET_EVERY_S = 600.0
 _LONGEST_PAUSE_S = 10.0
+_LAST_ANSWERS_S = 2.0
 
 ROUTERS = (native_api.open_router, native_api.router, tenant_api.router)
 OPENAI_ROUTERS = (
@@ -82,6 +83,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
     if not backend.keys.has_bootstrap:
         logger.warning("LONGSHORE_API_KEY is not set: only keys that were made through the API are accepted")
     hosts = allowed_hosts if allowed_hosts is not None else (*LOOPBACK_NAMES, urlsplit(settings.api_url).hostname or "")
+    in_hand: set[object] = set()
     edge = Middleware(
         Edge,
         keys=backend.keys,
@@ -91,6 +93,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         allowed_hosts=None if "*" in hosts else hosts,
         max_body_bytes=MAX_BODY_BYTES,
         max_upload_bytes=settings.download.max_bytes,
+        in_hand=in_hand,
     )
     app = DescribedApp(
         title="Longshore",
@@ -102,7 +105,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         lifespan=_lifespan,
         middleware=[edge, Middleware(HeadRequests)],
     )
-    app.state.backend = backend
+    app.state.backend, app.state.in_hand = backend, in_hand
     app.state.job_events = JobEvents(backend.store, backend.reader)
     for router in ROUTERS:
         app.include_router(router)
@@ -142,10 +145,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         asyncio.create_task(_repeat("answers are remembered", _FORGET_EVERY_S, backend.inference.prune)),
     ]
     yield
+    with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database
+        await asyncio.wait_for(_nothing_in(app.state.in_hand), _LAST_ANSWERS_S)
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
     await asyncio.to_thread(backend.database.close)
+
+
+async def _nothing_in(in_hand: set[object]) -> None:
+    while in_hand:  # noqa: ASYNC110 - a set tells nobody
+        await asyncio.sleep(0.02)
 
 
 class _Sweep:

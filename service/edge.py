@@ -57,6 +57,7 @@ class Edge:
         allowed_hosts: Iterable[str] | None,
         max_body_bytes: int,
         max_upload_bytes: int,
+        in_hand: set[object],
     ) -> None:
         """
         Args:
@@ -64,6 +65,7 @@ class Edge:
             allowed_hosts: names that a Host header may carry (DNS rebinding sends others); None for any.
             max_body_bytes: the largest JSON body.
             max_upload_bytes: the largest file.
+            in_hand: holds something for each request that is not answered yet, for whoever waits for the last ones.
         """
         self._app = app
         self._keys = keys
@@ -73,6 +75,7 @@ class Edge:
         self._hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
         self._max_body_bytes = max_body_bytes
         self._max_upload_bytes = max_upload_bytes
+        self._in_hand = in_hand
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,8 +89,16 @@ class Edge:
             await refusal(scope, receive, exchange.send)
             return
         body = _LimitedBody(receive, self._limit(scope))
+        self._in_hand.add(exchange)
         try:
             await self._app(scope, body.receive, self._while_known(scope, headers, exchange))
+        except asyncio.CancelledError:  # the service was told to leave, and this is not done within its grace
+            if exchange.begun or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()
+            text = "the service is leaving, or starting anew: ask again"
+            answer = problems.answer(503, text, headers={"retry-after": "2"}, path=scope["path"])
+            await answer(scope, receive, exchange.send)
         except _NoLongerKnown:
             await self._end(exchange, scope, receive)
         except Exception as error:  # the last edge: whatever gets here has no handler, or its answer had begun
@@ -95,6 +106,8 @@ class Edge:
             if not exchange.begun:
                 text = "the service failed; its log has the reason under this answer's x-request-id"
                 await problems.answer(500, text, path=scope["path"])(scope, receive, exchange.send)
+        finally:
+            self._in_hand.discard(exchange)
 
     def _while_known(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Send:
         """Sends as long as who asks is still known: what is streamed or waited for outlives its first look."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import PollWorkflowTaskQueueRequest, RespondWorkflowTaskCompletedRequest
@@ -238,3 +239,41 @@ async def test_a_run_is_accepted_exactly_if_its_record_stands_whatever_the_store
         listed = await backend.runs.page("default", limit=10)
         assert [one.run_id for one in listed.runs] == ["sft-1"] * writes
         backend.database.close()
+
+
+def test_who_still_waits_when_the_service_leaves_is_told_so(temporal_address: str, tmp_path: Path) -> None:
+    """Questions that nobody answers, by a client of each API; the service does not wait for them longer than its grace.
+
+    An event stream, whose answer has begun, ends.
+    """
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
+    grader = {"type": "string_check", "name": "g", "operation": "eq", "input": "a", "reference": "a"}
+    waits = {
+        "/api/v1/preview": {"source": {"uri": "file:///rows.jsonl"}, "model_uri": "tiny"},
+        "/v1/fine_tuning/alpha/graders/run": {"grader": grader, "model_sample": "a", "item": {}},
+    }
+    with ThreadPoolExecutor(len(waits)) as threads:
+        with serving(settings) as service, service.http() as api:
+
+            def ask(path: str) -> httpx.Response:
+                with service.http() as mine:
+                    return mine.post(f"{service.url}{path}", json=waits[path], timeout=60)
+
+            asked = [threads.submit(ask, path) for path in waits]
+            wait_until(lambda: _num_waiting(settings) == len(waits), "both are asked")
+            assert api.get("/health").status_code == 200
+        answers = [answer.result() for answer in asked]
+    for path, answer in zip(waits, answers, strict=True):
+        assert answer.status_code == 503, (path, answer.text)
+        assert answer.headers["retry-after"] == "2" and answer.headers["x-request-id"]
+        error = answer.json()["error"]
+        assert error["type"] == ("unavailable" if path.startswith("/api/") else "server_error")
+        assert "the service is leaving" in error["message"]
+
+
+def _num_waiting(settings: Settings) -> int:
+    async def count() -> int:
+        client = await Client.connect(settings.temporal_address)
+        return (await client.count_workflows(f'TaskQueue = "{settings.control_queue}"')).count
+
+    return asyncio.run(count())
