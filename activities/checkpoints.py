@@ -1,13 +1,14 @@
 """The checkpoints of a run that stand in the store, over all its leases."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from shared.artifacts import Manifest, find
-from shared.errors import NotFound
+from shared.artifacts import Manifest, find, read_manifest, read_record, sha256_object
+from shared.errors import CorruptArtifact, NotFound
 from shared.jobs import Fence, JobPlan
 from shared.paths import MANIFEST, RunKeys
 from shared.runs import CheckpointRef
-from shared.store import ObjectStore
+from shared.store import ObjectStore, uri_of
 
 
 @dataclass(frozen=True, order=True)
@@ -25,13 +26,60 @@ def standing(store: ObjectStore, run_id: str) -> list[Standing]:
     return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
 
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that can be gone on from, and why newer ones cannot be: the newest first."""
+
+    checkpoint: CheckpointRef | None
+    damaged: tuple[str, ...] = ()
+
+
+def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = ()) -> Found:
+    """Look at manifests and sizes; whoever reads a checkpoint checks the hashes.
+
+    Args:
+        passed_over: URIs of checkpoints in which a worker found damage.
+    """
+    damaged: list[str] = []
+    for standing_one in reversed(standing(store, run_id)):
+        found = _reference(store, standing_one)
+        if found is None:
+            continue  # pruned since it was listed
+        if found.artifact.uri in passed_over:
+            damaged.append(f"the checkpoint of step {found.step} is damaged")
+            continue
+        why = _what_is_wrong(store, standing_one.key)
+        if why is None:
+            return Found(found, tuple(damaged))
+        if why:
+            damaged.append(f"the checkpoint of step {found.step} is damaged: {why}")
+    return Found(None, tuple(damaged))
+
+
 def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
     """The newest checkpoint of which every file is there in its full size."""
-    for checkpoint in reversed(standing(store, run_id)):
-        artifact = find(store, checkpoint.key)
-        if artifact is not None and _is_whole(store, checkpoint.key):
-            fence = Fence.from_label(checkpoint.fence_label)
-            return CheckpointRef(step=checkpoint.step, fence=fence, artifact=artifact)
+    return find_newest(store, run_id).checkpoint
+
+
+def _reference(store: ObjectStore, standing_one: Standing) -> CheckpointRef | None:
+    artifact = find(store, standing_one.key)
+    if artifact is None:
+        return None
+    return CheckpointRef(step=standing_one.step, fence=Fence.from_label(standing_one.fence_label), artifact=artifact)
+
+
+def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | None:
+    """What differs in a checkpoint from its manifest, whose every file is read for it; None for a sound one."""
+    key = RunKeys(run_id).checkpoint(checkpoint.fence, checkpoint.step)
+    try:
+        manifest = read_manifest(store, key, checkpoint.artifact.sha256)
+        for entry in manifest.files:
+            info = store.head(f"{key}/{entry.path}")
+            if info is None or sha256_object(store, f"{key}/{entry.path}", info.size) != entry.sha256:
+                why = "the file's SHA-256 is not the manifest's" if info else "the file is missing"
+                raise CorruptArtifact(why, uri_of(store, f"{key}/{entry.path}"))
+    except CorruptArtifact as error:
+        return f"the checkpoint of step {checkpoint.step} is damaged: {error}"
     return None
 
 
@@ -83,12 +131,24 @@ def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
 
 
 def _is_whole(store: ObjectStore, key: str) -> bool:
+    return _what_is_wrong(store, key) is None
+
+
+def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
+    """By its manifest and the sizes of its files alone. An empty string: half of it was pruned, or never carried."""
     try:
-        manifest = Manifest.model_validate_json(store.get_bytes(f"{key}/{MANIFEST}"))
+        manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
     except NotFound:
-        return False
-    sizes = {info.key: info.size for info in store.list(f"{key}/")}
-    return all(sizes.get(f"{key}/{entry.path}") == entry.size for entry in manifest.files)
+        return ""
+    except CorruptArtifact as error:
+        return str(error)
+    sizes = {info.key.removeprefix(f"{key}/"): info.size for info in store.list(f"{key}/")}
+    named = {entry.path: entry.size for entry in manifest.files}
+    if unnamed := sorted(sizes.keys() - named.keys() - {MANIFEST}):
+        return f"{uri_of(store, f'{key}/{MANIFEST}')}: it does not name {unnamed[0]}, which is there"
+    if other := sorted(path for path, size in named.items() if sizes.get(path, size) != size):
+        return f"{uri_of(store, f'{key}/{other[0]}')}: the file is not as long as its manifest says"
+    return None if sizes.keys() >= named.keys() else ""
 
 
 def _parse(key: str) -> Standing | None:

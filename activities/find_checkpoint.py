@@ -2,8 +2,9 @@
 
 from temporalio import activity
 
-from activities.checkpoints import last_epoch, newest
+from activities.checkpoints import find_newest, last_epoch
 from activities.heartbeat import beating
+from shared.errors import CorruptArtifact
 from shared.models import Frozen
 from shared.runs import CheckpointRef, RunId
 from shared.settings import Settings
@@ -11,16 +12,18 @@ from shared.store import open_store
 
 
 class FindCheckpointRequest(Frozen):
-    """Which run."""
+    """Which run. `passed_over`: URIs of its checkpoints in which a worker found damage."""
 
     run_id: RunId
+    passed_over: tuple[str, ...] = ()
 
 
 class ResumePoint(Frozen):
-    """`last_epoch` is 0 for a run that never had a lease."""
+    """`last_epoch` is 0 for a run that never had a lease. `damaged`: why newer checkpoints are not gone on from."""
 
     checkpoint: CheckpointRef | None
     last_epoch: int
+    damaged: tuple[str, ...] = ()
 
 
 class FindCheckpoint:
@@ -31,7 +34,15 @@ class FindCheckpoint:
 
     @activity.defn(name="find_checkpoint")
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
-        """The point to go on from; nothing and epoch 0 for a new run."""
+        """The point to go on from; nothing and epoch 0 for a new run.
+
+        Raises:
+            CorruptArtifact: there are checkpoints, and every one of them is damaged.
+        """
         store = open_store(self._settings.store, self._settings.s3)
         with beating():
-            return ResumePoint(checkpoint=newest(store, request.run_id), last_epoch=last_epoch(store, request.run_id))
+            found = find_newest(store, request.run_id, request.passed_over)
+            if found.checkpoint is None and found.damaged:
+                raise CorruptArtifact(f"no sound checkpoint is left to go on from: {'; '.join(found.damaged)}")
+            epoch = last_epoch(store, request.run_id)
+            return ResumePoint(checkpoint=found.checkpoint, last_epoch=epoch, damaged=found.damaged)

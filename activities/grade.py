@@ -16,7 +16,7 @@ from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
 from activities.heartbeat import beating
 from activities.rows import Row, rows_of
 from activities.scratch import scratch_folder
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
 from shared.errors import InvalidInput
 from shared.graders import Grader, SampledItem, SampleGrade
 from shared.jobs import Artifact
@@ -264,5 +264,5 @@ def _sampled_item(row: Row) -> SampledItem:
 
 
 def _result(store: ObjectStore, key: str, grades: Artifact) -> Graded:
-    summary = GradeSummary.model_validate_json(store.get_bytes(f"{key}/{SUMMARY}"))
+    summary = read_record(store, f"{key}/{SUMMARY}", GradeSummary)
     return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)

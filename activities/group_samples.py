@@ -12,7 +12,7 @@ from activities.grade import GRADES, SUMMARY, GradeSummary
 from activities.heartbeat import beating
 from activities.sampled_groups import Sample, SampledGroup, read_groups
 from activities.scratch import scratch_folder
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
 from shared.errors import InvalidInput
 from shared.graders import SampleGrade
 from shared.jobs import Artifact
@@ -186,5 +186,5 @@ def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
 
 
 def _result(store: ObjectStore, key: str, groups: Artifact) -> Grouped:
-    made = GroupsMade.model_validate_json(store.get_bytes(grouped_report(key)))
+    made = read_record(store, grouped_report(key), GroupsMade)
     return Grouped(groups=groups, groups_uri=f"{groups.uri}/{GROUPS}", **made.model_dump())

@@ -13,7 +13,7 @@ from activities import packing
 from activities.heartbeat import beating
 from activities.packing import Indices
 from activities.scratch import scratch_folder
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
 from shared.models import Frozen
@@ -132,7 +132,7 @@ def _endless(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
 
 
 def _result(store: ObjectStore, key: str, plan: Artifact) -> Packed:
-    header = PlanHeader.model_validate_json(store.get_bytes(f"{key}/plan.json"))
+    header = read_record(store, f"{key}/plan.json", PlanHeader)
     return Packed(
         plan=plan,
         num_steps=header.num_steps,

@@ -30,7 +30,7 @@ from activities.read_groups import (
 from activities.record_step import find_key
 from activities.remembered_answers import RememberedAnswers
 from activities.scratch import scratch_folder
-from shared.artifacts import files_of, find, seal, stage, upload
+from shared.artifacts import files_of, find, read_record, seal, stage, upload
 from shared.jobs import Artifact, PackedData
 from shared.models import Frozen
 from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
@@ -313,8 +313,8 @@ def _bin_tokens(run: RLRun) -> int:
 
 
 def _result(store: ObjectStore, key: str) -> PackedGroups:
-    report = StepReport.model_validate_json(store.get_bytes(f"{tokenized(key)}/{_REPORT}"))
-    header = PlanHeader.model_validate_json(store.get_bytes(f"{packed(key)}/plan.json"))
+    report = read_record(store, f"{tokenized(key)}/{_REPORT}", StepReport)
+    header = read_record(store, f"{packed(key)}/plan.json", PlanHeader)
     units, plan = find(store, tokenized(key)), find(store, packed(key))
     assert units is not None and plan is not None
     return PackedGroups(

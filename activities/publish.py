@@ -11,7 +11,8 @@ from temporalio import activity
 from activities.heartbeat import beating
 from activities.model_card import model_card
 from activities.scratch import scratch_folder
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
+from shared.errors import CorruptArtifact
 from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.paths import MANIFEST, HostPaths, published, published_version, version_claim, write_atomically
@@ -99,7 +100,10 @@ class Publish:
 
     def _report(self, uri: str) -> dict[str, object]:
         store, key = open_uri(uri, self._settings.s3)
-        report: dict[str, object] = json.loads(store.get_bytes(key))
+        try:
+            report: dict[str, object] = json.loads(store.get_bytes(key))
+        except ValueError as error:
+            raise CorruptArtifact(f"the file is damaged: {error}", uri) from error
         return report
 
 
@@ -128,7 +132,7 @@ def _claim_of(request: PublishRequest) -> Claim:
 
 
 def _claim(store: ObjectStore, key: str) -> Claim:
-    return Claim.model_validate_json(store.get_bytes(key))
+    return read_record(store, key, Claim)
 
 
 def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:

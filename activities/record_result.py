@@ -5,6 +5,7 @@ from contextlib import suppress
 from temporalio import activity
 
 from activities.heartbeat import beating
+from shared.artifacts import read_record
 from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
@@ -54,6 +55,6 @@ class RecordResult:
                 store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
                 store.delete(keys.result)
             try:
-                return Reopened(status=RunStatus.model_validate_json(store.get_bytes(keys.previous_result)))
+                return Reopened(status=read_record(store, keys.previous_result, RunStatus))
             except NotFound:
                 return Reopened()

@@ -5,6 +5,7 @@ from temporalio import activity
 
 from activities.checkpoints import discard_after
 from activities.heartbeat import beating
+from shared.artifacts import read_record
 from shared.errors import InvalidInput, NotFound
 from shared.jobs import Artifact
 from shared.models import Frozen
@@ -65,7 +66,7 @@ class RecordStep:
             for key in found:
                 if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
                     break
-                steps.append(StepStatus.model_validate_json(store.get_bytes(key)))
+                steps.append(read_record(store, key, StepStatus))
             trained = next(filter(_made_a_policy, steps), None)
             discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
             return Recovered(
@@ -97,7 +98,7 @@ def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | 
         InvalidInput: it had other groups.
     """
     try:
-        before = StepStatus.model_validate_json(store.get_bytes(RunKeys(run_id).step_key(step.key)))
+        before = read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
     except NotFound:
         return None
     if before.step == step.step:

@@ -21,7 +21,7 @@ from activities.report import LostRow
 from activities.scratch import scratch_folder
 from activities.template_process import TemplateProcess
 from activities.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, stage_tokenizer
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
 from shared.models import Frozen
@@ -282,7 +282,7 @@ def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest
 
 
 def _result(store: ObjectStore, key: str, prompts: Artifact) -> Prompts:
-    report = PromptsReport.model_validate_json(store.get_bytes(f"{key}/{REPORT}"))
+    report = read_record(store, f"{key}/{REPORT}", PromptsReport)
     return Prompts(
         prompts=prompts,
         report_uri=f"{prompts.uri}/{REPORT}",

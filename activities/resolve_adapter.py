@@ -2,9 +2,11 @@
 
 import re
 from functools import partial
+from typing import Literal
 
 from temporalio import activity
 
+from activities.began_with import check_began_with
 from activities.heartbeat import beating
 from activities.import_files import import_files
 from activities.model_files import read_tensors
@@ -15,7 +17,7 @@ from shared.jobs import Artifact, Lora
 from shared.layout import ModelShape
 from shared.models import Frozen
 from shared.peft_format import CONFIG, WEIGHTS, check_same, lora_of
-from shared.runs import Tenant
+from shared.runs import RunId, Tenant
 from shared.settings import Settings
 
 _TENSOR = re.compile(
@@ -26,10 +28,15 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class AdapterRequest(Frozen):
-    """An adapter as a tenant's user names it; what the run asks for, and the model's sizes, where they are known."""
+    """An adapter as a tenant's user names it; what the run asks for, and the model's sizes, where they are known.
+
+    `run_id` and `role`: the run that is to begin, or to go on, with it, and what it is to that run.
+    """
 
     uri: str
     tenant: Tenant
+    run_id: RunId | None = None
+    role: Literal["initial_adapter", "reference"] = "initial_adapter"
     lora: Lora | None = None
     shape: ModelShape | None = None
 
@@ -52,7 +59,7 @@ class ResolveAdapter:
         """Check an adapter and make an artifact of it.
 
         Raises:
-            InvalidInput: names the file and the rule that it breaks.
+            InvalidInput: names the file and the rule that it breaks, or which files changed since the run began.
             StoreUnavailable: S3 cannot be reached or refuses us.
         """
         with beating():
@@ -60,7 +67,10 @@ class ResolveAdapter:
             location = locate(request.uri, request.tenant, self._settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
             _check_weights(location, lora, request.shape)
-            return ResolvedAdapter(adapter=import_files(location, [CONFIG, WEIGHTS], self._settings), lora=lora)
+            adapter = import_files(location, [CONFIG, WEIGHTS], self._settings)
+            if request.run_id is not None:
+                check_began_with(request.role, adapter, request.uri, request.run_id, self._settings)
+            return ResolvedAdapter(adapter=adapter, lora=lora)
 
 
 def _check_config(request: AdapterRequest, location: Location) -> Lora:

@@ -4,6 +4,7 @@ from functools import partial
 
 from temporalio import activity
 
+from activities.began_with import check_began_with
 from activities.heartbeat import beating
 from activities.import_files import import_files
 from activities.model_files import (
@@ -19,15 +20,19 @@ from activities.model_location import Location, locate
 from shared.jobs import Artifact
 from shared.layout import EngineName, Layout, ModelShape, check_layout
 from shared.models import Frozen
-from shared.runs import Tenant
+from shared.runs import RunId, Tenant
 from shared.settings import Settings
 
 
 class ModelRequest(Frozen):
-    """A model as a tenant's user names it, and the layout and engine that are to hold it."""
+    """A model as a tenant's user names it, and the layout and engine that are to hold it.
+
+    `run_id`: the run that is to begin, or to go on, with it.
+    """
 
     uri: str
     tenant: Tenant
+    run_id: RunId | None = None
     layout: Layout = Layout()
     engine: EngineName = "megatron"
 
@@ -50,7 +55,7 @@ class ResolveModel:
         """Check a model and make an artifact of it.
 
         Raises:
-            InvalidInput: names the file and the rule that it breaks.
+            InvalidInput: names the file and the rule that it breaks, or which files changed since the run began.
             StoreUnavailable: S3 cannot be reached or refuses us.
         """
         with beating():
@@ -59,7 +64,10 @@ class ResolveModel:
             shape = check(location)
             check_weights(location)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
-            return ResolvedModel(model=import_files(location, names, self._settings), shape=shape)
+            model = import_files(location, names, self._settings)
+            if request.run_id is not None:
+                check_began_with("model", model, request.uri, request.run_id, self._settings)
+            return ResolvedModel(model=model, shape=shape)
 
 
 def _check_small_files(request: ModelRequest, location: Location) -> ModelShape:

@@ -8,7 +8,7 @@ from typing import Literal
 from temporalio import activity
 
 from activities.carry import Carrier
-from activities.checkpoints import newest, own
+from activities.checkpoints import damage, find_newest, own
 from activities.follow import LogLine, LogReader
 from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
 from activities.progress import Progress
@@ -38,13 +38,15 @@ class JobRequest(Frozen):
     fence: Fence
     worker_id: str
     cancel_grace_s: float
+    passed_over: tuple[str, ...] = ()  # URIs of checkpoints in which a worker found damage
 
 
 class JobResult(Frozen):
     """How a job ended. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
 
     `metrics` are those of all its optimizer steps (step_metrics.py) and of its newest evaluation; `probe` are the
-    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step.
+    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
+    with the checkpoint that the job was to go on from, where that is why it failed.
     """
 
     outcome: Literal["succeeded", "failed", "cancelled"]
@@ -53,6 +55,7 @@ class JobResult(Frozen):
     metrics: dict[str, float]
     problem: Problem | None = None
     probe: tuple[float, ...] = ()
+    damaged: str | None = None
 
 
 class RunJob:
@@ -74,7 +77,7 @@ class RunJob:
         lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
         with self._pool.using(request.worker_id, lease) as worker:
             # Looked up under this lease: from its beginning on, no older one deletes checkpoints.
-            start = own(request.plan, newest(self._store, request.plan.run_id))
+            start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
             attempt = _Attempt(worker, request, start, self._store, self._signals)
             with beating(lambda: attempt.reader.offset), attempt.carrier:
                 return attempt.run()
@@ -93,6 +96,8 @@ class _Attempt:
     ) -> None:
         self.worker = worker
         self.request = request
+        self.store = store
+        self.start = start
         self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
         self.job = _job(worker, request, start, self.outputs)
         self.reader = LogReader(Path(self.job.log_path))
@@ -174,12 +179,14 @@ class _Attempt:
         self.cancel.unlink(missing_ok=True)
 
     def _result(self, terminal: Terminal | None) -> JobResult:
-        problem = None
+        problem, damaged = None, None
         match terminal:
             case Succeeded(step=step):
                 outcome: Literal["succeeded", "failed", "cancelled"] = "succeeded"
             case Failed(step=step, kind=kind, message=message):
                 outcome, problem = "failed", Problem(kind=kind, message=message)
+                if kind == "corrupt_artifact" and self.start is not None:
+                    damaged = damage(self.store, self.request.plan.run_id, self.start)
             case Cancelled(step=step):
                 outcome = "cancelled"
             case None:
@@ -191,6 +198,7 @@ class _Attempt:
             metrics=self.progress.metrics,
             problem=problem,
             probe=self.probe,
+            damaged=damaged,
         )
 
 

@@ -24,7 +24,7 @@ from activities.sampler_adapters import refusal, use_adapter
 from activities.sampler_client import Sampler
 from activities.samplers import SamplerPlace, Samplers, ServedSampler
 from activities.scratch import scratch_folder
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
 from shared.completions import MAX_SAMPLES, Sampling
 from shared.errors import InvalidInput
 from shared.jobs import Artifact, Dtype
@@ -206,7 +206,7 @@ class _Parts:
         return {int(info.key.removeprefix(prefix).removesuffix(".json")) for info in self.store.list(prefix)}
 
     def get(self, group: int) -> SampledGroup:
-        return SampledGroup.model_validate_json(self.store.get_bytes(sampled_part(self.key, group)))
+        return read_record(self.store, sampled_part(self.key, group), SampledGroup)
 
     def keep(self, group: SampledGroup) -> None:
         self.store.put_bytes(sampled_part(self.key, group.group), group.model_dump_json().encode())
@@ -225,5 +225,5 @@ def _result(store: ObjectStore, key: str) -> Sampled | None:
     drawn, shown = find(store, completions(key)), find(store, samples(key))
     if drawn is None or shown is None:
         return None
-    summary = SampledSummary.model_validate_json(store.get_bytes(f"{completions(key)}/{SUMMARY}"))
+    summary = read_record(store, f"{completions(key)}/{SUMMARY}", SampledSummary)
     return Sampled(completions=drawn, samples=shown, **summary.model_dump(exclude={"num_groups"}))

@@ -26,10 +26,10 @@ def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
 class JobMetrics:
     """Takes the metrics of a job's optimizer steps, in order.
 
-    Of a policy loss: counts and seconds are added up; `learning_rate` is the last; of `..._max` and `memory_bytes` the
-    greatest counts; means over tokens (ratios, divergences, entropy, fractions) are weighed by each step's trained
-    tokens; everything else (loss, norm) is the mean of the steps that have it. Of any other loss: the newest value of
-    each.
+    Skipped steps are counted. Of a policy loss: counts and seconds are added up; `learning_rate` is the last; of
+    `..._max` and `memory_bytes` the greatest counts; means over tokens (ratios, divergences, entropy, fractions) are
+    weighed by each step's trained tokens; everything else (loss, norm) is the mean of the steps that have it. Of any
+    other loss: the newest value of each.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -39,7 +39,7 @@ class JobMetrics:
     def take(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
             before, weight = self._so_far.get(name, (0.0, 0.0))
-            match _kind(name) if self._is_train_step else "last":
+            match _kind(name) if self._is_train_step or name == "skipped" else "last":
                 case "last":
                     self._so_far[name] = value, 1.0
                 case "sum":

@@ -16,7 +16,7 @@ from activities.heartbeat import beating
 from activities.report import Report, Tally
 from activities.scratch import scratch_folder
 from activities.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
-from shared.artifacts import find, seal, stage, upload
+from shared.artifacts import find, read_record, seal, stage, upload
 from shared.jobs import Artifact
 from shared.models import Frozen
 from shared.packed import UnitsHeader, UnitsWriter
@@ -140,7 +140,7 @@ def _write_batch(batch: EncodedBatch, request: TokenizeRequest, writer: UnitsWri
 
 
 def _result(store: ObjectStore, key: str, units: Artifact) -> Tokenized:
-    header = UnitsHeader.model_validate_json(store.get_bytes(f"{key}/{UNITS}"))
+    header = read_record(store, f"{key}/{UNITS}", UnitsHeader)
     return Tokenized(
         units=units,
         report_uri=f"{units.uri}/{REPORT}",

@@ -23,6 +23,7 @@ from activities.heartbeat import HOST_LEAVES
 from activities.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
 from activities.wandb_rows import History, Line, TrainStep
 from activities.wandb_writer import WriterStart
+from shared.artifacts import read_record
 from shared.errors import NotFound
 from shared.models import Frozen
 from shared.paths import RunKeys
@@ -198,7 +199,7 @@ class Track:
         """Where the run's sender wants it in W&B, or else the installation."""
         store = open_store(self._settings.store, self._settings.s3)
         try:
-            record = RunRecord.model_validate_json(store.get_bytes(RunKeys(run_id).record))
+            record = read_record(store, RunKeys(run_id).record, RunRecord)
         except NotFound:  # a run that was started by hand
             return WandbRun(project=self._settings.wandb_project)
         return record.source.wandb or WandbRun(project=self._settings.wandb_project)
@@ -285,7 +286,7 @@ class TrainSteps:
         return sorted(info.key for info in self._store.list(self._folder) if info.key > self._sent)
 
     def _record(self, key: str) -> TrainStep:
-        return TrainStep(record=StepStatus.model_validate_json(self._store.get_bytes(key)))
+        return TrainStep(record=read_record(self._store, key, StepStatus))
 
 
 def _number(key: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shared.errors import InvalidInput
+from shared.errors import CorruptArtifact, InvalidInput
 
 _MESSAGE_BYTES = 2048
 
@@ -55,6 +55,8 @@ def _encoded(error: Exception | None) -> bytes:
     match error:
         case None:
             return b""
+        case CorruptArtifact():
+            return f"corrupt\n{error.place or ''}\n{error.message}".encode()[:_MESSAGE_BYTES]
         case InvalidInput():
             return f"invalid\n{error.place or ''}\n{error.message}".encode()[:_MESSAGE_BYTES]
         case OSError():
@@ -66,6 +68,8 @@ def _encoded(error: Exception | None) -> bytes:
 def _decoded(text: str) -> Exception:
     kind, place, message = text.split("\n", 2)
     match kind:
+        case "corrupt":
+            return CorruptArtifact(message, place or None)
         case "invalid":
             return InvalidInput(message, place or None)
         case "os":

@@ -21,13 +21,17 @@ from shared.paths import fsync_folder, write_atomically
 
 
 class CheckpointState(Frozen):
-    """`state.json`: the data cursor, and the hashes of what it is a cursor into."""
+    """`state.json`: the data cursor, the hashes of what it is a cursor into, and of the model that was trained.
 
-    schema_version: Literal[1] = 1
+    `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`).
+    """
+
+    schema_version: Literal[2] = 2
     run_id: str
     step: int
     num_steps: int
     seed: int
+    model_sha256: Sha256
     units_sha256: Sha256
     plan_sha256: Sha256
 
@@ -36,7 +40,7 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save_checkpoint(engine: Engine, control: Control, job: Job, step: int) -> tuple[Path, str]:
+def save_checkpoint(engine: Engine, control: Control, job: Job, model_sha256: str, step: int) -> tuple[Path, str]:
     """Write the checkpoint of `step`; durable on return. All ranks call it.
 
     It grows in the job's scratch folder, so that `checkpoint_dir` (on the same file system) holds whole ones only.
@@ -53,7 +57,7 @@ def save_checkpoint(engine: Engine, control: Control, job: Job, step: int) -> tu
     def write() -> str:
         try:
             engine.save(temporary)
-            return _commit(temporary, final, _state(job.plan, step)) if control.rank == 0 else ""
+            return _commit(temporary, final, _state(job.plan, model_sha256, step)) if control.rank == 0 else ""
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -61,14 +65,16 @@ def save_checkpoint(engine: Engine, control: Control, job: Job, step: int) -> tu
     return final, control.agree(write)
 
 
-def load_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> int:
+def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> int:
     """Weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
 
     Raises:
-        InvalidInput: it is incomplete, of other data, or of another shape. Nothing is ever replaced by a fresh start.
+        InvalidInput: it is incomplete, of another model, of other data, or of another shape. Nothing is ever
+            replaced by a fresh start.
     """
     state = read_state(folder)
-    expected = _state(plan, state.step)
+    _check_model(state, model_sha256, folder)
+    expected = _state(plan, model_sha256, state.step)
     for name in ("seed", "num_steps", "units_sha256", "plan_sha256"):
         if getattr(state, name) != getattr(expected, name):
             raise InvalidInput(
@@ -80,13 +86,15 @@ def load_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> int:
     return state.step - plan.first_step
 
 
-def load_initial_checkpoint(engine: Engine, plan: JobPlan, folder: Path) -> None:
+def load_initial_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> None:
     """What the run's job before left, of other data: weights, optimizer and random state, for this job's first step.
 
     Raises:
-        InvalidInput: it is incomplete, of another run's seed or shape, or not of the step that this job begins at.
+        InvalidInput: it is incomplete, of another model, of another run's seed or shape, or not of the step that this
+            job begins at.
     """
     state = read_state(folder)
+    _check_model(state, model_sha256, folder)
     place = str(folder / "state.json")
     if state.seed != plan.seed:
         raise InvalidInput(f"the checkpoint's seed is {state.seed}, the job's is {plan.seed}", place)
@@ -106,12 +114,22 @@ def read_state(folder: Path) -> CheckpointState:
         raise CorruptArtifact(f"no state of this schema: {error.errors()[0]['msg']}", str(path)) from error
 
 
-def _state(plan: JobPlan, step: int) -> CheckpointState:
+def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> None:
+    if state.model_sha256 != model_sha256:
+        raise InvalidInput(
+            "the checkpoint is of another base model than the job's: the SHA-256 of its files is "
+            f"{state.model_sha256}, the job's model has {model_sha256}",
+            str(folder / "state.json"),
+        )
+
+
+def _state(plan: JobPlan, model_sha256: str, step: int) -> CheckpointState:
     return CheckpointState(
         run_id=plan.run_id,
         step=step,
         num_steps=plan.first_step + plan.num_steps,
         seed=plan.seed,
+        model_sha256=model_sha256,
         units_sha256=plan.data.units.sha256,
         plan_sha256=plan.data.plan.sha256,
     )

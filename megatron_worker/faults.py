@@ -3,10 +3,10 @@
 import errno
 from typing import Literal
 
-from shared.errors import DiskFull, InvalidInput, LongshoreError
+from shared.errors import CorruptArtifact, DiskFull, InvalidInput, LongshoreError
 from shared.models import Frozen
 
-Kind = Literal["invalid_input", "not_finite", "disk_full", "stale_fence", "error"]
+Kind = Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "error"]
 
 
 class Fault(Frozen):
@@ -26,6 +26,8 @@ def fault_of(error: Exception) -> Fault:
     match error:
         case JobFailed():
             return error.fault
+        case CorruptArtifact():
+            return Fault(kind="corrupt_artifact", message=str(error))
         case InvalidInput():
             return Fault(kind="invalid_input", message=str(error))
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):

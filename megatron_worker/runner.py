@@ -52,6 +52,7 @@ class Work:
     """What the steps of one job need. `done`: steps done; `saved`: the step of this attempt's newest checkpoint."""
 
     job: Job
+    model_sha256: str
     engine: Engine
     data: PackedBatches
     loss: LossFunction
@@ -98,20 +99,22 @@ def prepare(
     plan = job.plan
     make_deterministic(plan)
     folders = staging.fetch(job)
+    model_sha256 = staging.contents_sha256(plan.model)
     data, evaluator = control.agree(lambda: _open_data(plan, folders, open_files))
     engine = _take_engine(warm, plan, folders, control)
     control.agree(lambda: check_probe(plan.probe, engine.facts.vocab_size))
-    work = Work(job, engine, data, loss_function(plan.loss, plan.temperature), evaluator, report, control, cancelled)
+    loss = loss_function(plan.loss, plan.temperature)
+    work = Work(job, model_sha256, engine, data, loss, evaluator, report, control, cancelled)
     # Two agreements: loading is collective, so no rank may come to it alone.
     control.agree(lambda: _make_trainable(engine, job, folders))
     control.agree(lambda: _score_reference(work, folders))
     if job.needs_its_beginning and plan.initial_checkpoint is not None:
         before = folders[plan.initial_checkpoint]
-        control.agree(lambda: load_initial_checkpoint(engine, plan, before))
+        control.agree(lambda: load_initial_checkpoint(engine, plan, work.model_sha256, before))
     control.agree(lambda: _score_old(work, folders))
     if job.start is not None:
         checkpoint = folders[job.start]
-        work.done = control.agree(lambda: load_checkpoint(engine, plan, checkpoint))
+        work.done = control.agree(lambda: load_checkpoint(engine, plan, work.model_sha256, checkpoint))
     report.emit(
         Started,
         run_id=plan.run_id,
@@ -206,7 +209,7 @@ def save(work: Work) -> None:
     """A checkpoint of what is done, unless it stands."""
     if work.saved == work.done:
         return
-    path, sha256 = save_checkpoint(work.engine, work.control, work.job, work.step)
+    path, sha256 = save_checkpoint(work.engine, work.control, work.job, work.model_sha256, work.step)
     work.saved = work.done
     if work.control.rank == 0:
         work.report.emit(Saved, step=work.step, path=str(path), manifest_sha256=sha256)

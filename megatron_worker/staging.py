@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_worker.control import Control
-from shared.artifacts import stage
+from shared.artifacts import files_of, stage
 from shared.jobs import Artifact, Job, PackedData, reference_of
 from shared.settings import S3Settings
 
@@ -27,6 +27,10 @@ class Staging:
         if self.control.world_size > 1:
             self.control.agree(lambda: fetch_all() if self.control.local_rank == 0 else {})
         return self.control.agree(fetch_all)
+
+    def contents_sha256(self, artifact: Artifact) -> str:
+        """What an artifact's files are, wherever they lie. Raises JobFailed as `fetch`."""
+        return self.control.agree(lambda: files_of(artifact, self.s3)[1].contents_sha256)
 
 
 def artifacts_of(job: Job) -> list[Artifact]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from shared.errors import CorruptArtifact, NotFound
 from shared.jobs import Artifact, Sha256
@@ -20,6 +20,8 @@ from shared.settings import S3Settings
 from shared.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
 
 _CHUNK_BYTES = 8 << 20
+
+Record = TypeVar("Record", bound=BaseModel)
 
 
 def _below(path: str) -> str:
@@ -49,6 +51,11 @@ class Manifest(Frozen):
 
     def encoded(self) -> bytes:
         return self.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
+
+    @property
+    def contents_sha256(self) -> str:
+        """Of the files alone: the same wherever they lie."""
+        return hashlib.sha256(self.model_copy(update={"root": None}).encoded()).hexdigest()
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +152,20 @@ def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
         raise CorruptArtifact(f"not a manifest: {error.errors()[0]['msg']}", place) from error
+
+
+def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
+    """A small JSON object of our own.
+
+    Raises:
+        NotFound: nothing is there.
+        CorruptArtifact: its bytes are not what was written.
+    """
+    try:
+        return kind.model_validate_json(store.get_bytes(key))
+    except ValidationError as error:
+        problem = f"the file is damaged, it holds no {kind.__name__}: {error.errors()[0]['msg']}"
+        raise CorruptArtifact(problem, uri_of(store, key)) from error
 
 
 def files_of(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]:

@@ -88,11 +88,14 @@ class Succeeded(_Event):
 
 
 class Failed(_Event):
-    """All ranks agree that the job cannot go on. `invalid_input`: the user's to mend, never retried."""
+    """All ranks agree that the job cannot go on. `invalid_input`: the user's to mend, never retried.
+
+    `corrupt_artifact`: bytes of an input are not those that its manifest names.
+    """
 
     event: Literal["failed"] = "failed"
     step: int
-    kind: Literal["invalid_input", "not_finite", "disk_full", "stale_fence", "error"]
+    kind: Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "error"]
     message: str
     device: Device
 

@@ -424,6 +424,8 @@ class RunStatus(Frozen):
     policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     problem: Problem | None = None
+    skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
+    notices: tuple[str, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
     started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
     ended_at: float | None = None
     estimated_end: float | None = Field(

@@ -16,6 +16,7 @@ _MOST_SPANS = 64
 _GOES_ON = (
     *("started_at", "step", "num_steps", "metrics", "checkpoint", "dataset_report"),
     *("adapter", "adapter_sha256", "name", "version", "policy_version"),
+    *("notices", "skipped_steps"),
 )
 
 

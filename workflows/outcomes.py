@@ -31,6 +31,17 @@ _TIMEOUTS = {
 }
 
 
+_SKIPPED = "skipped: nothing in them was to be learned from, and they changed no weight"
+
+
+def with_skipped(notices: tuple[str, ...], num_skipped: int) -> tuple[str, ...]:
+    """What a run's user should know, with how many of its steps were skipped."""
+    if not num_skipped:
+        return notices
+    steps = f"{num_skipped} step{'s were' if num_skipped > 1 else ' was'} {_SKIPPED}"
+    return (*(told for told in notices if not told.endswith(_SKIPPED)), steps)
+
+
 class RunFailed(Exception):
     """The run cannot go on. `problem` is what its user is told."""
 

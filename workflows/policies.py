@@ -10,7 +10,7 @@ from shared.runs import RunTiming
 # The names of error types, as Temporal carries them, that are told at once: doing it again would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
 # What a job's `failed` event can say that no other worker would do better.
-FINAL_KINDS = frozenset({"invalid_input", "not_finite", "disk_full"})
+FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
 # What ends a train step of an RL run and not the run: the next groups may do better.
 STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 
@@ -36,7 +36,11 @@ SERVED_RETRY = PATIENT
 # Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
 PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
 # A result that is not on record is a run that is lost: a full disk is waited for too.
-RECORD_RETRY = RetryPolicy(maximum_interval=timedelta(minutes=1), maximum_attempts=60)
+RECORD_RETRY = RetryPolicy(
+    maximum_interval=timedelta(minutes=1),
+    maximum_attempts=60,
+    non_retryable_error_types=("InvalidInput", "CorruptArtifact"),
+)
 # Small reads and writes of the store.
 RECORD_TIMEOUT = timedelta(minutes=2)
 # A lease may wait for a host for ever, and is held as long as a run takes.

@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.glance import Glance
     from workflows.interruption import Work
     from workflows.job_plan import rl_job
-    from workflows.outcomes import RunFailed, close, ended_early, problem_of
+    from workflows.outcomes import RunFailed, close, ended_early, problem_of, with_skipped
     from workflows.pace import Pace
     from workflows.rollout_requests import is_evaluated
     from workflows.rollouts import RolloutSource
@@ -99,17 +99,25 @@ class RLWorkflow:
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
             recovered = await control.do("recover_steps", request, Recovered)
             self._steps.next = recovered.last_step + 1
-        asked = ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
+        asked = ModelRequest(
+            run_id=start.run_id, tenant=start.tenant, uri=run.model, layout=run.layout, engine=run.engine
+        )
         resolved = await control.do("resolve_model", asked, ResolvedModel)
         adapter: Artifact | None = None
         if run.initial_adapter is not None:
             wanted = AdapterRequest(
-                uri=run.initial_adapter, tenant=start.tenant, lora=run.trainable, shape=resolved.shape
+                run_id=start.run_id,
+                tenant=start.tenant,
+                uri=run.initial_adapter,
+                lora=run.trainable,
+                shape=resolved.shape,
             )
             adapter = (await control.do("resolve_adapter", wanted, ResolvedAdapter)).adapter
         reference: Artifact | None = None
         if (uri := reference_uri(run.loss)) is not None:
-            named = AdapterRequest(uri=uri, tenant=start.tenant, shape=resolved.shape)
+            named = AdapterRequest(
+                run_id=start.run_id, tenant=start.tenant, role="reference", uri=uri, shape=resolved.shape
+            )
             reference = (await control.do("resolve_adapter", named, ResolvedAdapter)).adapter
         data = None
         if run.rollouts is not None:
@@ -213,6 +221,8 @@ class RLWorkflow:
         if done.state == "done" and done.same_as is None:
             assert self._state is not None
             self._state = self._after(self._state, done)
+        if done.state == "skipped":
+            self._show(skipped_steps=self._status.skipped_steps + 1)
         self._num_done += 1
         return done
 
@@ -407,6 +417,7 @@ class RLWorkflow:
             update={
                 "phase": phase,
                 "epoch": training.epoch,
+                "notices": with_skipped((*status.notices, *training.notices), status.skipped_steps),
                 "workers_lost": self._glance.workers_lost_before + training.num_lost,
                 "estimated_end": self._estimated_end,
                 "step": max(status.step, training.step) if in_job else status.step,

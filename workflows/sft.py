@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.glance import Glance
     from workflows.interruption import Work
     from workflows.job_plan import dataset_job
-    from workflows.outcomes import close, ended_early
+    from workflows.outcomes import close, ended_early, with_skipped
     from workflows.training import Training
 
 
@@ -57,7 +57,9 @@ class SFTWorkflow:
     async def _train_and_publish(self) -> None:
         start, run = self._start, self._start.run
         self._show(phase="checking")
-        asked = ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
+        asked = ModelRequest(
+            run_id=start.run_id, tenant=start.tenant, uri=run.model, layout=run.layout, engine=run.engine
+        )
         resolved = await control.do("resolve_model", asked, ResolvedModel)
         model = resolved.model
         adapter = await self._resolve_adapter(resolved.shape)
@@ -107,11 +109,13 @@ class SFTWorkflow:
         )
 
     async def _resolve_adapter(self, shape: ModelShape) -> Artifact | None:
-        run = self._start.run
+        start, run = self._start, self._start.run
         if run.initial_adapter is None:
             return None
         assert run.trainable.kind == "lora"  # runs take an adapter with nothing else
-        request = AdapterRequest(uri=run.initial_adapter, tenant=self._start.tenant, lora=run.trainable, shape=shape)
+        request = AdapterRequest(
+            run_id=start.run_id, tenant=start.tenant, uri=run.initial_adapter, lora=run.trainable, shape=shape
+        )
         return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
@@ -121,7 +125,9 @@ class SFTWorkflow:
             return initial or "base"
         if run.reference == "base":
             return "base"
-        request = AdapterRequest(uri=run.reference, tenant=self._start.tenant, shape=shape)
+        request = AdapterRequest(
+            run_id=self._start.run_id, tenant=self._start.tenant, role="reference", uri=run.reference, shape=shape
+        )
         return (await control.do("resolve_adapter", request, ResolvedAdapter)).adapter
 
     async def _prepare(
@@ -175,15 +181,17 @@ class SFTWorkflow:
     def status(self) -> RunStatus:
         """The run as it stands."""
         training = self._training
+        metrics = self._status.metrics | training.metrics  # an earlier execution's evaluation counts until the next
         phase = "training" if self._status.phase == "waiting_for_worker" and training.is_leased else self._status.phase
         return self._status.model_copy(
             update={
                 "phase": phase,
                 "epoch": training.epoch,
                 "step": training.step or self._status.step,
+                "notices": with_skipped((*self._status.notices, *training.notices), int(metrics.get("skipped", 0))),
                 "workers_lost": self._glance.workers_lost_before + training.num_lost,
                 "estimated_end": self._estimated_end,
-                "metrics": training.metrics or self._status.metrics,
+                "metrics": metrics,
                 "checkpoint": training.checkpoint or self._status.checkpoint,
                 "timeline": self._glance.timeline,
                 "gpu_seconds": self._glance.gpu_seconds_before + training.held_s * self._start.run.layout.world_size,

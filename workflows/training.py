@@ -1,6 +1,6 @@
 """A run's jobs on leased workers. A worker that is lost is replaced, and the job goes on from its newest checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from temporalio import workflow
@@ -24,14 +24,18 @@ with workflow.unsafe.imports_passed_through():
     from workflows.track import track
 
 
+class Damaged(Exception):
+    """The checkpoint that a job was to go on from cannot be read; an older one may be sound."""
+
+
 @dataclass
 class Training:
     """What a workflow knows of its leases. Signals of a fence that is not the current one change nothing.
 
     `changed` is called when a lease begins, is granted, or ends.
     `holds`: a worker that did its job well is kept for the next one, until `release`.
-    `num_lost`: leases of this execution that ended in a loss. `pace`: of the steps within a job. `is_tracked`: somebody
-    follows the run for W&B, from its first worker on.
+    `notices`: what the run's user should know. `num_lost`: leases of this execution that ended in a loss. `pace`: of
+    the steps within a job. `is_tracked`: somebody follows the run for W&B, from its first worker on.
     """
 
     start: RunStart | RLStart
@@ -42,12 +46,14 @@ class Training:
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
     num_lost: int = 0
+    notices: tuple[str, ...] = ()
     pace: Pace = field(default_factory=Pace)
     is_tracked: bool = False
     _leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
     _begun_step: int = 0
+    _passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._leasing = Leasing("lease", policies.lease_queue(self.start.shape), self.start.timing)
@@ -104,6 +110,8 @@ class Training:
                 await workflow.sleep(pause)
             try:
                 return await self._lease_and_run(plan)
+            except Damaged as damaged:
+                self._pass_over(damaged)
             except Lost as loss:
                 if self.work.is_ending:
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
@@ -117,10 +125,25 @@ class Training:
             self._leasing.release()
             self.changed()
 
+    def _pass_over(self, damaged: "Damaged") -> None:
+        """Go on from an older checkpoint than the one that a worker could not read."""
+        assert self.checkpoint is not None
+        self._passed_over += (self.checkpoint.artifact.uri,)
+        self._tell([str(damaged)])
+
+    def _tell(self, damaged: Sequence[str]) -> None:
+        """Say once of each damaged checkpoint that it is passed over."""
+        for message in damaged:
+            notice = f"{message}; the run goes on from an older one"
+            if not any(told.startswith(message) for told in self.notices):
+                self.notices += (notice,)
+                workflow.logger.warning("%s", notice)
+
     async def _find_checkpoint(self, plan: JobPlan) -> bool:
         """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
-        request = FindCheckpointRequest(run_id=self.start.run_id)
+        request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
         point = await control.do("find_checkpoint", request, ResumePoint, policies.PATIENT, policies.RECORD_TIMEOUT)
+        self._tell(point.damaged)
         step_before = self._found.step if self._found else plan.first_step
         self._found = self.checkpoint = own(plan, point.checkpoint)
         self._last_epoch = max(self.epoch, point.last_epoch)
@@ -171,6 +194,7 @@ class Training:
                 fence=grant.fence,
                 worker_id=grant.worker_id,
                 cancel_grace_s=timing.cancel_grace_s,
+                passed_over=self._passed_over,
             ),
             result_type=JobResult,
             task_queue=grant.host_queue,
@@ -191,6 +215,8 @@ def _accepted(result: JobResult) -> JobResult:
         case "failed":
             problem = result.problem
             assert problem is not None
+            if result.damaged is not None:
+                raise Damaged(result.damaged)
             if problem.kind in policies.FINAL_KINDS:
                 raise RunFailed(problem)
             raise Lost(problem.message)

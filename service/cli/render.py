@@ -130,6 +130,7 @@ def summary(view: "RunView", place: int | None = None) -> str:
     lines[0] = ", ".join([lines[0], *glance(view.metrics)])
     if view.problem:
         lines.append(view.problem.message)
+    lines += [f"notice: {notice}" for notice in view.notices]
     if lost := dropped(view.metrics):
         lines.append(f"its newest step: {lost}")
     if view.adapter:

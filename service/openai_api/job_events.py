@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, JsonValue
 
-from service.runs.run_views import RunReader, RunView, describe, last_lines
+from service.runs.run_views import SKIPPED, RunReader, RunView, describe, last_lines
 from shared.events import Evaluated, Failed, Saved, Started, Step
 from shared.run_events import BEGINNING, EventCursor, RunEvent, read_run_events
 from shared.runs import Phase, StepStatus
@@ -129,10 +129,12 @@ def _workers_own(view: RunView, item: RunEvent, num_steps: int | None) -> JobEve
         case Step(step=step, metrics=metrics):
             of = f"/{num_steps}" if num_steps else ""
             text = f"Step {step}{of}: training loss={metrics.get('loss', float('nan')):.4f}"
+            if "skipped" in metrics:
+                text = f"Step {step}{of} {SKIPPED}"
             data: dict[str, JsonValue] = {"step": step, "total_steps": num_steps, **metrics}
             if "loss" in metrics:
                 data["train_loss"] = metrics["loss"]
-            return _event(view, name, event.time, text, data=data)
+            return _event(view, name, event.time, text, level="warn" if "skipped" in metrics else "info", data=data)
         case Evaluated(step=step, metrics=metrics):
             text = f"Step {step}: validation loss={metrics.get('loss', float('nan')):.4f}"
             data = {"step": step, **{f"valid_{key}": value for key, value in metrics.items()}}
@@ -164,9 +166,13 @@ def _ended(view: RunView) -> list[JobEvent]:
         case "running":
             return []
         case "succeeded":
+            notices = [
+                _event(view, f"notice-{number}", when, notice, level="warn")
+                for number, notice in enumerate(view.notices)
+            ]
             model = f"New fine-tuned model created: {view.name}:v{view.version}"
             text = "The job has successfully completed"
-            return [_event(view, "succeeded", when, text), _event(view, "model", when, model)]
+            return [_event(view, "succeeded", when, text), _event(view, "model", when, model), *notices]
         case state:
             level: Level = "error" if state == "failed" else "info"
             return [_event(view, state, when, last_lines(view)[0].replace("the run", "The job"), level=level)]

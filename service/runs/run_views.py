@@ -20,6 +20,9 @@ _GLANCED_AT = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "token
 _LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
 
 
+SKIPPED = "skipped: no token of it is trained, and no weight changed"
+
+
 class RunView(RunStatus):
     """A run as the API shows it: its status, with what was asked for and when."""
 
@@ -188,6 +191,8 @@ def describe(event: Event) -> str:
         case Started():
             where = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
             return f"training starts at step {event.first_step} of {event.num_steps}, {where}"
+        case Step() if "skipped" in event.metrics:
+            return f"step {event.step} {SKIPPED}"
         case Step():
             return f"step {event.step}: {brief(event.metrics)}"
         case Saved():

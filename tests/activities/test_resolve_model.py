@@ -499,3 +499,51 @@ def test_a_missing_or_truncated_adapter_is_named(config, adapter) -> None:
     (adapter / "adapter_config.json").unlink()
     assert "there is no such folder, or it is empty" in adapter_refusal(config, adapter)
     assert "there is no such folder" in adapter_refusal(config, adapter / "gone")
+
+
+# What a run began with
+
+
+def resolve_for(config: Settings, uri: Path, run_id: str) -> ResolvedModel:
+    return ActivityEnvironment().run(
+        ResolveModel(config).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
+    )
+
+
+def flip_last_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with_alone(config, model) -> None:
+    began = resolve_for(config, model, "r1")
+    (model / "model.safetensors").touch()
+    assert resolve_for(config, model, "r1").model.sha256 == began.model.sha256
+    flip_last_byte(model / "model.safetensors")
+    with pytest.raises(InvalidInput, match=r"that the run began with: model\.safetensors changed") as refused:
+        resolve_for(config, model, "r1")
+    assert str(refused.value).startswith(f"{model}: this model is not")
+    assert resolve_for(config, model, "r2").model.sha256 != began.model.sha256, "a new run may begin with it"
+    flip_last_byte(model / "model.safetensors")
+    assert resolve_for(config, model, "r1").model.sha256 == began.model.sha256, "put back"
+    edit(model / "config.json", rope_theta=5e5)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(InvalidInput, match=r"config\.json.* changed since; put the former files back"):
+        resolve_for(config, model, "r1")
+
+
+@pytest.mark.parametrize("role", ["initial_adapter", "reference"])
+def test_a_run_goes_on_with_the_adapters_that_it_began_with_alone(config, adapter, role) -> None:
+    resolve_adapter(config, adapter, run_id="r1", role=role)
+    flip_last_byte(adapter / "adapter_model.safetensors")
+    message = adapter_refusal(config, adapter, run_id="r1", role=role)
+    name = role.replace("_", " ")
+    assert f"this {name} is not the one that the run began with: adapter_model.safetensors changed" in message
+    resolve_adapter(config, adapter, run_id="r2", role=role)
+
+
+def test_a_damaged_record_of_the_beginning_is_told_as_such(config, model) -> None:
+    resolve_for(config, model, "r1")
+    (config.root_path / "store" / "runs" / "r1" / "began_with" / "model.json").write_bytes(b"{")
+    with pytest.raises(CorruptArtifact, match=r"began_with/model\.json: the file is damaged"):
+        resolve_for(config, model, "r1")

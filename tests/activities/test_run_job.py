@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.checkpoints import newest, prune, standing
+from activities.checkpoints import damage, newest, prune, standing
 from activities.find_checkpoint import FindCheckpoint, FindCheckpointRequest
 from activities.progress import ProgressReport
 from activities.run_job import JobRequest, JobResult, RunJob
 from activities.worker_process import processes_of
 from shared.artifacts import find, read_manifest
-from shared.errors import StoreUnavailable, WorkerLost
+from shared.errors import CorruptArtifact, StoreUnavailable, WorkerLost
 from shared.events import Cancelled, Probed, Step, Succeeded
 from shared.jobs import Fence, Job, JobPlan, Reinforce
 from shared.paths import RunKeys
@@ -152,6 +152,39 @@ def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp
     settings = Settings(root=tmp_path, store_uri=host.store.uri)
     point = FindCheckpoint(settings).find_checkpoint(FindCheckpointRequest(run_id="r1"))
     assert (point.checkpoint, point.last_epoch) == (None, 1)
+
+
+def test_no_byte_of_a_manifest_can_be_flipped_without_an_older_checkpoint_or_a_final_word(
+    host: Host, tmp_path: Path
+) -> None:
+    plan = plan_for(host, tmp_path, num_steps=10, every_steps=5)
+    with HeldLease(host, plan, epoch=1) as lease:
+        Running(host, lease, plan).ended()
+    older, newer = standing(host.store, "r1")
+    key = f"{newer.key}/manifest.json"
+    whole = host.store.get_bytes(key)
+    find_checkpoint = FindCheckpoint(Settings(root=tmp_path, store_uri=host.store.uri)).find_checkpoint
+    passed_over = 0
+    for at in range(len(whole)):
+        host.store.put_bytes(key, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        point = find_checkpoint(FindCheckpointRequest(run_id="r1"))
+        assert point.checkpoint is not None
+        if point.checkpoint.step == 5:
+            passed_over += 1
+            assert "the checkpoint of step 10 is damaged: " in point.damaged[0]
+        else:  # a digit of a file's hash: whoever reads the file finds out
+            assert damage(host.store, "r1", point.checkpoint)
+            again = find_checkpoint(FindCheckpointRequest(run_id="r1", passed_over=(point.checkpoint.artifact.uri,)))
+            assert (again.checkpoint and again.checkpoint.step, len(again.damaged)) == (5, 1)
+    assert passed_over > 50
+    host.store.put_bytes(f"{older.key}/manifest.json", b"{")
+    host.store.put_bytes(key, whole[:-5])
+    with pytest.raises(CorruptArtifact, match=r"no sound checkpoint is left.*step 10 is damaged.*step 5 is damaged"):
+        find_checkpoint(FindCheckpointRequest(run_id="r1"))
+    host.store.put_bytes(key, whole)
+    found = find_checkpoint(FindCheckpointRequest(run_id="r1")).checkpoint
+    assert found is not None
+    assert damage(host.store, "r1", found) is None
 
 
 def test_a_cancelled_job_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:

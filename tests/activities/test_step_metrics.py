@@ -77,6 +77,7 @@ def test_a_skipped_step_takes_no_part_in_means_but_is_counted():
 def test_other_jobs_are_told_by_their_newest_step(loss):
     assert job_metrics(loss, STEPS) == STEPS[1]
     assert job_metrics(loss, [*STEPS, SKIPPED]) == STEPS[1] | SKIPPED
+    assert job_metrics(loss, [SKIPPED, *STEPS, SKIPPED])["skipped"] == 2, "a run says how many it skipped"
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), PPO()])

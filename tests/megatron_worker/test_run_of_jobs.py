@@ -97,4 +97,4 @@ def test_a_checkpoint_that_is_not_the_one_before_fails_the_job(workshop: Worksho
 def test_a_checkpoint_that_is_gone_fails_the_job(workshop: Workshop) -> None:
     first, second = two_jobs(workshop)
     shutil.rmtree(Path(first.checkpoint_dir) / "step-00000002")
-    assert failure(do(workshop, "other", second.plan)).kind == "invalid_input"
+    assert failure(do(workshop, "other", second.plan)).kind == "corrupt_artifact"

@@ -408,7 +408,7 @@ def test_a_worker_goes_on_after_a_failure(workshop: Workshop):
     worker = new_worker(workshop.root)
     missing = Artifact(uri=f"file://{workshop.root}/nowhere", sha256="0" * 64)
     failed = do(workshop, "failed", workshop.plan(model=missing), worker=worker)
-    assert failure(failed).kind == "invalid_input"
+    assert failure(failed).kind == "corrupt_artifact"
     good = do(workshop, "good", workshop.plan(), worker=worker)
     assert isinstance(read_log(good.log_path)[-1], Succeeded)
 
@@ -457,9 +457,48 @@ def test_a_damaged_checkpoint_fails_before_any_step(workshop: Workshop, damage, 
     plan = workshop.plan()
     start = damage(workshop, do(workshop, "whole", plan))
     job = do(workshop, "resumed", plan, start=start)
-    assert failure(job).kind == "invalid_input"
+    assert failure(job).kind == "corrupt_artifact"
     assert message in failure(job).message
     assert not [e for e in read_log(job.log_path) if isinstance(e, Step | Started)]
+
+
+INPUTS = ("model", "units", "plan", "held-out-units", "held-out-plan", "checkpoint")
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_a_flipped_byte_in_any_file_of_any_input_is_a_corrupt_artifact_before_any_step(workshop: Workshop, kind: str):
+    """Manifests, headers, columns, weights, optimizer state, random state and cursor: each file, one byte."""
+    plan = workshop.plan(evaluation=Evaluation(data=workshop.held_out))
+    start = checkpoint(do(workshop, "whole", plan), 6)
+    folder = Path(start.uri.removeprefix("file://")) if kind == "checkpoint" else workshop.root / kind
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert folder / "manifest.json" in files
+    for number, path in enumerate(files):
+        whole = path.read_bytes()
+        for at in {len(whole) // 2} if whole else set():
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            job = do(workshop, f"{number}-{at}", plan, start=start)
+            assert failure(job).kind == "corrupt_artifact", (path, at, failure(job).message)
+            assert str(folder) in failure(job).message
+            assert not [e for e in read_log(job.log_path) if isinstance(e, Step | Started)]
+        path.write_bytes(whole)
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(workshop: Workshop, tmp_path: Path):
+    """Its weights alone differ: shape, data and seed are the job's."""
+    start = checkpoint(do(workshop, "whole", workshop.plan()), 6)
+    shutil.copytree(workshop.root / "model", tmp_path / "moved")
+    shutil.copytree(workshop.root / "model", tmp_path / "other")
+    moved = sealed(tmp_path / "moved")
+    same = do(workshop, "moved", workshop.plan(model=moved), start=start)
+    assert isinstance(read_log(same.log_path)[-1], Succeeded)
+    weights = next((tmp_path / "other").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x07")
+    other = sealed(tmp_path / "other")
+    for changes, begins in (({}, {"start": start}), ({"initial_checkpoint": start, "first_step": 6}, {})):
+        job = do(workshop, f"other-{len(changes)}", workshop.plan(model=other, **changes), **begins)
+        assert failure(job).kind == "invalid_input"
+        assert "the checkpoint is of another base model than the job's" in failure(job).message
 
 
 def test_a_checkpoint_of_another_shape_or_of_other_data_is_refused(workshop: Workshop):
@@ -503,7 +542,7 @@ def test_prompts_that_are_no_prompts_are_named(workshop: Workshop):
     (workshop.root / "held-out-units" / "prompts.json").write_text(json.dumps([{"prompt": "no ids"}]))
     held_out = PackedData(units=sealed(workshop.root / "held-out-units"), plan=workshop.held_out.plan)
     failed = failure(do(workshop, "a", workshop.plan(evaluation=Evaluation(data=held_out, num_samples=1))))
-    assert failed.kind == "invalid_input"
+    assert failed.kind == "corrupt_artifact"
     assert "prompts.json" in failed.message
 
 

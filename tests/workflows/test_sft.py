@@ -398,9 +398,8 @@ async def test_a_users_mistake_is_told_at_once_and_asks_for_no_worker(stack: Sta
     handle = await stack.start(dataset="file:///bad.jsonl", engine="fsdp", layout=Layout(dp=2))
     cause = await failure_of(handle)
     assert isinstance(cause, ApplicationError)
-    assert stack.data.models_asked_for == [
-        ModelRequest(uri="tiny", tenant="default", engine="fsdp", layout=Layout(dp=2))
-    ]
+    asked = ModelRequest(run_id=handle.id, uri="tiny", tenant="default", engine="fsdp", layout=Layout(dp=2))
+    assert stack.data.models_asked_for == [asked]
     assert (cause.type, cause.message) == ("invalid_input", "rows.jsonl:3: the last message must be the assistant's")
     assert stack.data.num_tokenize_calls == 1
     result = await stack.result(handle.id)

@@ -33,7 +33,10 @@ function drawHead() {
   const state = shownState(run);
   byId("name").textContent = run.run.name ?? run.run_id;
   document.title = `${state} · ${run.run.name ?? run.run_id} · Longshore`;
-  showIfNew(byId("problem"), run.problem, () => (run.problem ? make("p.problem", { role: "alert" }, run.problem.message) : ""));
+  showIfNew(byId("problem"), [run.problem, run.notices], () => [
+    run.problem && make("p.problem", { role: "alert" }, run.problem.message),
+    ...(run.notices ?? []).map((notice) => make("p.notice", {}, notice)),
+  ]);
   showIfNew(byId("actions"), [run.state, run.problem], () => [...ACTIONS.filter((one) => one.when(run)).map(button), ...links()]);
   showIfNew(byId("glance"), [run, place, owners, Math.floor(now())], () => glance(state).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const eta = etaSeconds(run);
