@@ -15,7 +15,8 @@ from shared.errors import InvalidInput
 from shared.paths import MANIFEST
 from shared.places import Places, path_of
 from shared.settings import Settings
-from shared.store import LocalStore, ObjectStore, S3Store, open_regular, open_uri, uri_of
+from shared.store import LocalStore, ObjectStore, S3Store, open_regular, open_store, open_uri, uri_of
+from shared.uri_queries import with_query
 
 _MAX_FILES = 10_000
 _MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
@@ -116,6 +117,7 @@ def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]
     """
     match urlsplit(uri).scheme:
         case "http" | "https":
+            uri = with_query(open_store(settings.store, settings.s3), uri)
             parts = checked(uri)
             return _named({_file_name(parts.path): HttpSource(uri, settings.download)}, uri)
         case "file":

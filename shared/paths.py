@@ -126,6 +126,11 @@ def key_record(key_id: str = "") -> str:
     return f"records/keys/{key_id}"
 
 
+def query_record(query_id: str) -> str:
+    """The one place of a user's presigned URI; an id that is no plain one leads nowhere."""
+    return f"records/queries/{hashlib.sha256(query_id.encode()).hexdigest()}"
+
+
 def file_record(tenant: str, file_id: str = "") -> str:
     return f"records/files/{tenant}/{file_id}"
 

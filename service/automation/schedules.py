@@ -46,6 +46,7 @@ from shared.schedules import (
 )
 from shared.settings import Settings
 from shared.store import ObjectStore
+from shared.uri_queries import without_queries
 
 logger = logging.getLogger("longshore.service")
 
@@ -82,6 +83,7 @@ class Schedules:
         """
         check_parallelism(scheduled.run, self._settings, "run.")
         await asyncio.to_thread(self._access.check, tenant, scheduled)
+        scheduled = await asyncio.to_thread(without_queries, self._store, scheduled)
         record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
         async with self._turns.of(tenant, scheduled.name), self._temporal.client() as client:
             record = await asyncio.to_thread(self._accept, record)

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from pydantic import Field, ValidationError
 from temporalio.client import Client, WorkflowFailureError
@@ -38,9 +38,11 @@ from shared.run_start import check_parallelism, threads_per_rank, workflow_of
 from shared.runs import Run, RunRecord, RunStatus, Source, State
 from shared.settings import Settings
 from shared.store import ObjectStore
+from shared.uri_queries import without_queries
 from workflows.preview import Preview, PreviewRequest, PreviewStart
 
 logger = logging.getLogger("longshore.service")
+F = TypeVar("F", bound=Frozen)
 
 PREVIEW_WORKFLOW = "PreviewWorkflow"
 _CLOSING_S = 5.0
@@ -123,6 +125,10 @@ class Runs:
         check_parallelism(run, self._settings, below)
         await self.check_access(tenant, run)
 
+    async def sealed(self, request: F) -> F:
+        """A request without its URIs' queries, in which signatures are: hosts find them in the store."""
+        return await asyncio.to_thread(without_queries, self._store, request)
+
     async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(tenant, key)
@@ -145,6 +151,7 @@ class Runs:
         """
         with suppress(NotFound):
             return await self._states.record(run_id), False
+        run, source = await self.sealed(run), await self.sealed(source)
         record = RunRecord(
             run_id=run_id,
             tenant=tenant,
@@ -376,6 +383,7 @@ class Runs:
             InvalidInput: what is wrong with the data. Busy: the tenant has as many checks going on as it may.
         """
         await self.check_access(tenant, request)
+        request = await self.sealed(request)
         async with self._checks.place(tenant), self.temporal() as client:
             try:
                 answer: Preview = await client.execute_workflow(

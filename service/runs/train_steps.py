@@ -45,6 +45,7 @@ class TrainSteps:
             Conflict: the run takes no more steps, or too many wait.
         """
         await self._runs.check_access(tenant, request)
+        request = await self._runs.sealed(request)
         step = StepStatus.model_validate(await self._update(tenant, run_id, "train_step", request))
         return await self.show(tenant, run_id, step.step, wait_s)
 

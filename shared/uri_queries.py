@@ -1,0 +1,85 @@
+"""Queries of users' http(s) URIs, where presigned signatures and tokens are: kept in one record, named elsewhere.
+
+What a run's record, Temporal, the database, schedules and W&B hold is `https://host/path?longshore-query=ID`. Whoever
+fetches the file reads the query from the store: nobody else does.
+"""
+
+import hashlib
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from shared.errors import InvalidInput, NotFound
+from shared.models import Frozen
+from shared.paths import query_record
+from shared.store import ObjectStore
+
+_NAME = "longshore-query="
+_LONGEST = 2048
+_FIELDS = ("uri", "groups", "training_file", "validation_file")
+F = TypeVar("F", bound=Frozen)
+
+
+def without_queries(store: ObjectStore, request: F) -> F:
+    """A request whose data's URIs name their queries.
+
+    Raises:
+        InvalidInput: a URI would be too long.
+    """
+    changed: F = _cut(store, request, "")
+    return changed
+
+
+def _cut(store: ObjectStore, value: Any, name: str) -> Any:
+    match value:
+        case str() if name in _FIELDS:
+            return _named(store, value, name)
+        case Frozen():
+            found = {field: getattr(value, field) for field in type(value).model_fields}
+            changes = {field: new for field, old in found.items() if (new := _cut(store, old, field)) is not old}
+            return value.model_copy(update=changes) if changes else value
+        case dict():
+            cut = {key: _cut(store, old, str(key)) for key, old in value.items()}
+            return cut if any(cut[key] is not value[key] for key in value) else value
+        case tuple() | list():
+            items = [_cut(store, item, name) for item in value]
+            return type(value)(items) if any(map(_differ, items, value)) else value
+        case _:
+            return value
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _named(store: ObjectStore, uri: str, place: str) -> str:
+    """By the hash of the whole URI: the same again is the same record, and only whoever has it can name it."""
+    if not uri.startswith(("http://", "https://")) or "?" not in uri:
+        return uri
+    address, _, query = uri.partition("?")
+    if query.startswith(_NAME):
+        return uri
+    query_id = hashlib.sha256(uri.encode(errors="replace")).hexdigest()[:32]
+    named = f"{address}?{_NAME}{query_id}"
+    if len(named) > _LONGEST:
+        raise InvalidInput(f"a URI with a query has at most {_LONGEST - len(named) + len(address)} characters", place)
+    store.put_if_absent(query_record(query_id), uri.encode(errors="replace"))
+    return named
+
+
+def with_query(store: ObjectStore, uri: str) -> str:
+    """The URI that a user sent. A query is only ever sent to the address that it came with.
+
+    Raises:
+        InvalidInput: it is not on record.
+    """
+    address, _, query = uri.partition("?")
+    if not query.startswith(_NAME):
+        return uri
+    try:
+        kept = store.get_bytes(query_record(query.removeprefix(_NAME))).decode()
+    except (NotFound, ValueError):
+        kept = ""
+    if kept.partition("?")[0] != address:
+        parts = urlsplit(uri)
+        raise InvalidInput("this URI's query is not known here: give it again", f"{parts.scheme}://{parts.netloc}")
+    return kept
