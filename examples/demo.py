@@ -83,7 +83,7 @@ def start_stack() -> None:
         console.print("The stack of an earlier demonstration is up.")
         return
     console.print("Starting the stack: Temporal, web service, hosts.")
-    longshore("dev", "--detach", "--root", str(ROOT))
+    longshore("dev", "--detach", "--ui", "--root", str(ROOT))
 
 
 def is_up() -> bool:

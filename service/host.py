@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from temporalio.client import Client, Interceptor
-from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Worker, WorkflowRunner
-from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
+from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
 from activities import confined
 from activities.complete import Complete
@@ -33,6 +32,8 @@ from activities.signals import WorkflowSignals
 from activities.worker_pool import WorkerPool
 from activities.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from service.host_record import HostRecord
+from service.seals import SealedRunner
+from service.temporal_client import connect_once
 from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
 from shared.store import open_store
@@ -66,7 +67,7 @@ _POLLS = 2  # that wait at Temporal for each queue: an activity more is asked fo
 _CACHED_WORKFLOWS = 400
 # Workflows run in Temporal's sandbox, but on modules that they share: loading its own anew takes a run 7 ms and 67 KB.
 # What they may import is held by tests/workflows/test_imports.py instead.
-_SANDBOX = SandboxedWorkflowRunner(restrictions=SandboxRestrictions.default.with_passthrough_modules("workflows"))
+_SANDBOX = SealedRunner(restrictions=SandboxRestrictions.default.with_passthrough_modules("workflows"))
 _M_ARENA_MAX, _MALLOC_ARENAS = -8, 2  # the first is malloc.h's
 _CONNECT_PATIENCE_S = 60.0
 _SHUTDOWN_GRACE = timedelta(seconds=10)
@@ -90,12 +91,7 @@ async def connect(
     deadline = loop.time() + patience_s
     while True:
         try:
-            return await Client.connect(
-                settings.temporal_address,
-                namespace=settings.temporal_namespace,
-                data_converter=pydantic_data_converter,
-                interceptors=interceptors,
-            )
+            return await connect_once(settings, interceptors)
         except RuntimeError as error:
             if loop.time() > deadline:
                 message = f"no Temporal server at {settings.temporal_address} within {patience_s:g} s: {error}"

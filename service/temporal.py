@@ -6,10 +6,12 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.problems import TemporalUnavailable
+from service.seals import UNSEALED
+from service.temporal_client import connect_once
 from shared.settings import Settings
 
 PATIENCE = timedelta(seconds=5)
@@ -29,8 +31,8 @@ class Temporal:
     """One client for everything that the service asks."""
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._address = settings.temporal_address
-        self._namespace = settings.temporal_namespace
         self._client: Client | None = None
 
     @asynccontextmanager
@@ -44,6 +46,11 @@ class Temporal:
             if error.status in AWAY:
                 raise TemporalUnavailable(self._away) from error
             raise
+        except ApplicationError as error:
+            if error.type == UNSEALED:
+                message = f"the Temporal server at {self._address} answers with what this installation did not seal"
+                raise TemporalUnavailable(message) from error
+            raise
 
     async def check(self) -> None:
         """Raises TemporalUnavailable when the server does not answer."""
@@ -53,9 +60,7 @@ class Temporal:
     async def _connect(self) -> Client:
         try:
             async with asyncio.timeout(PATIENCE.total_seconds()):
-                return await Client.connect(
-                    self._address, namespace=self._namespace, data_converter=pydantic_data_converter
-                )
+                return await connect_once(self._settings)
         except (RuntimeError, TimeoutError) as error:
             raise TemporalUnavailable(self._away) from error
 

@@ -146,6 +146,17 @@ class Settings(BaseSettings):
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
+    temporal_tls: bool = Field(default=False, description="TLS, by the system's authorities if no other is named")
+    temporal_tls_ca: Path | None = Field(default=None, description="a PEM file: the authority of the server")
+    temporal_tls_cert: Path | None = Field(default=None, description="a PEM file: who we are, for mutual TLS")
+    temporal_tls_key: Path | None = Field(default=None, description="a PEM file: of temporal_tls_cert")
+    temporal_tls_name: str | None = Field(default=None, description="the server's, where its address has another")
+    temporal_api_key: SecretStr | None = Field(default=None, description="of a Temporal server that asks for one")
+    seal_key: SecretStr | None = Field(
+        default=None,
+        min_length=32,
+        description="of service and hosts, by which they know each other's work; `seal.key` of `root` if absent",
+    )
     temporal_ui: str | None = None
     control_queue: str = "control"
 

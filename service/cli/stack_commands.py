@@ -23,6 +23,7 @@ def dev(
     stop: Annotated[bool, typer.Option("--stop", help="End the stack of this root.")] = False,
     root: Root = None,
     port: Annotated[int | None, typer.Option(help="The web service's port; the next free one if it is taken.")] = None,
+    ui: Annotated[bool, typer.Option("--ui", help="Temporal's own pages too, which ask for no key.")] = False,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service.dev import supervisor as stack
@@ -37,9 +38,9 @@ def dev(
         if stop:
             say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
         elif detach:
-            say(stack.banner(stack.detach(settings.root_path, port)))
+            say(stack.banner(stack.detach(settings.root_path, port, ui)))
         else:
-            stack.Stack(settings, port).run()
+            stack.Stack(settings, port, ui).run()
     except DevError as error:
         raise Stop(str(error)) from None
 

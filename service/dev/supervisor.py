@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -33,7 +34,7 @@ from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.paths import private_folder
 from shared.settings import Settings
 
-TEMPORAL_PORT, UI_PORT, API_PORT = 7233, 8233, 8484
+TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
 _TICK_S = 0.1
 _HOST_GRACE_S = 20.0
@@ -47,12 +48,14 @@ _TEMPORAL_GARBAGE_PERCENT = "50"
 class Stack:
     """The supervisor."""
 
-    def __init__(self, settings: Settings, api_port: int | None = None) -> None:
+    def __init__(self, settings: Settings, api_port: int | None = None, with_ui: bool = False) -> None:
         """
         Args:
             settings: of this machine; a Temporal address that is set there, or in TEMPORAL_ADDRESS, is used as it is.
             api_port: the web service's; the next one that is free if it is taken.
+            with_ui: Temporal's own pages, on which every run can be read and ended without any key.
         """
+        self._with_ui = with_ui
         self.root = settings.root_path
         self._settings = settings
         self._api_port = api_port
@@ -84,7 +87,7 @@ class Stack:
         given = self._given_temporal()
         if given is None:
             address = f"127.0.0.1:{ports.take(_port_of(last.temporal_address) if last else TEMPORAL_PORT)}"
-            ui: str | None = f"http://127.0.0.1:{ports.take(_port_of(last.temporal_ui or '') if last else UI_PORT)}"
+            ui = self._ui_of(last, ports) if self._with_ui else None
         else:
             address, ui = given, self._settings.temporal_ui
         return Connection(
@@ -95,6 +98,21 @@ class Stack:
             temporal_ui=ui,
             pid=os.getpid(),
         )
+
+    def _ui_of(self, last: Connection | None, ports: Ports) -> str:
+        """An address of loopback that nobody guesses.
+
+        Temporal's pages answer to every name: to a page of the web, too, whose name is led here (DNS rebinding), if it
+        knows the address. All of 127/8 is this machine on Linux alone.
+        """
+        if last is not None and last.temporal_ui is not None:
+            host, port = last.temporal_ui.removeprefix("http://").split(":")
+            return f"http://{host}:{ports.take(int(port))}"
+        chance = secrets.token_bytes(3)
+        host = (
+            f"127.{1 + chance[0] % 254}.{chance[1]}.{1 + chance[2] % 254}" if sys.platform == "linux" else "127.0.0.1"
+        )
+        return f"http://{host}:{ports.take(0)}"
 
     def _given_temporal(self) -> str | None:
         if "temporal_address" in self._settings.model_fields_set:
@@ -170,9 +188,13 @@ def _end(temporal: list[Child], others: list[Child]) -> None:
 
 def _temporal_command(connection: Connection, database: Path) -> list[str]:
     address, _, port = connection.temporal_address.rpartition(":")
+    ui = ["--headless"]
+    if connection.temporal_ui is not None:
+        host, ui_port = connection.temporal_ui.removeprefix("http://").split(":")
+        ui = ["--ui-ip", host, "--ui-port", ui_port]
     return [
         *(temporal_binary(), "server", "start-dev", "--ip", address, "--port", port),
-        *("--ui-port", str(_port_of(connection.temporal_ui or ""))),
+        *ui,
         *("--db-filename", str(database), "--sqlite-pragma", "journal_mode=WAL", "--sqlite-pragma", "synchronous=1"),
         *("--dynamic-config-value", f"history.hostLevelCacheMaxSize={_TEMPORAL_CACHED_RUNS}"),
         *("--log-level", "warn"),
@@ -194,7 +216,7 @@ def banner(connection: Connection) -> str:
         f"Longshore is up, its state in {connection.root}",
         f"  API, page    {connection.api_url}",
         f"  Temporal     {connection.temporal_address}",
-        f"  Temporal UI  {connection.temporal_ui or '(not known)'}",
+        f"  Temporal UI  {connection.temporal_ui or '(off: `longshore dev --ui`)'}",
         f"  logs         {connection.root}/logs",
     ]
     if Path(connection.root) != Path("~/.longshore").expanduser().resolve():
@@ -245,7 +267,7 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def detach(root: Path, api_port: int | None = None, timeout_s: float = 60.0) -> Connection:
+def detach(root: Path, api_port: int | None = None, with_ui: bool = False, timeout_s: float = 60.0) -> Connection:
     """Start a supervisor that outlives this terminal, and wait until the service listens.
 
     Raises:
@@ -259,7 +281,7 @@ def detach(root: Path, api_port: int | None = None, timeout_s: float = 60.0) -> 
     command = [sys.executable, "-P", "-m", "service.dev.supervisor", "--root", str(root)]
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [*command, *(["--port", str(api_port)] if api_port else [])],
+            [*command, *(["--port", str(api_port)] if api_port else []), *(["--ui"] if with_ui else [])],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -319,9 +341,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The Longshore stack on one machine.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--port", type=int)
+    parser.add_argument("--ui", action="store_true")
     arguments = parser.parse_args()
     try:
-        Stack(Settings(root=arguments.root), arguments.port).run()
+        Stack(Settings(root=arguments.root), arguments.port, arguments.ui).run()
     except DevError as error:
         sys.exit(f"error: {error}")
 

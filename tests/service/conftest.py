@@ -17,8 +17,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from temporalio.client import Client
-from temporalio.contrib.pydantic import pydantic_data_converter
 
 from activities.deliver import Deliver
 from activities.download import Download
@@ -28,7 +26,7 @@ from activities.record_result import RecordResult
 from service.app import create_app
 from service.database.engine import open_database
 from service.database.rebuild import rebuild
-from service.host import control_workers
+from service.host import connect, control_workers
 from service.listening import config
 from shared.artifacts import seal, upload
 from shared.paths import published_version, version_claim
@@ -158,7 +156,7 @@ def polling(settings: Settings) -> Iterator[None]:
     stopped, ready = threading.Event(), threading.Event()
 
     async def work() -> None:
-        client = await Client.connect(settings.temporal_address, data_converter=pydantic_data_converter)
+        client = await connect(settings)
         record = RecordResult(settings)
         deliver = Deliver(settings)
         activities = [

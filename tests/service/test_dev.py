@@ -80,6 +80,7 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
 
 def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
     wait_until(dev.is_well, "the stack is well")
+    assert dev.connection.temporal_ui is None, "nobody asked for it"
     assert stat.S_IMODE((dev.root / "dev.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(dev.root.stat().st_mode) == 0o700
     kept = b"".join(data for path, data in files_below(dev.root) if path != "dev.json")
@@ -141,8 +142,9 @@ def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
         api, temporal, ui = (f"127.0.0.1:{ports.take(wanted)}" for wanted in (18484, 17233, 18233))
     kept = replace(kept, api_url=f"http://{api}", temporal_address=temporal, temporal_ui=f"http://{ui}")
     kept.write()
-    assert dev.cli("dev", "--detach").code == 0
+    assert dev.cli("dev", "--detach", "--ui").code == 0
     assert replace(dev.connection, pid=None) == kept
+    assert httpx.get(kept.temporal_ui or "", trust_env=False).is_success
     assert run_id in [row["run_id"] for row in dev.cli("ls", "--json").json]
 
 

@@ -92,7 +92,7 @@ async def test_what_a_killed_control_host_had_in_hand_is_done_anew_at_once(
         def log_message(self, *_: object) -> None:
             pass
 
-    client: Client = await connect(Settings(temporal_address=temporal_address))
+    client: Client = await connect(Settings(root=tmp_path, temporal_address=temporal_address))
     with serving(Rows) as port, spawned("control", temporal_address, tmp_path, **given) as first:
         source = DatasetSource(uri=f"http://127.0.0.1:{port}/rows.jsonl")
         handle = await client.start_activity(
@@ -118,10 +118,10 @@ async def test_hosts_of_one_root_have_records_of_their_own(tmp_path: Path) -> No
         assert next_one.queue == first.queue
 
 
-async def test_a_server_that_does_not_answer_is_named() -> None:
+async def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(SystemExit, match=f"no Temporal server at {address}"):
-        await connect(Settings(temporal_address=address), patience_s=0.5)
+        await connect(Settings(root=tmp_path, temporal_address=address), patience_s=0.5)
 
 
 async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(tmp_path: Path) -> None:

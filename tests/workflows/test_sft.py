@@ -36,6 +36,7 @@ from activities.run_job import JobRequest
 from activities.worker_pool import WorkerPool
 from activities.worker_process import processes_of
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers
+from service.seals import seal_key
 from shared.events import Step
 from shared.jobs import Fence
 from shared.layout import Layout
@@ -91,6 +92,7 @@ class Stack:
             "LONGSHORE_STORE_URI": given.store,
             "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
             "LONGSHORE_SHAPE": given.shape,
+            "LONGSHORE_SEAL_KEY": seal_key(given).decode(),
             "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
         }
         command = [sys.executable, "-m", "tests.workflows.stand_in_host", str(step_s)]

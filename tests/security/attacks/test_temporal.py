@@ -1,0 +1,195 @@
+"""Temporal as a door: a stranger reaches its server, without any key of the installation, and speaks its protocol."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio import workflow
+from temporalio.api.common.v1 import Payloads, WorkflowExecution, WorkflowType
+from temporalio.api.enums.v1 import EventType
+from temporalio.api.history.v1 import HistoryEvent
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import SignalWorkflowExecutionRequest, StartWorkflowExecutionRequest
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.common import RetryPolicy
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.exceptions import ActivityError
+from temporalio.service import RPCError
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
+
+from service.dev.connection import Connection
+from service.seals import UNSEALED
+from shared.runs import RunStart, RunStatus, SFTRun, StepRequest
+from tests.end_to_end.stack import Stack, wait_until
+from tests.security.attacks.tenants import Tenant
+
+CONTROL = "control"
+WORKFLOWS = [
+    *("SFTWorkflow", "RLWorkflow", "PreviewWorkflow", "GraderWorkflow", "UntrainedModelWorkflow", "TrackWorkflow"),
+    *("ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow", "CompletionWorkflow"),
+]
+
+
+@pytest.fixture
+async def stranger(stack: Stack) -> AsyncIterator[Client]:
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    yield await Client.connect(connection.temporal_address, data_converter=pydantic_data_converter)
+
+
+@pytest.fixture
+def rows(open_folder: Path) -> str:
+    path = open_folder / "rows.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 4)
+    return path.as_uri()
+
+
+@pytest.fixture
+def run(tiny_model: Path, rows: str) -> dict[str, Any]:
+    return {"model": tiny_model.as_uri(), "dataset": {"uri": rows}, "steps": 1, "batch_size": 2, "max_tokens": 64}
+
+
+async def events_of(handle: WorkflowHandle) -> list[HistoryEvent]:
+    return [event async for event in handle.fetch_history_events()]
+
+
+def is_of_an_activity(event: HistoryEvent) -> bool:
+    return event.event_type == EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED
+
+
+async def refused(client: Client, id: str) -> None:
+    """The workflow has failed at once, of not being sealed, and has done nothing."""
+    handle = client.get_workflow_handle(id)
+    with pytest.raises(WorkflowFailureError) as failed:
+        await asyncio.wait_for(handle.result(), 60)
+    assert UNSEALED in repr(failed.value.cause.__dict__), failed.value.cause
+    assert not any(is_of_an_activity(event) for event in await events_of(handle))
+
+
+async def start_raw(client: Client, kind: str, id: str, given: Payloads) -> None:
+    """Start a workflow with payloads as they are, seals and all."""
+    await client.workflow_service.start_workflow_execution(
+        StartWorkflowExecutionRequest(
+            namespace=client.namespace,
+            workflow_id=id,
+            workflow_type=WorkflowType(name=kind),
+            task_queue=TaskQueue(name=CONTROL),
+            input=given,
+            request_id=uuid.uuid4().hex,
+        )
+    )
+
+
+async def test_a_run_in_the_name_of_another_tenant_fails_at_once(
+    stranger: Client, stack: Stack, victim: Tenant, run: dict[str, Any]
+) -> None:
+    run_id = "sft-0196f0000000000000"
+    start = RunStart(run_id=run_id, tenant=victim.name, run=SFTRun.model_validate(run))
+    await stranger.start_workflow("SFTWorkflow", start, id=run_id, task_queue=CONTROL)
+    await refused(stranger, run_id)
+    assert not (stack.root / "store" / "runs" / run_id).exists()
+    assert victim.http.get(f"/api/v1/runs/{run_id}").status_code == 404
+
+
+@pytest.mark.parametrize("kind", WORKFLOWS)
+async def test_no_workflow_takes_what_the_service_did_not_seal(stranger: Client, kind: str) -> None:
+    id = f"forged-{kind}-{uuid.uuid4().hex}"
+    await stranger.start_workflow(kind, {"anything": "at all"}, id=id, task_queue=CONTROL)
+    await refused(stranger, id)
+
+
+@pytest.mark.parametrize("kind", ["SFTWorkflow", "RLWorkflow", "CompletionWorkflow"])
+async def test_nor_one_without_any_input(stranger: Client, kind: str) -> None:
+    id = f"empty-{kind}-{uuid.uuid4().hex}"
+    await stranger.start_workflow(kind, id=id, task_queue=CONTROL)
+    await refused(stranger, id)
+
+
+async def test_a_sealed_input_is_good_for_one_workflow(stranger: Client, victim: Tenant, run: dict[str, Any]) -> None:
+    """Copied, bit for bit, from the history of a run that the service has started."""
+    run_id = victim.submit("sft", **run).json()["run_id"]
+    first = (await events_of(stranger.get_workflow_handle(run_id)))[0]
+    given = first.workflow_execution_started_event_attributes.input
+    for id in (f"copy-of-{run_id}", f"schedule/{run_id}-2026-01-01T00:00:00Z"):
+        await start_raw(stranger, "SFTWorkflow", id, given)
+        await refused(stranger, id)
+    await asyncio.to_thread(victim.ended, run_id)
+
+
+@pytest.fixture
+async def waiting_run(victim: Tenant, tiny_model: Path) -> AsyncIterator[str]:
+    """An RL run that waits for its client's groups."""
+    body = {"model": tiny_model.as_uri(), "max_tokens": 64}
+    answer = victim.submit("rl", **body)
+    assert answer.status_code == 201, answer.text
+    run_id = answer.json()["run_id"]
+
+    def is_waiting() -> bool:
+        return victim.http.get(f"/api/v1/runs/{run_id}").json().get("phase") == "waiting_for_groups"
+
+    await asyncio.to_thread(wait_until, is_waiting, "an RL run that waits", 120)
+    yield run_id
+    victim.http.post(f"/api/v1/runs/{run_id}/cancel")
+    await asyncio.to_thread(victim.ended, run_id)
+
+
+async def test_a_running_run_trains_nothing_that_its_client_did_not_send(
+    stranger: Client, victim: Tenant, waiting_run: str
+) -> None:
+    handle = stranger.get_workflow_handle(waiting_run)
+    with pytest.raises((WorkflowUpdateFailedError, RPCError)):
+        await asyncio.wait_for(handle.execute_update("train_step", StepRequest(key="mine", groups="file:///x")), 60)
+    await handle.signal("progress", {"phase": "training", "step": 7})
+    await stranger.workflow_service.signal_workflow_execution(
+        SignalWorkflowExecutionRequest(
+            namespace=stranger.namespace,
+            workflow_execution=WorkflowExecution(workflow_id=waiting_run),
+            signal_name="leased",
+            request_id=uuid.uuid4().hex,
+        )
+    )
+    view = await asyncio.to_thread(lambda: victim.http.get(f"/api/v1/runs/{waiting_run}").json())
+    assert (view["state"], view["phase"]) == ("running", "waiting_for_groups"), view
+    steps = await asyncio.to_thread(lambda: victim.http.get(f"/api/v1/runs/{waiting_run}/steps").json())
+    assert "mine" not in str(steps)
+
+
+@workflow.defn(name="Forged")
+class Forged:
+    """A workflow of the stranger's own, which asks the installation's hosts for work."""
+
+    @workflow.run
+    async def run(self, activity: str, queue: str, request: dict[str, Any]) -> None:
+        await workflow.execute_activity(
+            activity,
+            request,
+            task_queue=queue,
+            schedule_to_close_timeout=timedelta(seconds=30),
+            retry_policy=RetryPolicy(maximum_attempts=2),
+        )
+
+
+FORGED: list[tuple[str, str, Callable[[str], dict[str, Any]]]] = [
+    ("record_result", CONTROL, lambda id: RunStatus(run_id=id, kind="sft", name="x").model_dump(mode="json")),
+    ("reopen", CONTROL, lambda id: {"run_id": id}),
+    ("lease", "gpu-cpu", lambda id: {"run_id": id, "epoch": 1}),
+]
+
+
+@pytest.mark.parametrize(("activity", "queue", "request_of"), FORGED, ids=[name for name, *_ in FORGED])
+async def test_no_host_works_for_a_workflow_of_a_strangers(
+    stranger: Client, stack: Stack, activity: str, queue: str, request_of: Callable[[str], dict[str, Any]]
+) -> None:
+    run_id, own_queue = f"sft-{uuid.uuid4().hex[:18]}", f"stranger-{uuid.uuid4().hex}"
+    forging = Worker(stranger, task_queue=own_queue, workflows=[Forged], workflow_runner=UnsandboxedWorkflowRunner())
+    async with forging:
+        with pytest.raises(WorkflowFailureError) as failed:
+            arguments = [activity, queue, request_of(run_id)]
+            await stranger.execute_workflow("Forged", args=arguments, id=run_id, task_queue=own_queue)
+    assert isinstance(failed.value.cause, ActivityError)
+    assert "Failed decoding arguments" in str(failed.value.cause.cause)
+    assert not (stack.root / "store" / "runs" / run_id).exists()

@@ -1,0 +1,123 @@
+"""The one way to Temporal: TLS on both sides, and the key by which an installation knows its own."""
+
+import asyncio
+import contextlib
+import ssl
+import stat
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from service.host import connect
+from service.seals import seal_key
+from service.temporal_client import connect_once
+from shared.errors import InvalidInput
+from shared.settings import Settings
+
+
+class Authority:
+    """A certificate authority in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.certificate = folder / "ca.pem"
+        self._openssl(*("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=authority"))
+        (folder / "out.pem").rename(self.certificate)
+        (folder / "key.pem").rename(folder / "ca.key")
+
+    def issue(self, name: str) -> tuple[Path, Path]:
+        """A certificate for this name, and its key."""
+        signed = ("-CA", str(self.certificate), "-CAkey", str(self._folder / "ca.key"))
+        named = (
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            f"subjectAltName=DNS:{name}",
+            "-addext",
+            "basicConstraints=CA:FALSE",
+        )
+        self._openssl("req", "-x509", *signed, "-newkey", "rsa:2048", "-nodes", "-days", "1", *named)
+        return (
+            (self._folder / "out.pem").rename(self._folder / f"{name}.pem"),
+            (self._folder / "key.pem").rename(self._folder / f"{name}.key"),
+        )
+
+    def _openssl(self, *arguments: str) -> None:
+        written = ("-keyout", str(self._folder / "key.pem"), "-out", str(self._folder / "out.pem"))
+        subprocess.run(["openssl", *arguments, *written], check=True, capture_output=True)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+async def tls_address(authority: Authority, temporal_address: str) -> AsyncIterator[str]:
+    """The Temporal server behind mutual TLS: whoever shows no certificate of the authority is hung up on."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("temporal.test"))
+    context.load_verify_locations(authority.certificate)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = temporal_address.partition(":")
+        behind, before = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(_pipe(reader, before), _pipe(behind, writer))
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def test_hosts_and_service_speak_mutual_tls(tmp_path: Path, authority: Authority, tls_address: str) -> None:
+    certificate, key = authority.issue("host")
+    settings = Settings(
+        root=tmp_path,
+        temporal_address=tls_address,
+        temporal_tls_ca=authority.certificate,
+        temporal_tls_name="temporal.test",
+        temporal_tls_cert=certificate,
+        temporal_tls_key=key,
+    )
+    client = await connect(settings, patience_s=5)
+    assert await client.service_client.check_health()
+    stranger = Authority(tmp_path / "another").issue("host")
+    for changes in (
+        {"temporal_tls_ca": None, "temporal_tls_name": None, "temporal_tls_cert": None, "temporal_tls_key": None},
+        {"temporal_tls_cert": None, "temporal_tls_key": None},
+        {"temporal_tls_cert": stranger[0], "temporal_tls_key": stranger[1]},
+        {"temporal_tls_ca": tmp_path / "another" / "ca.pem"},
+        {"temporal_tls_name": None},
+    ):
+        with pytest.raises(RuntimeError):
+            await asyncio.wait_for(connect_once(settings.model_copy(update=changes)), 60)
+
+
+async def test_files_of_tls_that_are_missing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"nowhere\.pem: cannot be read"):
+        await connect_once(Settings(root=tmp_path, temporal_tls_ca=tmp_path / "nowhere.pem"))
+    with pytest.raises(InvalidInput, match="go together"):
+        await connect_once(Settings(root=tmp_path, temporal_tls_cert=tmp_path / "nowhere.pem"))
+
+
+def test_a_root_makes_one_key_for_all_its_processes_and_closes_it(tmp_path: Path) -> None:
+    settings = Settings(root=tmp_path)
+    assert len(seal_key(settings)) == 64
+    assert seal_key(settings) == seal_key(settings) != seal_key(Settings(root=tmp_path / "another"))
+    assert [path.name for path in tmp_path.glob("*seal*")] == ["seal.key"]
+    assert stat.S_IMODE((tmp_path / "seal.key").stat().st_mode) == 0o600
+    given = "0123456789abcdef0123456789abcdef"
+    assert seal_key(Settings(root=tmp_path, seal_key=given)) == given.encode()
