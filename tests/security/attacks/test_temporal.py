@@ -26,6 +26,7 @@ from service.seals import UNSEALED
 from shared.runs import RunStart, RunStatus, SFTRun, StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
+from workflows.policies import queue_of
 
 CONTROL = "control"
 WORKFLOWS = [
@@ -173,10 +174,14 @@ class Forged:
         )
 
 
+def end_of_a_run(run_id: str) -> dict[str, Any]:
+    return RunStatus(run_id=run_id, kind="sft", name="x").model_dump(mode="json")
+
+
 FORGED: list[tuple[str, str, Callable[[str], dict[str, Any]]]] = [
-    ("record_result", CONTROL, lambda id: RunStatus(run_id=id, kind="sft", name="x").model_dump(mode="json")),
-    ("reopen", CONTROL, lambda id: {"run_id": id}),
-    ("lease", "gpu-cpu", lambda id: {"run_id": id, "epoch": 1}),
+    ("record_result", queue_of("record_result", CONTROL), end_of_a_run),
+    ("reopen", queue_of("reopen", CONTROL), lambda run_id: {"run_id": run_id}),
+    ("lease", "gpu-cpu", lambda run_id: {"run_id": run_id, "epoch": 1}),
 ]
 
 
