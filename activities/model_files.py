@@ -8,6 +8,7 @@ from activities.model_location import Location
 from activities.safetensors_header import TensorEntry, read_header
 from shared.errors import InvalidInput
 from shared.layout import ModelShape
+from shared.model_config import read_model_config
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 WEIGHTS = "model.safetensors"
@@ -89,11 +90,13 @@ def _read_config(location: Location) -> _Config:
         known = ", ".join(FAMILIES)
         raise InvalidInput(f"model_type {raw.get('model_type')!r} is not a known family: {known}", place)
     try:
-        return _Config.model_validate(raw)
+        config = _Config.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise InvalidInput(f"{field} = {first['input']!r} cannot be used: {first['msg']}", place) from error
+    read_model_config(raw, place)
+    return config
 
 
 def check_tokenizer(location: Location, vocab_size: int) -> None:

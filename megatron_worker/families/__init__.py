@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from megatron_worker.families import llama, qwen2, qwen3, qwen3_moe
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.dense_config import DenseConfig
 from megatron_worker.families.pieces import Piece
-from megatron_worker.families.qwen3_moe import MixtureConfig
 from shared.errors import InvalidInput
+from shared.model_config import MixtureConfig, read_model_config
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -22,17 +19,13 @@ def read_architecture(folder: Path) -> Architecture:
     path = folder / "config.json"
     try:
         values = json.loads(path.read_bytes())
-        config = DenseConfig.model_validate(values)
-        mixture = MixtureConfig.model_validate(values) if config.model_type == "qwen3_moe" else None
     except FileNotFoundError as error:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    if mixture is not None:
-        return qwen3_moe.architecture(mixture)
+    config = read_model_config(values, str(path))
+    if isinstance(config, MixtureConfig):
+        return qwen3_moe.architecture(config)
     match config.model_type:
         case "qwen3":
             return qwen3.architecture(config)

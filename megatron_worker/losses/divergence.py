@@ -5,6 +5,9 @@ With x drawn from p and d = log p(x) - log q(x), KL(p, q) = E[d] is estimated by
     k1 = d                   unbiased, of either sign
     k2 = d^2 / 2             biased, never negative
     k3 = exp(-d) - 1 + d     unbiased, never negative
+
+Beyond -d = 20 k3 goes on along its tangent: finite, and its gradient still pulls towards q, as a clamped exponential's
+would not (its gradient is that of d alone, away from q) and a clamped k3's (TRL, verl) is 0.
 """
 
 from typing import Literal
@@ -31,4 +34,5 @@ def divergence(logprob_N: Tensor, other_N: Tensor, estimator: Estimator) -> Tens
         case "k2":
             return difference_N.square() / 2
         case "k3":
-            return bounded(-difference_N).exp() - 1 + difference_N
+            exponent_N = (-difference_N).clamp(max=LARGEST_LOG_RATIO)
+            return exponent_N.exp() * (1 - difference_N - exponent_N) - 1 + difference_N

@@ -250,6 +250,21 @@ def test_a_config_that_cannot_be_used_names_its_field(config, model, field, valu
     assert f"config.json: {field}" in refusal(config, model)
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "needs factor and original_max_position"),
+        ({"head_dim": "wide"}, "head_dim"),
+        ({"model_type": "qwen3_moe"}, "num_experts"),
+    ],
+)
+def test_what_the_worker_would_refuse_of_a_config_is_refused_before_any_lease(config, model, changes, rule) -> None:
+    edit(model / "config.json", **changes)
+    assert rule in refusal(config, model)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_missing_or_broken_file_is_named(config, model, name) -> None:
     (model / name).write_text("{not json")
@@ -285,7 +300,7 @@ def test_a_layout_that_does_not_fit_is_refused(config, model) -> None:
 
 def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     resolve(config, model, engine="fsdp")
-    edit(model / "config.json", model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64)
+    edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     resolve(config, model)
     assert refusal(config, model, engine="fsdp") == (
         "engine: the engine fsdp trains qwen3, qwen2, llama, not qwen3_moe: use megatron"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Outputs
 from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.families.architecture import Rope
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.weights import Entry, TensorFiles, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
@@ -77,6 +78,20 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     assert read_architecture(folder) == new
     assert new.rope.scaling is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_path, family):
+    from transformers import AutoConfig
+
+    folder = distinct_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "rope_theta", "rope_scaling"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(folder).rope_parameters
+    assert theirs["rope_type"] == "default"
+    assert read_architecture(folder).rope == Rope(theirs["rope_theta"])
 
 
 @pytest.mark.parametrize(

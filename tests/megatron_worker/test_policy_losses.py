@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from megatron_worker.batches import Sums
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
+from megatron_worker.losses.divergence import divergence
 from megatron_worker.sums import reported
 from shared.jobs import CISPO, DRO, GSPO, PPO, Artifact, Kl, Loss, PolicyLoss, Reinforce
 from shared.loss_presets import PRESETS, preset
@@ -405,3 +406,19 @@ def test_presets_are_losses_that_read_back(name):
 def test_a_reference_adapter_reads_back():
     kl = Kl(coefficient=0.1, reference=Artifact(uri="file:///a", sha256="0" * 64))
     assert Kl.model_validate_json(kl.model_dump_json()) == kl
+
+
+def test_k3_pulls_towards_the_reference_however_far_away_it_is():
+    """Its gradient by l is 1 - exp(l_ref - l): exact to 20 nats, of the same sign and finite beyond."""
+    gap_N = torch.tensor([-60.0, -20.0, -1.0, 0.0, 1.0, 19.9, 20.0, 20.1, 25.0, 300.0])
+    logprob_N = torch.zeros(len(gap_N), requires_grad=True)
+    value_N = divergence(logprob_N, gap_N, "k3")
+    value_N.sum().backward()
+    exact_N = torch.zeros(len(gap_N), dtype=torch.float64, requires_grad=True)
+    (torch.exp(gap_N.double() - exact_N) - 1 - (gap_N.double() - exact_N)).sum().backward()
+    assert torch.isfinite(value_N).all()
+    assert (value_N >= 0).all()
+    assert torch.equal(logprob_N.grad.sign(), exact_N.grad.sign().float())
+    near_N = gap_N <= 20
+    assert torch.allclose(logprob_N.grad.double()[near_N], exact_N.grad[near_N], rtol=1e-5)
+    assert (value_N.diff()[gap_N[1:] > 0] > 0).all(), "and it still grows there"

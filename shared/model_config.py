@@ -1,0 +1,97 @@
+"""The part of a Hugging Face `config.json` that says what a model computes. What we do not compute is refused.
+
+A file that leaves a setting out means what transformers takes for it.
+"""
+
+from typing import Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import InvalidInput
+
+Size = Field(ge=1)
+
+
+class RopeConfig(BaseModel):
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before), which names its kind `type` or `rope_type`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rope_type: str = Field(default="default", validation_alias=AliasChoices("rope_type", "type"))
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+
+
+class DenseConfig(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    model_type: str
+    vocab_size: int = Size
+    hidden_size: int = Size
+    intermediate_size: int = Size
+    num_hidden_layers: int = Size
+    num_attention_heads: int = Size
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    rope_theta: float | None = None
+    rope_scaling: RopeConfig | None = None
+    rope_parameters: RopeConfig | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        return self.rope_parameters or self.rope_scaling or RopeConfig()
+
+
+class MixtureConfig(DenseConfig):
+    """`num_experts` in files of transformers 4, `num_local_experts` in those of 5."""
+
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: int = Size
+    moe_intermediate_size: int = Size
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+
+def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
+    """A `config.json`, a MixtureConfig of a model with experts.
+
+    Raises:
+        InvalidInput: it asks for what we do not compute, or lacks a size.
+    """
+    kind = MixtureConfig if values.get("model_type") == "qwen3_moe" else DenseConfig
+    try:
+        config = kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", place) from error
+    if problem := _not_computed(config):
+        raise InvalidInput(problem, place)
+    return config
+
+
+def _not_computed(config: DenseConfig) -> str | None:
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if getattr(config, name):
+            return f"{name}=true is not supported for this family"
+    rope = config.rope
+    if rope.rope_type not in ("default", "llama3"):
+        return f"rope scaling of type {rope.rope_type!r} is not supported"
+    if rope.rope_type == "llama3" and (rope.factor is None or rope.original_max_position_embeddings is None):
+        return "llama3 rope scaling needs factor and original_max_position_embeddings"
+    if not isinstance(config, MixtureConfig):
+        return None
+    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        return "layers without experts among others with them are not supported"
+    if config.num_experts_per_tok > config.num_experts:
+        return f"a token goes to {config.num_experts_per_tok} experts of {config.num_experts}"
+    return None
