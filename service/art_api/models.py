@@ -92,7 +92,11 @@ async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) ->
     entity, project = body.entity or asking.tenant, body.project or _PROJECT
     model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore)
     run = rl_run(model, ExperimentalConfig(), None)  # its settings hold for every job: a wrong one is told here
-    await backend.runs.check_run(asking.tenant, run, "longshore.")
+    try:
+        await backend.runs.check_run(asking.tenant, run, "longshore.")
+    except InvalidInput as error:
+        raise InvalidInput(error.message, "base_model" if error.place == "model" else error.place) from error
+    await backend.art_models.check_base(model)
     return ModelObject.of(await backend.art_models.register(model, return_existing=body.return_existing))
 
 

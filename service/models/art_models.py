@@ -18,11 +18,11 @@ from typing import Annotated, Literal
 from service.accounts import audit
 from service.models.published_models import Published, PublishedModels, Target
 from service.models.untrained_models import UntrainedModels
-from service.problems import Conflict
+from service.problems import Conflict, TemporalUnavailable
 from service.runs.own_settings import OwnSettings
 from service.turns import Turns
 from shared import paths
-from shared.errors import InvalidInput, NotFound
+from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.field_rules import pattern
 from shared.models import Frozen
 from shared.runs import Name, RunStatus, StepStatus, Tenant
@@ -37,6 +37,7 @@ ModelId = Annotated[str, pattern(_MODEL_ID.pattern, "the id of a model: model- a
 _ARTIFACT = "wandb-artifact:///"
 _NAME = re.compile(r"(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(:(step(?P<step>[0-9]{1,6})|latest))?")
 _LONGEST_SLUG = 54
+_CHECK_BASE_S = 10.0
 
 
 class ArtSettings(OwnSettings):
@@ -96,6 +97,22 @@ class ArtModels:
     def lock(self, model_id: str) -> asyncio.Lock:
         """Held by whoever gives a model a job: one at a time finds out what it goes on from."""
         return self._turns.of(model_id)
+
+    async def check_base(self, model: ArtModel) -> None:
+        """Look whether the base model can be used here, as long as somebody waits for the answer.
+
+        A model that is still being downloaded, and a host that is away, refuse nothing: the first job will tell.
+
+        Raises:
+            InvalidInput: it cannot.
+        """
+        try:
+            async with asyncio.timeout(_CHECK_BASE_S):
+                await self._untrained.resolve(model.tenant, model.base_model)
+        except InvalidInput as error:
+            raise InvalidInput(str(error), "base_model") from error
+        except (TimeoutError, StoreUnavailable, TemporalUnavailable):
+            return
 
     async def register(self, model: ArtModel, *, return_existing: bool) -> ArtModel:
         """Put a model on record.

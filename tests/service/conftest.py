@@ -23,6 +23,7 @@ from activities.download import Download
 from activities.grade_one import GradeOne
 from activities.preview import PreviewDataset
 from activities.record_result import RecordResult
+from activities.resolve_model import ResolveModel
 from service.app import create_app
 from service.database.engine import open_database
 from service.database.rebuild import rebuild
@@ -37,6 +38,7 @@ from tests.service.stand_in import RLStandIn, StandIn
 from workflows.grader import GraderWorkflow
 from workflows.preview import PreviewWorkflow
 from workflows.scheduled import ScheduledRunWorkflow
+from workflows.untrained_model import UntrainedModelWorkflow
 from workflows.webhook import WebhookWorkflow
 
 KEY = "ls-test-key"
@@ -165,10 +167,12 @@ def polling(settings: Settings) -> Iterator[None]:
             PreviewDataset(settings).preview,
             GradeOne(settings).grade_one,
             Download(settings).download,
+            ResolveModel(settings).resolve_model,
             deliver.deliver,
             deliver.give_up,
         ]
-        workflows = [StandIn, RLStandIn, PreviewWorkflow, GraderWorkflow, ScheduledRunWorkflow, WebhookWorkflow]
+        workflows = [StandIn, RLStandIn, PreviewWorkflow, GraderWorkflow, UntrainedModelWorkflow]
+        workflows += [ScheduledRunWorkflow, WebhookWorkflow]
         async with control_workers(client, settings.control_queue, activities, workflows):
             ready.set()
             await asyncio.to_thread(stopped.wait)

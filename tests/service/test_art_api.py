@@ -1,6 +1,8 @@
 """What ART's client asks of the service, with stand-in workflows: models, jobs that end in every way, other tenants."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,8 +29,17 @@ def their_art(service: Service, acme: str) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module", autouse=True)
+def base_model(tiny_model: Path) -> None:
+    """A registered model's base has to be there."""
+    FIELDS["base_model"] = tiny_model.as_uri()
+
+
+FIELDS = {"project": "harbour"}
+
+
 def register(art: httpx.Client, name: str, **fields: Any) -> httpx.Response:
-    return art.post("/models", json={"project": "harbour", "name": name, "base_model": "tiny/model", **fields})
+    return art.post("/models", json={**FIELDS, "name": name, **fields})
 
 
 def sft_job(art: httpx.Client, model_id: str, **fields: Any) -> httpx.Response:
@@ -44,12 +55,13 @@ def ended(art: httpx.Client, job_id: str) -> list[dict[str, Any]]:
     return wait_until(look, f"{job_id} ends", timeout_s=60)
 
 
-def test_a_name_has_one_model(art: httpx.Client) -> None:
+def test_a_name_has_one_model(art: httpx.Client, tiny_model: Path) -> None:
+    other = Path(shutil.copytree(tiny_model, tiny_model.with_name("another")))
     first = register(art, "one", longshore={"rank": 4}).json()
     assert (first["entity"], first["longshore"]["rank"]) == ("default", 4)
     assert register(art, "one", return_existing=True).json() == first == art.get(f"/models/{first['id']}").json()
     assert register(art, "one").status_code == 409
-    assert register(art, "one", return_existing=True, base_model="another").status_code == 409
+    assert register(art, "one", return_existing=True, base_model=other.as_uri()).status_code == 409
     assert register(art, "one", return_existing=True, longshore={"rank": 8}).status_code == 409
     second = register(art, "two").json()
     page = art.get("/models", params={"limit": 1}).json()
@@ -65,13 +77,17 @@ def test_a_name_has_one_model(art: httpx.Client) -> None:
     [
         ({"name": "a/b"}, "name"),
         ({"base_model": ""}, "base_model"),
+        ({"base_model": "gpt-4o-mini"}, "base_model"),
+        ({"base_model": "http://host/model"}, "base_model"),
+        ({"base_model": "file:///nowhere"}, "base_model"),
+        ({"base_model": "no/such-model"}, "base_model"),
         ({"colour": "red"}, "colour"),
         ({"longshore": {"rank": 0}}, "longshore.rank"),
         ({"longshore": {"group_size": 4}}, "longshore.group_size"),
     ],
 )
 def test_a_wrong_model_is_refused(art: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    answer = art.post("/models", json={"base_model": "tiny/model", **fields})
+    answer = art.post("/models", json={**FIELDS, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
