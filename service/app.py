@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -57,6 +58,7 @@ _PRUNE_EVERY_S = 3600.0
 _FORGET_EVERY_S = 600.0
 _LONGEST_PAUSE_S = 10.0
 _LAST_ANSWERS_S = 2.0
+_THREADS = 64
 
 ROUTERS = (native_api.open_router, native_api.router, tenant_api.router)
 OPENAI_ROUTERS = (
@@ -126,6 +128,8 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     backend: Backend = app.state.backend
+    # Small reads and writes of the store. Python's own number follows the cores: six of them on two.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "service"))
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
     was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from service.accounts import audit
 from service.accounts.quotas import Quotas
+from service.data.transfers import transferred
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
 from service.problems import Conflict
@@ -119,7 +120,7 @@ class Files:
             while True:
                 if await asyncio.to_thread(self._store.head, key) is None:
                     await self._quotas.admit_bytes(tenant, size)
-                    await asyncio.to_thread(self._store.put_file, key, Path(file.name))
+                    await transferred(self._store.put_file, key, Path(file.name))
                     self._quotas.add_bytes(tenant, size)
                 # Bytes that stood may have gone with another file: then they are put again, while they are here.
                 if (known := await self._remember(record)) is not None:

@@ -14,6 +14,7 @@ from typing import Literal
 from service.accounts import audit
 from service.accounts.quotas import Quotas
 from service.data.files import FileRecord, Files
+from service.data.transfers import transferred
 from service.problems import Conflict
 from service.turns import Turns
 from shared import paths
@@ -118,7 +119,7 @@ class Uploads:
             file.flush()
             await self._quotas.admit_bytes(tenant, size)
             key = paths.upload_part(tenant, upload_id, part.part_id)
-            await asyncio.to_thread(self._store.put_file, key, Path(file.name))
+            await transferred(self._store.put_file, key, Path(file.name))
             self._quotas.add_bytes(tenant, size)
         return part
 

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,8 +36,9 @@ from shared.models import Frozen
 from shared.paths import RunKeys, webhook_record
 from shared.runs import DatasetSource, RLRun, RunStart, RunStatus, SFTRun, StepStatus
 from shared.settings import DownloadSettings, Settings, WebhookSettings
-from shared.store import open_store
+from shared.store import LocalStore, open_store
 from shared.webhooks import Notice, Webhook
+from tests.service.conftest import serving, sft, wait_until
 from workflows.policies import pool_of, queue_of
 from workflows.sft import SFTWorkflow
 
@@ -208,3 +210,36 @@ async def test_a_run_ends_and_is_on_record_while_every_pool_is_full(
     result = await asyncio.to_thread(store.get_bytes, RunKeys("sft-ends").result)
     assert RunStatus.model_validate_json(result).state == "cancelled"
     assert await host.num_in_hand(list(kinds)) == in_hand, "all the while, every pool was full"
+
+
+def test_files_on_their_way_into_the_store_keep_nobody_else_waiting(
+    temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads whose last step lasts, as to a distant bucket: more of them than the service has threads for that."""
+    settings = Settings(
+        root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{uuid.uuid4().hex[:8]}"
+    )
+    goes_on, put_file, num_waiting = threading.Event(), LocalStore.put_file, Counter[str]()
+
+    def put_slowly(store: LocalStore, key: str, path: Path) -> None:
+        num_waiting["files"] += 1
+        assert goes_on.wait(120)
+        put_file(store, key, path)
+
+    monkeypatch.setattr(LocalStore, "put_file", put_slowly)
+    num_uploads = 80  # as many as would fill all threads of the service
+    with serving(settings) as service, ThreadPoolExecutor(num_uploads) as threads:
+
+        def upload(n: int) -> int:
+            with service.http() as api:
+                return api.post("/files", params={"name": f"{n}.jsonl"}, content=b"{}\n" * n, timeout=120).status_code
+
+        sent = [threads.submit(upload, n) for n in range(1, num_uploads + 1)]
+        try:
+            wait_until(lambda: num_waiting["files"] == 8, "the threads for files are full")
+            with service.http() as api:
+                assert api.get("/health", timeout=30).status_code == 200
+                assert api.post("/runs/sft", json=sft(), timeout=30).status_code == 201
+        finally:
+            goes_on.set()
+        assert {answer.result() for answer in sent} <= {200, 201}
