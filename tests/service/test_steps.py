@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from activities.record_step import RecordStep, StepRecordRequest
+from service.cli.step_table import step_line
 from shared.events import Event, Started, Step, Succeeded
 from shared.jobs import Fence
 from shared.paths import RunKeys
@@ -139,6 +140,17 @@ def test_a_table_tells_what_rewards_do(service: Service, trained: str) -> None:
         "4 failed 2 groups.jsonl:1: [rewards] must be finite".split(),
         "5 done 1 0.412±0.3 88 0.0012 1.002 -/-/31/2.0 the key of step 1 again: not trained twice".split(),
     ]
+
+
+def test_what_was_left_out_of_a_step_is_named_by_reason(service: Service, run_id: str) -> None:
+    lost = {"trajectories": 32.0, "broken_trajectories": 21.0, "dropped_for_differs": 20.0, "dropped_for_too_long": 1.0}
+    put(service, run_id, 1, version=1, metrics=lost | {"reward_mean": 0.5})
+    put(service, run_id, 2, version=2, metrics=lost | {"broken_trajectories": 0.0})
+    words = "21 of 32 trajectories could not be trained: differs 20, too_long 1"
+    lines = service.cli("steps", run_id).stdout.splitlines()
+    assert [line.endswith(words) for line in lines[-2:]] == [True, False]
+    step = StepStatus(step=1, key="k", groups="g", state="done", version=1, metrics=lost)
+    assert step_line(step) == f"train step 1: published v1, {words}"
 
 
 def test_json_has_every_step_whole(api, service: Service, trained: str) -> None:
