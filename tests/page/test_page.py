@@ -131,7 +131,8 @@ def trained(service: Service, tiny_model: Path, tmp_path_factory: pytest.TempPat
         reaches(client, runs["rl"], "succeeded")
         on_record(runs["rl"])
         times = {"started_at": measured.BEGAN, "ended_at": measured.BEGAN + 214, "gpu_seconds": 171.0}
-        measured.ended_as(service.store, runs["rl"], step=30, num_steps=30, epoch=1, **times)
+        lost = {"trajectories": 32.0, "broken_trajectories": 3.0, "dropped_for_differs": 3.0}
+        measured.ended_as(service.store, runs["rl"], step=30, num_steps=30, epoch=1, metrics=lost, **times)
     service.rebuild()
     return runs
 
@@ -468,6 +469,7 @@ def test_two_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
 def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[str, str]) -> None:
     page = guest.page
     page.goto(f"/runs/{trained['rl']}")
+    expect(page.locator("#glance")).to_contain_text(re.compile(r"Left out of its newest step\s*3 of 32\s*differs 3"))
     for title in ("Reward", "Spread within groups", "KL", "Entropy", "Clipped tokens", "Length of answers"):
         expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
     expect(page.locator("figure.chart path.band")).to_have_count(1)
