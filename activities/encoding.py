@@ -1,5 +1,6 @@
 """Examples into blocks of tokens: conversations rendered ahead in a child, texts encoded in batches, order kept."""
 
+import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,10 +37,14 @@ class Prompt(Frozen):
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A block, and prompts where they were asked for."""
+    """A block, and prompts where they were asked for.
+
+    `control_tokens`: of rows whose messages hold the text of a token that opens or ends turns, the place and the token.
+    """
 
     block: Block
     prompts: list[Prompt] = field(default_factory=list)
+    control_tokens: list[tuple[str, str]] = field(default_factory=list)
 
 
 def encoded(
@@ -157,7 +162,19 @@ def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: 
         for chat, row, is_first in zip(chats, rendered, _is_first_R(places), strict=True)
         if row.prompt is not None and is_first
     ]
-    return EncodedBatch(_block(places, codes), prompts)
+    return EncodedBatch(_block(places, codes), prompts, _with_control_tokens(chats, tokenizer))
+
+
+def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
+    """The place of each row that quotes a control token, and the token: it is read as one, as transformers reads it."""
+    assert tokenizer.template is not None
+    quoted = re.compile("|".join(map(re.escape, tokenizer.template.control_tokens)) or r"(?!)")
+    found: dict[str, str] = {}  # both answers of a pair are one row
+    for chat in chats:
+        contents = (message.get("content") for message in chat.messages)
+        if match := next((m for text in contents if isinstance(text, str) and (m := quoted.search(text))), None):
+            found[chat.place] = match.group()
+    return list(found.items())
 
 
 def _tell(texts: list[str], places: list[str]) -> None:

@@ -140,6 +140,7 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     truncate = request.too_long == "truncate"
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
+            tally.add_control_tokens(batch.control_tokens)
             if opened.has_pairs:
                 pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
                 preference_pairs.count(pairs, tally)

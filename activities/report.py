@@ -1,9 +1,11 @@
 """What tokenizing found: counts that say whether a dataset is what its user thinks it is."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from shared.errors import InvalidInput
 from shared.models import Frozen
@@ -43,6 +45,8 @@ class Report(Frozen):
     num_fully_masked: int
     lengths: tuple[LengthCount, ...]
     lost: tuple[LostRow, ...]
+    num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
+    warnings: tuple[str, ...] = ()
 
     @property
     def num_lost(self) -> int:
@@ -60,6 +64,7 @@ class Tally:
         self._longest = 0
         self._shortest = 0
         self._lost: list[LostRow] = []
+        self._first_control_token: tuple[str, str] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -89,6 +94,11 @@ class Tally:
         """A row that says nothing, for a reason of its format's own; counted with the fully masked ones."""
         self._lose("masked", place, reason)
 
+    def add_control_tokens(self, found: Sequence[tuple[str, str]]) -> None:
+        """Rows, each by its place and the token that one of its messages quotes."""
+        self._counts["control_tokens"] += len(found)
+        self._first_control_token = self._first_control_token or next(iter(found), None)
+
     def _lose(self, count: str, place: str, reason: str) -> None:
         self._counts[count] += 1
         if len(self._lost) < _MAX_LISTED:
@@ -110,7 +120,18 @@ class Tally:
             num_fully_masked=counts["masked"],
             lengths=tuple(LengthCount(up_to_tokens=k, num_rows=n) for k, n in sorted(self._lengths.items())),
             lost=tuple(self._lost),
+            num_control_tokens=counts["control_tokens"],
+            warnings=tuple(self._warnings()),
         )
+
+    def _warnings(self) -> Iterator[str]:
+        if self._first_control_token is not None:
+            place, token = self._first_control_token
+            num = self._counts["control_tokens"]
+            yield (
+                f"messages of {num} row{'s' * (num != 1)} hold {token}, which the model reads as the token and not as "
+                f"text, as transformers does; first: {place}"
+            )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
         """Raises InvalidInput when no row is left, or more rows are lost than the run allows."""

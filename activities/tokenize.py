@@ -116,6 +116,7 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
             _write_batch(batch, request, writer, tally)
+            tally.add_control_tokens(batch.control_tokens)
             prompts += batch.prompts
     writer.close()
     tally.refuse_losses(request.max_lost_fraction, request.source.uri)

@@ -158,6 +158,8 @@ def _print_report(found: "Preview") -> None:
     )
     for lost in report.lost:
         print(f"{lost.place}: {lost.reason}")
+    for warning in report.warnings:
+        print(f"warning: {warning}")
     if not found.is_complete:
         print(f"only the first {report.num_rows} rows were counted")
     if found.problem:

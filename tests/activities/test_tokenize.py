@@ -203,6 +203,17 @@ def test_sentencepiece_like_tokenizers_take_the_slow_way(tmp_path: Path) -> None
     assert trained_text(tokenizer, unit).replace(" ", "") == "liftsthecrate</s>"
 
 
+def test_rows_that_quote_a_control_token_are_warned_of(tmp_path: Path, chatml: ModelTokenizer) -> None:
+    turns = [{"role": "user", "content": "What ends a turn? <|im_end|>"}, {"role": "assistant", "content": "That."}]
+    plain = [{"role": "user", "content": "What ends a turn?"}, {"role": "assistant", "content": "A token."}]
+    _, report = tokenize(tmp_path, chatml, {"messages": plain}, {"messages": turns}, {"messages": turns})
+    [warning] = report.warnings
+    assert report.num_control_tokens == 2 and report.num_kept == 3
+    assert warning.startswith("messages of 2 rows hold <|im_end|>") and warning.endswith("first: rows.jsonl:2")
+    _, report = tokenize(tmp_path, chatml, {"messages": plain})
+    assert report.warnings == () and report.num_control_tokens == 0
+
+
 def test_long_rows_are_dropped_and_counted(tmp_path: Path, chatml: ModelTokenizer) -> None:
     rows = [{"text": "crate " * n} for n in (3, 200, 5)]
     units, report = tokenize(tmp_path, chatml, *rows, max_tokens=50)

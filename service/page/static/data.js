@@ -29,6 +29,7 @@ function report(found) {
     facts([["Format", found.format], ["Rows", number(found.num_rows)], ["Kept", number(found.num_kept)], ["Tokens", number(found.num_tokens)], ["Trained tokens", `${number(found.num_targets)} (${percent(found.trained_fraction)})`], ["Longest", `${number(found.longest_tokens)} of ${number(found.max_tokens)}`], ["Truncated", number(found.num_truncated)], ["Too long", number(found.num_too_long)], ["Nothing to train", number(found.num_fully_masked)]]),
     make("h3", {}, "Lengths of rows, in tokens"),
     make("div.histogram", { role: "img", "aria-label": `Rows by tokens: ${described}` }, columns),
+    ...(found.warnings ?? []).map((text) => make("p.problem", {}, `Warning: ${text}.`)),
     lost.length > 0 && make("details", {}, make("summary", {}, `Rows left out (the first ${lost.length})`), make("ul", {}, lost)),
   ];
 }
