@@ -5,7 +5,6 @@ sample sees another and the same sample always gets the same grade. A sandbox th
 """
 
 import json
-import logging
 import math
 import os
 import select
@@ -15,16 +14,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from activities.grading.outcome import NotGraded
 from activities.sandbox_process import MAX_ANSWER_BYTES, MAX_FRAME_BYTES, Limits
 from shared.errors import InvalidInput
 from shared.settings import GradingSettings
 
-Isolation = Literal["namespaces", "rlimits"]
-
-_log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("sandbox_process.py")
 _START_S = 30.0
 _GRACE_S = 10.0  # beyond a sample's own time, which the supervisor inside keeps
@@ -38,7 +34,7 @@ class PythonSandbox:
     """A grader's source in a sandbox. Start and use it in one thread: it ends when that thread does.
 
     Raises (from `with`):
-        InvalidInput: this system refuses isolation, and `grading.accept_rlimits_only` does not accept less.
+        InvalidInput: this system refuses isolation.
     """
 
     def __init__(self, source: str, settings: GradingSettings, folder: Path) -> None:
@@ -47,7 +43,6 @@ class PythonSandbox:
         self._settings = settings
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self.isolation: Isolation = "namespaces"
 
     def __enter__(self) -> Self:
         self._start()
@@ -90,26 +85,15 @@ class PythonSandbox:
 
     def _start(self) -> None:
         answer = self._launch()
-        if "refused" in answer and self.isolation == "namespaces":
-            self._stop()
-            if not self._settings.accept_rlimits_only:
-                raise InvalidInput(
-                    f"this system refuses the isolation that python graders need ({answer['refused']}); "
-                    "grading.accept_rlimits_only grades all the same, with files readable and less protection",
-                    "grader",
-                )
-            _log.warning("python graders run behind resource limits alone: %s", answer["refused"])
-            self.isolation = "rlimits"
-            answer = self._launch()
         if "refused" in answer:
             self._stop()
-            raise InvalidInput(f"python graders cannot be isolated here: {answer['refused']}", "grader")
+            rule = "this system refuses the isolation that python graders need"
+            raise InvalidInput(f"{rule} ({answer['refused']})", "grader")
         self._send(self._source.encode())
 
     def _launch(self) -> Any:
         settings = self._settings
         limits = Limits(
-            isolation=self.isolation,
             folder=str(self._folder),
             parent_pid=os.getpid(),
             time_s=settings.python_time_s,

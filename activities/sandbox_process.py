@@ -18,12 +18,12 @@ import os
 import platform
 import resource
 import select
-import shutil
 import signal
 import struct
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,7 +56,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Limits:
     """`folder`: empty, the sandbox's own. `parent_pid`: whose end is ours. Times are of one sample."""
 
-    isolation: str  # "namespaces" or "rlimits"
     folder: str
     parent_pid: int
     time_s: float
@@ -77,11 +76,8 @@ def main() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     try:
-        _filter_program()
-        if limits.isolation == "namespaces":
-            _become_first_of_namespaces(limits.folder)
-        elif os.geteuid() == 0:
-            os.chown(limits.folder, _NOBODY, _NOBODY)
+        _filter_program(_DENIED)
+        _become_first_of_namespaces(limits.folder)
     except _Refused as refused:
         _send({"refused": str(refused)})
         return
@@ -128,9 +124,10 @@ def _write(path: str, text: str) -> None:
 
 def _fork_first() -> None:
     """Returns in the new namespace's first process. The launcher stays behind, waits for it, and ends as it does."""
-    first = 0
+    first, was_asked = 0, list[int]()
 
-    def end(_: int, __: Any) -> None:
+    def end(number: int, __: Any) -> None:
+        was_asked.append(number)
         if first:
             os.kill(first, signal.SIGKILL)
 
@@ -142,8 +139,7 @@ def _fork_first() -> None:
         os.close(0)
         os.close(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        os.waitpid(first, 0)  # returns when every process of the namespace has gone
-        os._exit(0)
+        _end_as(os.waitpid(first, 0)[1], was_asked)  # returns when every process of the namespace has gone
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(write_end)
@@ -151,6 +147,42 @@ def _fork_first() -> None:
     if select.select([read_end], [], [], 0)[0]:  # the launcher went before we asked
         os._exit(1)
     os.close(read_end)
+
+
+def _end_as(status: int, was_asked: list[int]) -> NoReturn:
+    """As another process did, or by the signal that asked for it: whoever waits for us looks at that."""
+    code = os.waitstatus_to_exitcode(status)
+    number = was_asked[0] if was_asked else -code if code < 0 else code - 128
+    if number > 0 and os.getpid() != 1:
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(128 - code if code < 0 else code)
+
+
+def confine(folder: str, memory_bytes: int) -> None:
+    """Become a process without rights, which opens no file any more: whatever it needs it has imported.
+
+    In namespaces of its own, behind an empty root. Where the system refuses those, as many containers do, what is left
+    is to be nobody, who sees no file, starts nothing and speaks to no one but by the pipes that it has.
+
+    Args:
+        folder: an empty one, of the sandbox's own.
+    """
+    os.umask(0o022)
+    with suppress(_Refused):
+        _become_first_of_namespaces(folder)
+    if os.getpid() == 1:
+        child = os.fork()
+        if child:
+            os.close(0)
+            os.close(1)
+            _end_as(os.waitpid(child, 0)[1], [])
+    parent = os.getppid()
+    _lose_rights(memory_bytes, resource.RLIM_INFINITY)
+    if parent == 1:  # after the change of user, which forgets it
+        _die_with_parent(parent)
+    _filter_calls(_DENIED | _FILES)
 
 
 def _python_folders() -> list[str]:
@@ -218,7 +250,7 @@ def _supervise(limits: Limits) -> None:
     source = _receive()
     while source is not None and (sample := _receive()) is not None:
         answer = _graded(source, sample, limits)
-        _tidy(limits)
+        _tidy()
         _send(answer)
 
 
@@ -263,7 +295,7 @@ def _graded(source: bytes, sample: bytes, limits: Limits) -> dict[str, Any]:
         return {"answer": answer.decode(errors="replace")} if answer else {"failed": _end_of(child, deadline, limits)}
     finally:
         os.close(read_end)
-        _end(child, limits)
+        _end(child)
 
 
 def _answer_until(read_end: int, deadline: float) -> bytes | None:
@@ -297,12 +329,11 @@ def _end_of(child: int, deadline: float, limits: Limits) -> str:
     return f"crashed ({name})"
 
 
-def _end(child: int, limits: Limits) -> None:
-    """End the child, and in a namespace of our own whatever else is there."""
+def _end(child: int) -> None:
+    """End the child, and whatever else is in this namespace."""
     os.kill(child, signal.SIGKILL)
-    if limits.isolation == "namespaces":
-        assert os.getpid() == 1, "-1 is everybody: only in a namespace of our own"
-        os.kill(-1, signal.SIGKILL)
+    assert os.getpid() == 1, "-1 is everybody: only in a namespace of our own"
+    os.kill(-1, signal.SIGKILL)
     while True:
         try:
             os.waitpid(-1, 0)
@@ -310,16 +341,9 @@ def _end(child: int, limits: Limits) -> None:
             return
 
 
-def _tidy(limits: Limits) -> None:
-    if limits.isolation == "namespaces":
-        _libc.umount2(b"/tmp", _MNT_DETACH)
-        _new_tmp()
-        return
-    for path in Path(limits.folder).iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+def _tidy() -> None:
+    _libc.umount2(b"/tmp", _MNT_DETACH)
+    _new_tmp()
 
 
 # The child. All below runs a stranger's code, or is about to.
@@ -332,8 +356,10 @@ def _grade_and_leave(source: bytes, sample: bytes, limits: Limits, write_end: in
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        os.chdir("/tmp" if limits.isolation == "namespaces" else limits.folder)
-        _lose_rights(limits, supervisor)
+        os.chdir("/tmp")
+        _lose_rights(limits.memory_bytes, math.ceil(limits.time_s) + 1)
+        _die_with_parent(supervisor)
+        _filter_calls(_DENIED)
         answer = _run(source, sample)
     except MemoryError:
         answer = b'{"failed": "took more memory than it may"}'
@@ -345,11 +371,10 @@ def _grade_and_leave(source: bytes, sample: bytes, limits: Limits, write_end: in
     os._exit(0)
 
 
-def _lose_rights(limits: Limits, supervisor: int) -> None:
-    cpu_s = math.ceil(limits.time_s) + 1
+def _lose_rights(memory_bytes: int, cpu_s: int) -> None:
     bounds = {
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: limits.memory_bytes,
+        resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: _FILE_BYTES,
         resource.RLIMIT_NOFILE: _NUM_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
@@ -359,13 +384,13 @@ def _lose_rights(limits: Limits, supervisor: int) -> None:
     _become_nobody()
     for kind, bound in bounds.items():
         hard = resource.getrlimit(kind)[1]
+        if bound == resource.RLIM_INFINITY:
+            continue
         bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(kind, (bound, bound))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     _drop_capabilities()
-    _die_with_parent(supervisor)
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    _install_filter()
 
 
 def _become_nobody() -> None:
@@ -473,16 +498,38 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {  # the numbers on x86_64 a
     "personality": (135, 92),
     "modify_ldt": (154, None),
 }
+_FILES: dict[str, tuple[int | None, int | None]] = {
+    "open": (2, None),
+    "creat": (85, None),
+    "openat": (257, 56),
+    "openat2": (437, 437),
+    "name_to_handle_at": (303, 264),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "chmod": (90, None),
+    "fchmodat": (268, 53),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rmdir": (84, None),
+    "truncate": (76, 45),
+}
 _RET_ALLOW, _RET_ERRNO, _RET_KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 
 
-def _filter_program() -> bytes:
+def _filter_program(denied: dict[str, tuple[int | None, int | None]]) -> bytes:
     """Classic BPF over struct seccomp_data: nr at byte 0, arch at byte 4. Raises _Refused on other machines."""
     column = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
     if column is None:
         raise _Refused(f"no filter of system calls is written for {platform.machine()}")
-    numbers = [entry[column] for entry in _DENIED.values() if entry[column] is not None]
+    numbers = [entry[column] for entry in denied.values() if entry[column] is not None]
     program = [(_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, (_X86_64, _AARCH64)[column]), (_RETURN, 0, 0, _RET_KILL)]
     program += [(_LOAD, 0, 0, 0), (_JUMP_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _RET_KILL)]  # x32's numbers
     program += [(_JUMP_EQUAL, len(numbers) - k, 0, number) for k, number in enumerate(numbers)]  # type: ignore[misc]
@@ -494,8 +541,8 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def _install_filter() -> None:
-    instructions = _filter_program()
+def _filter_calls(denied: dict[str, tuple[int | None, int | None]]) -> None:
+    instructions = _filter_program(denied)
     program = _Program(len(instructions) // 8, instructions)
     _checked(_libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 

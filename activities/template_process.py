@@ -1,15 +1,17 @@
 """Chat templates in a process of their own, under limits of time and memory: a template is code of a stranger.
 
+The process is in the sandbox of python graders (activities/sandbox_process.py), and opens no file.
+
 The parent writes one JSON line a batch to the child's stdin and reads one from its stdout.
 """
 
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from activities.chat_template import ChatTemplate, Refused, Rendered, Span
+from activities import sandbox_process
+from activities.chat_template import ChatTemplate, Refused, Rendered, Span, load_everything
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
@@ -46,8 +49,9 @@ class TemplateProcess:
         """`place` names the template in errors."""
         self._place = place
         self._row_limit_s = row_limit_s
+        self._folder = tempfile.mkdtemp(prefix="longshore-template-")  # where the sandbox mounts its root
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "activities.template_process"],
+            [sys.executable, "-m", "activities.template_process", self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[1],
@@ -95,6 +99,8 @@ class TemplateProcess:
     def close(self) -> None:
         self._child.kill()
         self._child.wait()
+        with suppress(OSError):
+            Path(self._folder).rmdir()
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe:
                 with suppress(BrokenPipeError):  # what the child did not read is of no use to anybody
@@ -200,8 +206,8 @@ def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: fl
 
 
 def _serve() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    load_everything()
+    sandbox_process.confine(sys.argv[1], _MEMORY_BYTES)
     signal.signal(signal.SIGALRM, _alarm)
     described, limit_s = json.loads(sys.stdin.readline())
     template = _limited(limit_s, lambda: ChatTemplate(**described))

@@ -38,9 +38,6 @@ class DownloadSettings(BaseModel):
 class GradingSettings(BaseModel):
     """What graders may cost, and where the judge of `score_model` graders is."""
 
-    accept_rlimits_only: bool = Field(
-        default=False, description="run python graders where the system refuses namespaces: files stay readable"
-    )
     python_time_s: float = Field(default=10.0, gt=0, description="of one sample")
     python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
     score_model_url: str | None = Field(default=None, description="for graders that name no base_url: https://host/v1")

@@ -284,9 +284,20 @@ def test_a_child_that_dies_is_an_error_and_its_users_own_only_if_nobody_killed_i
     before = {child.pid for child in psutil.Process().children()}
     with TemplateProcess(source(CHATML), "model") as process:
         [child] = [child for child in psutil.Process().children() if child.pid not in before]
+        tree = [child, *child.children(recursive=True)]
         child.send_signal(number)
+        end = time.monotonic() + 20  # not psutil's wait, which would take its end away from us
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in tree):
+            assert time.monotonic() < end
+            time.sleep(0.01)
         with pytest.raises(error, match=words):
             process.spans([chat(user("q"), assistant("a"))])
+
+
+@pytest.mark.parametrize("filter_name", ["attr('x')", "urlize", "xmlattr", "pprint", "random", "format(1)"])
+def test_filters_that_no_model_needs_are_not_there(filter_name: str) -> None:
+    with pytest.raises(InvalidInput, match="does not compile: No filter named"):
+        TemplateProcess(source(CHATML + "{{ messages | " + filter_name + " }}"), "model")
 
 
 def test_the_message_of_raise_exception_reaches_the_user() -> None:

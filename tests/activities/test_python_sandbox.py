@@ -13,11 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from activities import sandbox_process
 from activities.grading.outcome import NotGraded
+from activities.prompt_rows import Question
 from activities.python_sandbox import PythonSandbox
+from activities.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from shared.settings import GradingSettings
 
@@ -322,30 +325,22 @@ def test_a_killed_owner_takes_its_sandbox_along(folder: Path) -> None:
 REFUSED = """
 import sys
 from pathlib import Path
-from activities.grading.outcome import NotGraded
 from activities.python_sandbox import PythonSandbox
 from shared.errors import InvalidInput
 from shared.settings import GradingSettings
-source = "def grade(s, i):\\n    return eval(i['code'], {'os': __import__('os')})"
-settings = GradingSettings(accept_rlimits_only=sys.argv[2] == "accept", python_time_s=1.5)
 try:
-    with PythonSandbox(source, settings, Path(sys.argv[1])) as box:
-        print(box.isolation)
-        for code in ("0.5", "os.fork()", "os.open('left', 66) * 0.0", "len(os.listdir('.'))", "[] < 1", "os.getuid()"):
-            try:
-                print(box.grade({}, {"code": code}))
-            except NotGraded as error:
-                print(error)
+    with PythonSandbox("def grade(s, i):\\n    return 1", GradingSettings(), Path(sys.argv[1])) as box:
+        print(box.grade({}, {}))
 except InvalidInput as error:
     print(error)
 """
 
 
-def without_namespaces(folder: Path, how: str) -> list[str]:
-    """A process without the right to make namespaces, as in many containers."""
+def without_namespaces(folder: Path, program: str = REFUSED) -> list[str]:
+    """What a program says in a process without the right to make namespaces, as in many containers."""
     drop = "import ctypes, os, sys; assert ctypes.CDLL(None).prctl(24, 21, 0, 0, 0) == 0; "
     drop += "os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", drop, sys.executable, "-c", REFUSED, str(folder), how]
+    command = [sys.executable, "-c", drop, sys.executable, "-c", program, str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -356,16 +351,65 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can take a 
 
 @needs_root
 def test_where_namespaces_are_refused_so_is_the_grader(folder: Path) -> None:
-    [refusal] = without_namespaces(folder, "refuse")
+    [refusal] = without_namespaces(folder)
     assert "this system refuses the isolation that python graders need (unshare of namespaces: EPERM" in refusal
-    assert "grading.accept_rlimits_only" in refusal
+
+
+def of_renderer(process: psutil.Process) -> dict[str, str]:
+    """What the kernel says of the process that renders: the last of its launchers' line."""
+    while children := process.children():
+        [process] = children
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    told = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return told | {"net": str(Path(f"/proc/{process.pid}/ns/net").readlink())}
+
+
+def test_chat_templates_render_in_the_same_sandbox() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    template = TemplateSource(source, {}, ["</s>"])
+    with TemplateProcess(template, "model") as process:
+        [launcher] = [child for child in psutil.Process().children() if child.pid not in before]
+        told = of_renderer(launcher)
+        [asked] = process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})])
+    assert asked == "<|user|>q</s>"
+    assert (told["Seccomp"], told["NoNewPrivs"], int(told["CapEff"], 16)) == ("2", "1", 0)
+    assert told["net"] != str(Path("/proc/self/ns/net").readlink())
+    if os.geteuid() == 0:
+        assert told["Uid"].split() == ["65534"] * 4
+
+
+TEMPLATE_WITHOUT = """
+import psutil, sys
+from pathlib import Path
+from activities.prompt_rows import Question
+from activities.template_process import TemplateProcess, TemplateSource
+source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+with TemplateProcess(TemplateSource(source, {}, ["</s>"]), "model") as process:
+    print(*process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})]))
+    [child] = psutil.Process().children()
+    told = dict(line.split(":", 1) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
+    print(told["Seccomp"].strip(), int(told["CapEff"], 16), told["Uid"].split()[1])
+"""
 
 
 @needs_root
-def test_rlimits_alone_are_accepted_only_by_name(folder: Path) -> None:
-    isolation, grade, fork, file, left, error, user = without_namespaces(folder, "accept")
-    assert (isolation, grade, file, left) == ("rlimits", "0.5", "0.0", "0.0")
-    assert fork.startswith("PermissionError") and error.startswith("TypeError") and user == "65534.0"
+def test_where_namespaces_are_refused_templates_render_as_nobody_who_opens_no_file(folder: Path) -> None:
+    assert without_namespaces(folder, TEMPLATE_WITHOUT) == ["<|user|>q</s>", "2 0 65534"]
+
+
+def test_what_renders_templates_opens_no_file_and_no_socket(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(REPOSITORY)!r})
+from activities import sandbox_process
+import os, socket
+sandbox_process.confine(sys.argv[1], 1 << 30)
+for call in (lambda: open('/dev/null'), socket.socket, os.fork, lambda: os.mkdir('/tmp/x')):
+    try: call()
+    except PermissionError: continue
+    os._exit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == 0
 
 
 def test_an_ordinary_user_gets_namespaces_too(tmp_path: Path) -> None:
@@ -381,7 +425,6 @@ def test_an_ordinary_user_gets_namespaces_too(tmp_path: Path) -> None:
     for path in (folder, program, work):
         os.chown(path, 12345, 12345)
     limits = {
-        "isolation": "namespaces",
         "folder": str(work),
         "parent_pid": os.getpid(),
         "time_s": 2,
@@ -436,7 +479,7 @@ def test_the_filter_is_what_refuses(tmp_path: Path) -> None:
     filtered = f"""
 import sys; sys.path.insert(0, {str(REPOSITORY)!r})
 from activities import sandbox_process as s
-s._libc.prctl(s._PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); s._install_filter()
+s._libc.prctl(s._PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); s._filter_calls(s._DENIED)
 import os
 for call in (os.fork, lambda: __import__('socket').socket(), lambda: os.execv('/bin/true', ['true'])):
     try: call()
