@@ -64,6 +64,7 @@ class _Turns:
     generation_prompt: str
     header: str
     terminators: tuple[str, ...]
+    space: str = ""  # between a question and its answer, where the template has no generation prompt
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ class ChatTemplate:
         header = _common_prefix([generation_prompt, *headers]) if len(headers) == 2 else ""
         if header not in (generation_prompt, *headers):
             header = ""  # prompt and history name the turn differently: trust neither
-        return _Turns(generation_prompt, header, self._terminators(last, middle, question, answer, generation_prompt))
+        space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""
+        terminators = self._terminators(last, middle, question, answer, generation_prompt)
+        return _Turns(generation_prompt, header, terminators, space)
 
     def _render_or(self, otherwise: str, messages: list[Message]) -> str:
         try:
@@ -239,7 +242,15 @@ class ChatTemplate:
         start = _content_start(marked, message, i)
         if start is None or start < cursor or len(message.keys() - {"role", "content", "name"}) > 0:
             raise Refused(f"messages[{i}]: the template has no generation prompt, and the turn is not its content")
-        return start
+        return start if turns.generation_prompt else self._with_space(marked, message, start, cursor)
+
+    def _with_space(self, marked: _Marked, message: Message, start: int, cursor: int) -> int:
+        """Where the space in front of a content begins. Nothing asks the model for it, so it has to write it itself:
+        what the template puts there (Mistral's do), and what the content begins with."""
+        content = message["content"]
+        most = len(self._turns.space) + len(content) - len(content.lstrip())
+        in_front = marked.text[max(cursor, start - most) : start]
+        return start - (len(in_front) - len(in_front.rstrip()))
 
     def _end(self, marked: _Marked, messages: list[Message], i: int, content_end: int) -> int:
         """Where the turn's terminator ends."""

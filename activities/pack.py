@@ -25,6 +25,9 @@ from shared.store import ObjectStore, disk_errors, open_store
 _VERSION = "pack-1"  # raise it when the same input gives another plan
 
 
+MOST_STEPS_OF_EPOCHS = 50_000
+
+
 class PackRequest(Frozen):
     """How units become steps: one of epochs and steps, one of batch_size and batch_tokens; or `whole`, one step of all.
 
@@ -86,6 +89,7 @@ class Pack:
 
 def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHeader:
     """Stream a plan for units of these lengths into a folder. Not sealed."""
+    _check_epochs(tokens_U, request)
     longest = int(tokens_U.max(initial=0))
     capacity = _capacity(longest, request)
     writer = PlanWriter(folder, capacity)
@@ -93,6 +97,22 @@ def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHea
         bins = packing.pack(tokens_U[step].tolist(), capacity)
         writer.append_step([step[each] for each in bins])
     return writer.close(tokens_U)
+
+
+def _check_epochs(tokens_U: Indices, request: PackRequest) -> None:
+    """Raises InvalidInput when epochs come to a job that nobody means to have; who does, asks for so many steps."""
+    if request.epochs is None or request.whole:
+        return
+    size, batch = (
+        (int(tokens_U.sum()), request.batch_tokens)
+        if request.batch_size is None
+        else (len(tokens_U), request.batch_size)
+    )
+    num_steps = round(request.epochs * size / (batch or 1))
+    if num_steps > MOST_STEPS_OF_EPOCHS:
+        found = f"{request.epochs:g} epochs of {len(tokens_U):,} examples are {num_steps:,} steps"
+        advice = "give fewer epochs or a larger batch (or, if you mean it, the number of steps)"
+        raise InvalidInput(f"{found}, {MOST_STEPS_OF_EPOCHS:,} at most: {advice}", "epochs")
 
 
 def _capacity(longest: int, request: PackRequest) -> int:

@@ -13,6 +13,35 @@ from shared.models import Frozen
 _CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2
 
 
+# Keys of ART 0.5.20 and later, with the values that change nothing here: their defaults. Chunks and packing are ours.
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "allow_training_without_logprobs": (False,),
+    "kl_penalty_coef": (0,),
+    "kl_ref_adapter_path": (),
+    "normalize_advantages": (True,),
+    "num_trajectories_learning_rate_multiplier_power": (0,),
+    "plot_tensors": (False,),
+    "scale_learning_rate_by_reward_std_dev": (False,),
+    "truncated_importance_sampling": (),
+}
+_NEVER_READ = ("logprob_calculation_chunk_size", "packed_sequence_length")
+_OF_A_KL = ("kl_penalty_reference_step", "kl_penalty_source", "kl_penalty_step_lag")
+
+
+def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -> object:
+    """What a client said but for nulls and for keys at their defaults.
+
+    Raises:
+        ValueError: such a key has another value.
+    """
+    if not isinstance(given, dict):
+        return given
+    for name, values in no_effect.items():
+        if given.get(name) is not None and given[name] not in values:
+            raise ValueError(f"{name}: it is not done here: leave it at its default")
+    return {name: value for name, value in given.items() if value is not None and name not in no_effect}
+
+
 class ExperimentalConfig(Frozen):
     """Of a reinforcement job. What is null is as ART has it."""
 
@@ -27,6 +56,21 @@ class ExperimentalConfig(Frozen):
     advantage_balance: float | None = None
     mask_prob_ratio: bool | None = None
     kimi_k2_tau: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newer_keys(cls, given: object) -> object:
+        """`loss_fn` is another word for `ppo`; a KL of nothing has a reference that nobody asks."""
+        known = _without_defaults(given, _NO_EFFECT)
+        if not isinstance(known, dict):
+            return known
+        rest = {name: value for name, value in known.items() if name not in (*_NEVER_READ, *_OF_A_KL)}
+        name = rest.pop("loss_fn", None)
+        if name is None:
+            return rest
+        if name not in ("cispo", "ppo") or rest.setdefault("ppo", name == "ppo") != (name == "ppo"):
+            raise ValueError(f"loss_fn: cispo, or ppo where ppo is true: not {name!r:.40}")
+        return rest
 
     @property
     def loss(self) -> CISPO | PPO | GSPO:
@@ -62,6 +106,11 @@ class SftConfig(Frozen):
 
     batch_size: int | None = None
     learning_rate: float | tuple[float, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newer_keys(cls, given: object) -> object:
+        return _without_defaults(given, {"assistant_turns": ("all",)})
 
     @property
     def rate(self) -> float | None:

@@ -5,7 +5,7 @@ A field that nobody here knows is refused: one that was ignored would make anoth
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from service.runs.own_settings import OwnSettings
 from shared.graders import Grader
@@ -24,9 +24,18 @@ def _auto(kind: str) -> Any:
     return WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": kind}, {"type": "null"}]})
 
 
+_MOST_EPOCHS = 50
+
 # None: chosen here, by the rules of docs/openai_api.md.
 AutoInt = Annotated[int | None, BeforeValidator(_automatic), _auto("integer")]
 AutoFloat = Annotated[float | None, BeforeValidator(_automatic), _auto("number")]
+
+
+def _few_epochs(given: int | None) -> int | None:
+    """OpenAI's own bound."""
+    if given is not None and given > _MOST_EPOCHS:
+        raise ValueError(f"n_epochs is at most {_MOST_EPOCHS}, as at OpenAI: for more, give steps in `longshore`")
+    return given
 
 
 class Hyperparameters(Frozen):
@@ -34,7 +43,7 @@ class Hyperparameters(Frozen):
 
     batch_size: AutoInt = None
     learning_rate_multiplier: AutoFloat = None
-    n_epochs: AutoInt = None
+    n_epochs: Annotated[AutoInt, AfterValidator(_few_epochs)] = None
 
 
 class DpoHyperparameters(Hyperparameters):

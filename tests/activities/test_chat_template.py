@@ -103,7 +103,7 @@ def test_each_template_trains_the_answer_with_its_terminator_and_without_the_hea
     messages = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
     assert spans("chatml", messages) == ["a1<|im_end|>", "a2<|im_end|>"]
     assert spans("llama", messages) == ["a1<|eot_id|>", "a2<|eot_id|>"]
-    assert spans("mistral", messages) == ["a1</s>", "a2</s>"]
+    assert spans("mistral", messages) == [" a1</s>", " a2</s>"], "no prompt writes the space: the model does"
     assert spans("blocks", messages) == ["a1<|im_end|>", "a2<|im_end|>"]
     assert spans("qwen", messages) == ["a1<|im_end|>", "<think>\n\n</think>\n\na2<|im_end|>"]
 

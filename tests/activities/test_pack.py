@@ -104,3 +104,12 @@ def test_the_activity_seals_its_plan_and_a_retry_gives_the_same_at_once(tmp_path
     assert answers[0].plan.sha256 == answers[2].plan.sha256, "two machines, the same bytes"
     plan = Plan(stage(answers[0].plan, tmp_path / "cache", S3Settings()))
     assert plan.header.num_steps == answers[0].num_steps > 1 and answers[0].packing_efficiency > 0.9
+
+
+@pytest.mark.parametrize("batch", [{"batch_size": 1}, {"batch_tokens": 16}])
+def test_epochs_that_come_to_an_endless_job_are_refused_at_once(tmp_path, batch) -> None:
+    units = Artifact(uri="file:///nowhere", sha256="0" * 64)
+    request = PackRequest(units=units, seed=0, epochs=1000, bin_tokens=16, **batch)
+    with pytest.raises(InvalidInput, match=r"1000 epochs of 1,000 examples are [\d,]+ steps, 50,000 at most"):
+        write_plan(np.full(1000, 8), request, tmp_path / "plan")
+    assert write_plan(np.full(10, 8), request, tmp_path / "small").num_steps <= 10_000

@@ -214,3 +214,42 @@ def test_a_step_that_fails_says_why() -> None:
     assert failed.events()[-1].data == {"error_message": "groups.jsonl:1: too long"}
     lost = TrainStep("rl-1.3", None, "the run was cancelled")
     assert (told(lost), lost.status) == (["started", "failed"], "failed")
+
+
+NEWER = {
+    "loss_fn": "cispo",
+    "normalize_advantages": True,
+    "kl_penalty_coef": 0.0,
+    "kl_penalty_reference_step": None,
+    "kl_penalty_source": "current_learner",
+    "kl_penalty_step_lag": None,
+    "kl_ref_adapter_path": None,
+    "allow_training_without_logprobs": False,
+    "plot_tensors": False,
+    "truncated_importance_sampling": None,
+    "scale_learning_rate_by_reward_std_dev": False,
+    "logprob_calculation_chunk_size": 1024,
+    "num_trajectories_learning_rate_multiplier_power": 0.0,
+    "packed_sequence_length": 4096,
+}
+
+
+def test_newer_clients_defaults_change_nothing_and_anything_else_is_refused_by_its_key() -> None:
+    """ART 0.5.20 and later say all of their settings with every job."""
+    assert ExperimentalConfig(**NEWER).loss == ExperimentalConfig().loss
+    assert ExperimentalConfig(**NEWER | {"loss_fn": "ppo"}).loss == ExperimentalConfig(ppo=True).loss
+    assert SftConfig(assistant_turns="all", batch_size=2) == SftConfig(batch_size=2)
+    for key, value in (
+        ("kl_penalty_coef", 0.1),
+        ("normalize_advantages", False),
+        ("truncated_importance_sampling", 2.0),
+        ("scale_learning_rate_by_reward_std_dev", True),
+        ("loss_fn", "dro"),
+        ("of_tomorrow", 1),
+    ):
+        with pytest.raises(ValidationError, match=key):
+            ExperimentalConfig(**NEWER | {key: value})
+    with pytest.raises(ValidationError, match="loss_fn"):
+        ExperimentalConfig(loss_fn="ppo", ppo=False)
+    with pytest.raises(ValidationError, match="assistant_turns"):
+        SftConfig(assistant_turns="last")

@@ -19,7 +19,7 @@ from service.openai_api.examples import count_examples
 from service.openai_api.files import MAX_NAME, plain_name
 from service.openai_api.forms import FileForm
 from service.openai_api.job_events import JobEvents
-from service.openai_api.job_request import JobRequest
+from service.openai_api.job_request import Hyperparameters, JobRequest
 from service.openai_api.job_runs import Examples, StartingPoint, published_name, run_of
 from service.openai_api.job_views import status_of
 from service.openai_api.results import metrics_csv
@@ -422,3 +422,10 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
     asyncio.run(retries.prune(store))
     assert not list(store.list(paths.sent_requests()))
     assert key("1") != first
+
+
+def test_more_epochs_than_anybody_means_are_refused_where_the_job_is_sent():
+    for epochs in (51, 1000):
+        with pytest.raises(ValidationError, match="n_epochs is at most 50"):
+            Hyperparameters(n_epochs=epochs)
+    assert Hyperparameters(n_epochs=50).n_epochs == 50
