@@ -20,7 +20,9 @@ def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
-def unpack(source: BinaryIO, target: Path, max_bytes: int, place: str) -> int:
+def unpack(
+    source: BinaryIO, target: Path, max_bytes: int, place: str, limit: str = "download.max_decompressed_bytes"
+) -> int:
     """Write an open file's content to `target`, decompressed (one layer, any number of members). Returns its bytes.
 
     Raises:
@@ -33,9 +35,7 @@ def unpack(source: BinaryIO, target: Path, max_bytes: int, place: str) -> int:
         while chunk := _read(content, place):
             size += len(chunk)
             if size > max_bytes:
-                raise InvalidInput(
-                    f"more than {max_bytes:,} bytes; the limit is download.max_decompressed_bytes", place
-                )
+                raise InvalidInput(f"more than {max_bytes:,} bytes; the limit is {limit}", place)
             _check_space(target, len(chunk))
             file.write(chunk)
     return size

@@ -26,7 +26,9 @@ from shared.paths import HostPaths, RunKeys, content_key
 from shared.runs import DatasetSource, RunId, Tenant
 from shared.settings import DownloadSettings, Settings
 from shared.store import ObjectStore, disk_errors, open_store
+from shared.stored_bytes import Room
 
+_QUOTA = "what the quota stored_bytes leaves"
 _FORGET_AFTER_S = 7 * 24 * 3600
 
 
@@ -63,68 +65,88 @@ class Download:
         """
         store = open_store(self._settings.store, self._settings.s3)
         key = RunKeys(request.run_id).dataset(request.split)
+        room = Room(store, request.tenant, self._settings.quotas)
         with beating():
-            dataset = find(store, key) or self._bring(request, store, key)
+            dataset = find(store, key) or self._bring(request, store, key, room)
             _, manifest = files_of(dataset, self._settings.s3)
+            room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
         return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
 
-    def _bring(self, request: DownloadRequest, store: ObjectStore, key: str) -> Artifact:
+    def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
         downloads = HostPaths(self._settings.root_path).scratch / "downloads"
         _forget_abandoned(downloads)
         sources = find_sources(request.source.uri, request.tenant, self._settings)
         with _scratch(downloads / content_key(request)) as scratch, disk_errors(scratch):
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
-            _bring_files(sources, scratch, folder, self._settings.download)
+            num_bytes = _bring_files(sources, scratch, folder, _left(self._settings.download, room.left()))
             seal(folder)
-            return upload(store, key, folder)
+            with room.reserving(num_bytes, request.source.uri):
+                dataset = upload(store, key, folder)
+                room.ledger.bring(request.run_id, request.split, num_bytes)
+            return dataset
 
 
-def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, limits: DownloadSettings) -> None:
-    left = _Left(limits.max_bytes, limits.max_decompressed_bytes, Pace(limits.slowest_bytes_per_s, limits.timeout_s))
+def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: "_Left") -> int:
+    """Returns how many bytes they are."""
+    before = left.decompressed
     for name, source in sources.items():
         size = _bring_file(source, scratch / "parts" / content_key(name), folder / name, left)
         if size == 0:
             raise InvalidInput("the file is empty", source.place)
+    return before - left.decompressed
 
 
 @dataclass
 class _Left:
-    """Bytes that this dataset may still cost, and the pace at which they have to come."""
+    """Bytes that this dataset may still cost, by which limits, and the pace at which they have to come."""
 
     transferred: int
     decompressed: int
     pace: Pace
+    transfer_limit: str = "download.max_bytes"
+    size_limit: str = "download.max_decompressed_bytes"
+
+
+def _left(limits: DownloadSettings, room: int | None) -> _Left:
+    """The installation's limits, or what the tenant has room for."""
+    left = _Left(limits.max_bytes, limits.max_decompressed_bytes, Pace(limits.slowest_bytes_per_s, limits.timeout_s))
+    if room is not None and room < left.transferred:
+        left.transferred, left.transfer_limit = room, _QUOTA
+    if room is not None and room < left.decompressed:
+        left.decompressed, left.size_limit = room, _QUOTA
+    return left
 
 
 def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
     match source:
         case LocalSource():
             with source.unchanged() as file:
-                left.transferred -= _affordable(file, left.transferred, source.place)
-                size = unpack(file, target, left.decompressed, source.place)
+                left.transferred -= _affordable(file, left, source.place)
+                size = unpack(file, target, left.decompressed, source.place, left.size_limit)
         case _:
-            path = fetch(source, parts, left.transferred, left.pace)
+            path = fetch(source, parts, left.transferred, left.pace, left.transfer_limit)
             left.transferred -= path.stat().st_size
-            size = _unpack_own(path, target, left.decompressed, source.place)
+            size = _unpack_own(path, target, left, source.place)
     left.decompressed -= size
     return size
 
 
-def _unpack_own(path: Path, target: Path, max_bytes: int, place: str) -> int:
+def _unpack_own(path: Path, target: Path, left: _Left, place: str) -> int:
     """As `unpack`, of a file that is ours: one that is not compressed needs no copy."""
     with path.open("rb") as file:
-        if compression_of(file) or path.stat().st_size > max_bytes:
-            return unpack(file, target, max_bytes, place)
+        if compression_of(file) or path.stat().st_size > left.decompressed:
+            return unpack(file, target, left.decompressed, place, left.size_limit)
     target.parent.mkdir(parents=True, exist_ok=True)
     os.link(path, target)
     return path.stat().st_size
 
 
-def _affordable(file: BinaryIO, max_bytes: int, place: str) -> int:
+def _affordable(file: BinaryIO, left: _Left, place: str) -> int:
     size = os.fstat(file.fileno()).st_size
-    if size > max_bytes:
-        raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is download.max_bytes", place)
+    if size > left.transferred:
+        rule = f"more than {left.transferred:,} bytes to transfer; the limit is {left.transfer_limit}"
+        raise InvalidInput(rule, place)
     return size
 
 

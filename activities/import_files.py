@@ -7,16 +7,20 @@ from shared.jobs import Artifact
 from shared.paths import HostPaths, content_key, model_import
 from shared.settings import Settings
 from shared.store import LocalStore, open_store
+from shared.stored_bytes import Room
+
+_MODELS = "models"  # in the place of a run: they stay for others
 
 
-def import_files(location: Location, names: list[str], settings: Settings) -> Artifact:
+def import_files(location: Location, names: list[str], settings: Settings, tenant: str) -> Artifact:
     """The named files as an artifact, hashed once for each state (size and times, or ETag) that they are found in.
 
     Where every host can read the files at their place, the artifact refers to them: S3, and folders of this machine
-    while the store is on this machine too. A folder of this machine with a store elsewhere is uploaded.
+    while the store is on this machine too. A folder of this machine with a store elsewhere is uploaded, and counts as
+    this tenant's bytes.
 
     Raises:
-        InvalidInput: a file changed while it was being hashed.
+        InvalidInput: a file changed while it was being hashed, or there is no room for them.
     """
     if location.artifact is not None:
         return location.artifact
@@ -28,7 +32,11 @@ def import_files(location: Location, names: list[str], settings: Settings) -> Ar
     manifest = _hash(location, sorted(names))
     folder = location.store.root if isinstance(location.store, LocalStore) else None
     if folder is not None and not isinstance(store, LocalStore):
-        return upload_files(store, key, folder, manifest)
+        room = Room(store, tenant, settings.quotas)
+        with room.reserving(manifest.num_bytes, location.store.uri):
+            artifact = upload_files(store, key, folder, manifest)
+            room.ledger.bring(_MODELS, key.rpartition("/")[2], manifest.num_bytes)
+        return artifact
     if folder is not None:
         remember_checked(folder, manifest, HostPaths(settings.root_path).cache)
     return refer(store, key, manifest.model_copy(update={"root": location.store.uri}))

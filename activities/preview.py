@@ -30,6 +30,7 @@ from shared.paths import HostPaths, RunKeys, content_key
 from shared.runs import RowsSource, Tenant
 from shared.settings import Settings
 from shared.store import open_store
+from shared.stored_bytes import Ledger
 
 _MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Temporal
 
@@ -95,7 +96,7 @@ class PreviewDataset:
         """Raises InvalidInput for a dataset or a model that cannot be read."""
         settings, request, tenant = self._settings, start.request, start.tenant
         cache = HostPaths(settings.root_path).cache
-        with self._temporary_run() as run_id:
+        with self._temporary_run(tenant) as run_id:
             model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
             dataset = Download(settings).download(download).dataset
@@ -108,7 +109,7 @@ class PreviewDataset:
                 return confined.call(preview_work, work, settings.confined)
 
     @contextmanager
-    def _temporary_run(self) -> Iterator[str]:
+    def _temporary_run(self, tenant: str) -> Iterator[str]:
         """A run id for the download's sake; what it left in the store goes when the preview ends."""
         run_id = f"preview-{content_key(activity.info().workflow_id or '')}"
         try:
@@ -117,6 +118,7 @@ class PreviewDataset:
             store = open_store(self._settings.store, self._settings.s3)
             for item in list(store.list(f"{RunKeys(run_id).prefix}/")):
                 store.delete(item.key)
+            Ledger(store, tenant).forget(run_id)
 
 
 class PreviewWork(Frozen):

@@ -67,7 +67,7 @@ class ResolveAdapter:
             location = locate(request.uri, request.tenant, self._settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
             _check_weights(location, lora, request.shape)
-            adapter = import_files(location, [CONFIG, WEIGHTS], self._settings)
+            adapter = import_files(location, [CONFIG, WEIGHTS], self._settings, request.tenant)
             if request.run_id is not None:
                 check_began_with(request.role, adapter, request.uri, request.run_id, self._settings)
             return ResolvedAdapter(adapter=adapter, lora=lora)

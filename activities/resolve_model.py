@@ -64,7 +64,7 @@ class ResolveModel:
             shape = check(location)
             check_weights(location)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
-            model = import_files(location, names, self._settings)
+            model = import_files(location, names, self._settings, request.tenant)
             if request.run_id is not None:
                 check_began_with("model", model, request.uri, request.run_id, self._settings)
             return ResolvedModel(model=model, shape=shape)

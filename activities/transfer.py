@@ -149,7 +149,7 @@ class Pace:
             raise StoreUnavailable(f"{place}: {text}, which is the least (download.slowest_bytes_per_s)")
 
 
-def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace) -> Path:
+def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace, limit: str = "download.max_bytes") -> Path:
     """Bring a remote file into a folder, going on from what an earlier attempt left there.
 
     Raises:
@@ -160,7 +160,7 @@ def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace) -> Path:
     num_failures, farthest = 0, parts.num_bytes
     while not parts.is_whole:
         try:
-            _go_on(remote, parts, max_bytes, pace)
+            _go_on(remote, parts, max_bytes, pace, limit)
             break
         except Broken:
             pace.brought(0, remote.place)
@@ -174,7 +174,7 @@ def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace) -> Path:
     return parts.path
 
 
-def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace) -> None:
+def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace, limit: str) -> None:
     """One request, to the end of the file."""
     with remote.open(parts.num_bytes, parts.content.validator) as piece:
         content = _Content(validator=piece.validator, total=piece.total)
@@ -182,19 +182,19 @@ def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace) -> None:
             parts.begin(content)
         if piece.start != parts.num_bytes:
             raise Broken(f"{remote.place}: the source changed during the transfer")
-        _check_size(piece.total or 0, max_bytes, remote.place)
-        _read_all(piece.stream, parts, max_bytes, remote.place, pace)
+        _check_size(piece.total or 0, max_bytes, remote.place, limit)
+        _read_all(piece.stream, parts, max_bytes, remote.place, pace, limit)
     if piece.total is not None and parts.num_bytes != piece.total:
         raise Broken(f"{remote.place}: the transfer broke off at {parts.num_bytes:,} of {piece.total:,} bytes")
 
 
-def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str, pace: Pace) -> None:
+def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str, pace: Pace, limit: str) -> None:
     buffer = bytearray()
     try:
         while data := stream.read(1 << 16):
             buffer += data
             pace.brought(len(data), place)
-            _check_size(parts.num_bytes + len(buffer), max_bytes, place)
+            _check_size(parts.num_bytes + len(buffer), max_bytes, place, limit)
             if len(buffer) >= PART_BYTES:
                 parts.append(bytes(buffer))
                 buffer.clear()
@@ -203,6 +203,6 @@ def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str, pace: 
             parts.append(bytes(buffer))
 
 
-def _check_size(size: int, max_bytes: int, place: str) -> None:
+def _check_size(size: int, max_bytes: int, place: str, limit: str) -> None:
     if size > max_bytes:
-        raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is download.max_bytes", place)
+        raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is {limit}", place)

@@ -150,6 +150,16 @@ def upload_part(tenant: str, upload_id: str, part_id: str = "") -> str:
     return f"{tenant_folder(tenant)}/parts/{upload_id}/{part_id}"
 
 
+def reserved(tenant: str) -> str:
+    """What the keys of bytes begin with that are being written for a tenant (shared/stored_bytes.py)."""
+    return f"records/reserved/{tenant}/"
+
+
+def brought(tenant: str, run_id: str = "") -> str:
+    """What the keys begin with that say how much a tenant's runs, or one of them, have brought into the store."""
+    return f"records/brought/{tenant}/{run_id}/" if run_id else f"records/brought/{tenant}/"
+
+
 def webhook_record(tenant: str, webhook_id: str = "") -> str:
     return f"records/webhooks/{tenant}/{webhook_id}"
 

@@ -99,7 +99,9 @@ class QuotaSettings(BaseModel, extra="forbid"):
 
     concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
     gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
-    stored_bytes: int | None = Field(default=None, ge=0, description="uploads and what was published")
+    stored_bytes: int | None = Field(
+        default=None, ge=0, description="uploads, what was published, and the data that runs have brought"
+    )
 
 
 class RateLimitSettings(BaseModel):

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -9,14 +11,15 @@ from sqlalchemy.orm import Session
 from service.database.engine import Database
 from service.database.tables import RunRow, TenantRow
 from service.problems import QuotaExceeded
-from shared import paths
 from shared.models import Frozen
 from shared.runs import Tenant
 from shared.settings import QuotaSettings
 from shared.store import ObjectStore
+from shared.stored_bytes import Ledger, Reservation, Standing, no_room
 
 WINDOW_S = 30 * 86_400
 _BYTES_TRUSTED_S = 60.0
+_STEP_BYTES = 1 << 20
 
 
 class Usage(Frozen):
@@ -36,7 +39,7 @@ class Quotas:
         self._settings = settings
         self._store = store
         self._database = database
-        self._bytes: dict[str, tuple[float, int]] = {}
+        self._counted: dict[str, tuple[float, Standing]] = {}
 
     async def usage(self, tenant: str) -> Usage:
         """Bytes may be a minute old."""
@@ -50,7 +53,7 @@ class Quotas:
                 quotas=self.of(session, tenant),
             )
 
-        stored = await self._stored_bytes(tenant)
+        stored = await self.stored_bytes(tenant)
         return await self._database.reading(look)
 
     def of(self, session: Session, tenant: str) -> QuotaSettings:
@@ -75,25 +78,93 @@ class Quotas:
             raise QuotaExceeded("gpu_hours", text)
 
     async def admit_bytes(self, tenant: str, more: int) -> None:
-        """Raises QuotaExceeded when so many bytes more would break the quota."""
+        """Raises QuotaExceeded when so many bytes more would break the quota. Keeps no room: `room` does."""
+        async with self.room(tenant) as room:
+            await room.hold(more)
+
+    @asynccontextmanager
+    async def room(self, tenant: str) -> AsyncIterator["Room"]:
+        """Room for bytes that are written in the block: given back at its end, unless they are settled."""
         quotas = await self._database.reading(lambda session: self.of(session, tenant))
-        if quotas.stored_bytes is not None and (used := await self._stored_bytes(tenant)) + more > quotas.stored_bytes:
-            text = f"{tenant} stores {used:,} bytes of {quotas.stored_bytes:,}: {more:,} more are not allowed"
-            raise QuotaExceeded("stored_bytes", text)
+        room = Room(self, Reservation(self._store, tenant), tenant, quotas.stored_bytes)
+        try:
+            yield room
+        finally:
+            await asyncio.to_thread(room.reservation.drop)
 
-    def add_bytes(self, tenant: str, more: int) -> None:
-        """So many were stored since they were counted."""
-        since, stored = self._bytes.get(tenant, (0.0, 0))
-        self._bytes[tenant] = since, stored + more
+    async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
+        """Put bytes on record that are going to be written. Of a tenant's writers one counts at a time.
 
-    async def _stored_bytes(self, tenant: str) -> int:
-        since, _ = self._bytes.get(tenant, (0.0, 0))
-        if not since or time.monotonic() - since > _BYTES_TRUSTED_S:
-            folder = f"{paths.tenant_folder(tenant)}/"
-            asked = time.monotonic()
-            total = await asyncio.to_thread(lambda: sum(item.size for item in self._store.list(folder)))
-            self._bytes[tenant] = asked, total
-        return self._bytes[tenant][1]
+        Raises:
+            QuotaExceeded: with what others write at this moment they are too many.
+        """
+        standing = await self._standing(tenant)
+
+        def work(session: Session) -> int:
+            # PostgreSQL lets writers work side by side: those of one tenant wait here. SQLite has one writer.
+            session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
+            before = reservation.num_bytes
+            reservation.hold(num_bytes)  # on record first: a host that counts at this moment sees it
+            used = standing.num_bytes + Ledger(self._store, tenant).written_since(standing.at)
+            if used > most and before:
+                reservation.hold(before)
+            elif used > most:
+                reservation.drop()
+            return used
+
+        used = await self._database.writing(work)
+        if used > most:
+            raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
+
+    def remove_bytes(self, tenant: str, fewer: int) -> None:
+        """So many have gone since they were counted."""
+        if (known := self._counted.get(tenant)) is not None:
+            self._counted[tenant] = known[0], Standing(known[1].at, known[1].num_bytes - fewer)
+
+    async def stored_bytes(self, tenant: str) -> int:
+        """Also those that are being written."""
+        standing = await self._standing(tenant)
+        ledger = Ledger(self._store, tenant)
+        return standing.num_bytes + await asyncio.to_thread(ledger.written_since, standing.at)
+
+    async def _standing(self, tenant: str) -> Standing:
+        counted_at, standing = self._counted.get(tenant, (0.0, None))
+        if standing is None or time.monotonic() - counted_at > _BYTES_TRUSTED_S:
+            counted_at = time.monotonic()
+            standing = await asyncio.to_thread(Ledger(self._store, tenant).count)
+            self._counted[tenant] = counted_at, standing
+        return standing
+
+
+class Room:
+    """Bytes that are kept for somebody who writes them."""
+
+    def __init__(self, quotas: Quotas, reservation: Reservation, tenant: str, most: int | None) -> None:
+        self._quotas = quotas
+        self._tenant = tenant
+        self._most = most
+        self.reservation = reservation
+
+    async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
+        """Keep so many in all. What grows is kept in steps, as long as there is room for steps.
+
+        Raises:
+            QuotaExceeded
+        """
+        if self._most is None or self.reservation.covers(num_bytes):
+            return
+        if grows and num_bytes > _STEP_BYTES:
+            with suppress(QuotaExceeded):
+                await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes + num_bytes // 4)
+        if not self.reservation.covers(num_bytes):
+            await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes)
+
+    async def settle(self, num_bytes: int) -> None:
+        """They are written, and stay."""
+        if self._most is None:
+            self._quotas.remove_bytes(self._tenant, -num_bytes)
+        else:
+            await asyncio.to_thread(self.reservation.settle, num_bytes)
 
 
 def _concurrent_runs(session: Session, tenant: str) -> int:

@@ -4,10 +4,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from shared.errors import InvalidInput
 from shared.models import Frozen
 from shared.schedules import Action, Overlap, ScheduledRun
 
 _MOST_BACKFILLED_S = 31 * 86_400
+_MOST_BACKFILLED = 200
 
 
 class ActionView(Action):
@@ -44,3 +46,39 @@ class Backfill(Frozen):
         if not 0 <= self.end - self.begin <= _MOST_BACKFILLED_S:
             raise ValueError("end is not before begin, and at most 31 days after it")
         return self
+
+    def check_times(self, scheduled: ScheduledRun) -> None:
+        """Raises InvalidInput when there may be more times in the span than one request may act at."""
+        span_s = self.end - self.begin
+        num_times = span_s / (scheduled.every_s or _least_s(scheduled.cron or "")) + 1
+        if num_times > _MOST_BACKFILLED:
+            raise InvalidInput(
+                f"up to {int(num_times):,} times; one backfill acts at {_MOST_BACKFILLED} at most", "end"
+            )
+
+
+def _least_s(cron: str) -> float:
+    """No less than this lies between the times of a cron, on average over a day."""
+    match cron.split():
+        case ["@hourly"]:
+            return 3600.0
+        case [minutes, hours, *_]:
+            return 86_400.0 / (_num_values(minutes, 60) * _num_values(hours, 24))
+        case _:
+            return 86_400.0
+
+
+def _num_values(field: str, most: int) -> int:
+    """How many values a field of a cron stands for: exact for numbers, lists, ranges and steps; `most` for the rest."""
+    total = 0
+    for part in field.split(","):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        if span == "*":
+            num = most
+        elif first.isdecimal() and (last.isdecimal() or not last):
+            num = int(last) - int(first) + 1 if last else (most if step else 1)
+        else:
+            return most
+        total += -(-num // int(step)) if step.isdecimal() and int(step) else num
+    return min(most, max(1, total))

@@ -23,6 +23,7 @@ from shared.runs import RunRecord, Source
 from shared.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
 from shared.settings import Settings
 from shared.store import ObjectStore
+from shared.stored_bytes import Ledger
 from workflows.policies import service_queue
 
 
@@ -71,7 +72,7 @@ class ScheduledRuns:
             # An attempt that was given up as too slow may have gone on, and have accepted it meanwhile.
             record = record or await self._record(request.run_id)
             if record is None:
-                await asyncio.to_thread(self._remove_dataset, request.run_id)
+                await asyncio.to_thread(self._remove_dataset, request)
                 return Decision(reason=reason)
         await asyncio.to_thread(self._remember, request)
         workflow, start = workflow_of(record, self._settings)
@@ -118,7 +119,8 @@ class ScheduledRuns:
         key = last_scheduled(request.action.tenant, request.action.scheduled.name)
         self._store.put_bytes(key, last.model_dump_json(indent=1).encode())
 
-    def _remove_dataset(self, run_id: str) -> None:
+    def _remove_dataset(self, request: AcceptRequest) -> None:
         """What was brought only to be looked at."""
-        for item in list(self._store.list(f"{RunKeys(run_id).prefix}/")):
+        for item in list(self._store.list(f"{RunKeys(request.run_id).prefix}/")):
             self._store.delete(item.key)
+        Ledger(self._store, request.action.tenant).forget(request.run_id)

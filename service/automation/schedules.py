@@ -131,7 +131,8 @@ class Schedules:
         return await self.show(tenant, name)
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
-        """Act at the times of a span, as if it were then."""
+        """Act at the times of a span, as if it were then. Raises InvalidInput for more times than one request may."""
+        span.check_times((await asyncio.to_thread(self._read, tenant, name)).scheduled)
         times = ScheduleBackfill(
             start_at=datetime.fromtimestamp(span.begin, UTC),
             end_at=datetime.fromtimestamp(span.end, UTC),

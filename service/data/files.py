@@ -16,7 +16,7 @@ from sqlalchemy import delete, exists, select, tuple_
 from sqlalchemy.orm import Session
 
 from service.accounts import audit
-from service.accounts.quotas import Quotas
+from service.accounts.quotas import Quotas, Room
 from service.data.transfers import transferred
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
@@ -94,37 +94,42 @@ class Files:
         """
         if not _NAME.fullmatch(name):
             raise InvalidInput("a file name has letters, digits, dots, dashes and underscores: at most 128", "name")
-        await self._quotas.admit_bytes(tenant, num_bytes)
         await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
         digest, size = hashlib.sha256(), 0
-        with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
-            async for chunk in chunks:
-                digest.update(chunk)
-                size += len(chunk)
-                await asyncio.to_thread(file.write, chunk)
-            if not size:
-                raise InvalidInput("the file is empty", name)
-            purpose = purpose if isinstance(purpose, str) else purpose()
-            file.flush()
-            key = paths.upload(tenant, digest.hexdigest(), name)
-            record = FileRecord(
-                file_id=file_id or _content_id(digest.hexdigest(), name, purpose),
-                tenant=tenant,
-                name=name,
-                purpose=purpose,
-                size=size,
-                sha256=digest.hexdigest(),
-                uri=uri_of(self._store, key),
-                created_at=time.time(),
-            )
-            while True:
-                if await asyncio.to_thread(self._store.head, key) is None:
-                    await self._quotas.admit_bytes(tenant, size)
-                    await transferred(self._store.put_file, key, Path(file.name))
-                    self._quotas.add_bytes(tenant, size)
-                # Bytes that stood may have gone with another file: then they are put again, while they are here.
-                if (known := await self._remember(record)) is not None:
-                    return known
+        async with self._quotas.room(tenant) as room:
+            await room.hold(num_bytes)
+            with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
+                async for chunk in chunks:
+                    digest.update(chunk)
+                    size += len(chunk)
+                    await room.hold(size, grows=True)
+                    await asyncio.to_thread(file.write, chunk)
+                if not size:
+                    raise InvalidInput("the file is empty", name)
+                purpose = purpose if isinstance(purpose, str) else purpose()
+                file.flush()
+                sha256 = digest.hexdigest()
+                record = FileRecord(
+                    file_id=file_id or _content_id(sha256, name, purpose),
+                    tenant=tenant,
+                    name=name,
+                    purpose=purpose,
+                    size=size,
+                    sha256=sha256,
+                    uri=uri_of(self._store, paths.upload(tenant, sha256, name)),
+                    created_at=time.time(),
+                )
+                return await self._keep(record, Path(file.name), room)
+
+    async def _keep(self, record: FileRecord, file: Path, room: Room) -> FileRecord:
+        key = _bytes_of(record)
+        while True:
+            if await asyncio.to_thread(self._store.head, key) is None:
+                await transferred(self._store.put_file, key, file)
+                await room.settle(record.size)
+            # Bytes that stood may have gone with another file: then they are put again, while they are here.
+            if (known := await self._remember(record)) is not None:
+                return known
 
     async def _remember(self, record: FileRecord) -> FileRecord | None:
         """Put a file on record, unless it is there: then what stands there is the answer. None without its bytes."""
@@ -196,7 +201,7 @@ class Files:
             return was_last
 
         if await self._database.writing(work):
-            self._quotas.add_bytes(tenant, -record.size)
+            self._quotas.remove_bytes(tenant, record.size)
         return record
 
     def content(self, record: FileRecord) -> Iterator[bytes]:

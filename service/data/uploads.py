@@ -108,19 +108,20 @@ class Uploads:
         part = Part(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
         await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
         size = 0
-        with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
-            async for chunk in chunks:
-                size += len(chunk)
-                if size > MAX_PART_BYTES:
-                    raise InvalidInput(f"a part has at most {MAX_PART_BYTES} bytes", "data")
-                await asyncio.to_thread(file.write, chunk)
-            if not size:
-                raise InvalidInput("the part is empty", "data")
-            file.flush()
-            await self._quotas.admit_bytes(tenant, size)
-            key = paths.upload_part(tenant, upload_id, part.part_id)
-            await transferred(self._store.put_file, key, Path(file.name))
-            self._quotas.add_bytes(tenant, size)
+        async with self._quotas.room(tenant) as room:
+            with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > MAX_PART_BYTES:
+                        raise InvalidInput(f"a part has at most {MAX_PART_BYTES} bytes", "data")
+                    await room.hold(size, grows=True)
+                    await asyncio.to_thread(file.write, chunk)
+                if not size:
+                    raise InvalidInput("the part is empty", "data")
+                file.flush()
+                key = paths.upload_part(tenant, upload_id, part.part_id)
+                await transferred(self._store.put_file, key, Path(file.name))
+            await room.settle(size)
         return part
 
     async def complete(
@@ -212,7 +213,7 @@ class Uploads:
 
     async def _drop_parts(self, tenant: str, upload_id: str) -> None:
         freed = await asyncio.to_thread(self._delete_all, paths.upload_part(tenant, upload_id))
-        self._quotas.add_bytes(tenant, -freed)
+        self._quotas.remove_bytes(tenant, freed)
 
     def _delete_all(self, prefix: str) -> int:
         freed = 0

@@ -1,0 +1,125 @@
+"""Room for bytes, on SQLite and on PostgreSQL: services that count at once, hosts beside them, and those that die."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.accounts.quotas import Quotas
+from service.automation.schedule_views import Backfill
+from service.database import migrate
+from service.database.engine import Database
+from service.database.tables import TenantRow
+from service.problems import QuotaExceeded
+from shared import paths, stored_bytes
+from shared.errors import InvalidInput
+from shared.schedules import ScheduledRun
+from shared.settings import QuotaSettings
+from shared.store import LocalStore
+from shared.stored_bytes import Ledger, Reservation, Room
+from tests.service.conftest import sft
+
+QUOTAS = QuotaSettings(stored_bytes=100)
+
+
+@pytest.fixture(scope="module")
+def databases(database_url: str) -> Iterator[list[Database]]:
+    """One database, as four services see it."""
+    found = [Database(database_url) for _ in range(4)]
+    migrate.upgrade(found[0])
+    found[0].write(lambda session: session.merge(TenantRow(tenant="acme", title="", quotas={}, created_at=1.0)))
+    yield found
+    for database in found:
+        database.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+async def write(quotas: Quotas, store: LocalStore, name: str, num_bytes: int) -> None:
+    async with quotas.room("acme") as room:
+        await room.hold(num_bytes)
+        await asyncio.to_thread(store.put_bytes, f"{paths.tenant_folder('acme')}/uploads/{name}/x", b"x" * num_bytes)
+        await room.settle(num_bytes)
+
+
+async def test_of_many_services_writers_with_room_for_one_one_writes(
+    databases: list[Database], store: LocalStore
+) -> None:
+    services = [Quotas(QUOTAS, store, database) for database in databases]
+    for quotas in services:
+        assert await quotas.stored_bytes("acme") == 0  # counted, and trusted for a minute
+    writers = (write(services[n % 4], store, str(n), 60) for n in range(16))
+    answers = await asyncio.gather(*writers, return_exceptions=True)
+    assert answers.count(None) == 1
+    assert sum(isinstance(answer, QuotaExceeded) for answer in answers) == 15
+    for quotas in services:
+        assert await quotas.stored_bytes("acme") == 60
+    await write(services[3], store, "small", 40)
+    assert await services[0].stored_bytes("acme") == 100
+
+
+async def test_a_service_and_a_host_see_each_other(databases: list[Database], store: LocalStore) -> None:
+    quotas, host = Quotas(QUOTAS, store, databases[0]), Room(store, "acme", QUOTAS)
+    with host.reserving(70, "data"):
+        with pytest.raises(QuotaExceeded, match="70 bytes of 100: 40 more"):
+            await write(quotas, store, "a", 40)
+        host.ledger.bring("sft-1", "train", 70)
+    with pytest.raises(QuotaExceeded):
+        await write(Quotas(QUOTAS, store, databases[1]), store, "a", 40)
+    await write(quotas, store, "b", 30)
+    assert host.left() == 0
+    with pytest.raises(InvalidInput, match="quota stored_bytes"), host.reserving(1, "data"):
+        pass
+
+
+def test_what_was_never_written_is_given_back_also_by_the_dead(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Room(store, "acme", QUOTAS)
+    with pytest.raises(OSError), host.reserving(100, "data"):
+        raise OSError("the disk is full")
+    assert host.left() == 100
+    Reservation(store, "acme").hold(100)  # its process dies
+    assert host.left() == 0
+    later = stored_bytes.time.time() + 1000
+    monkeypatch.setattr(stored_bytes.time, "time", lambda: later)
+    assert host.left() == 100
+
+
+def test_a_tenants_own_quota_is_found_on_its_record(store: LocalStore) -> None:
+    store.put_bytes(paths.tenant_record("acme"), b'{"tenant": "acme", "quotas": {"stored_bytes": 7}, "created_at": 1}')
+    assert Room(store, "acme", QUOTAS).left() == 7
+    assert Room(store, "other", QUOTAS).left() == 100
+    assert Room(store, "other", QuotaSettings()).left() is None
+    Ledger(store, "acme").bring("sft-1", "train", 5)
+    assert Room(store, "acme", QUOTAS).left() == 2
+    Ledger(store, "acme").forget("sft-1")
+    assert Room(store, "acme", QUOTAS).left() == 7
+
+
+@pytest.mark.parametrize(
+    ("times", "days", "is_taken"),
+    [
+        ({"every_s": 3600}, 8, True),
+        ({"every_s": 3600}, 9, False),
+        ({"cron": "0 2 * * *"}, 31, True),
+        ({"cron": "@daily"}, 31, True),
+        ({"cron": "@hourly"}, 31, False),
+        ({"cron": "0,30 9-17 * * MON-FRI"}, 10, True),
+        ({"cron": "*/15 * * * *"}, 2, True),
+        ({"cron": "*/15 * * * *"}, 3, False),
+        ({"cron": "? ? * * *"}, 1, False),
+    ],
+)
+def test_how_many_times_a_backfill_may_act_at(times: dict[str, object], days: int, is_taken: bool) -> None:
+    scheduled = ScheduledRun.model_validate({"name": "n", "run": {"kind": "sft"} | sft()} | times)
+    span = Backfill(begin=0, end=days * 86_400 - 1)
+    if is_taken:
+        span.check_times(scheduled)
+    else:
+        with pytest.raises(InvalidInput, match="at most"):
+            span.check_times(scheduled)
