@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from activities.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
-from shared.errors import WorkerLost
+from shared.errors import LongshoreError, WorkerLost
 from shared.layout import MAX_WORLD_SIZE
 from shared.leases import LeaseMark, ProcessKey
 from shared.paths import HostPaths
@@ -37,7 +37,19 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._leased: dict[str, WorkerProcess] = {}
         self._idle: dict[str, tuple[WorkerProcess, float]] = {}
-        end_leftovers(paths)
+        for key in end_leftovers(paths)[:1]:  # the device has room for one
+            self._start_again(key)
+
+    def _start_again(self, key: ProcessKey) -> None:
+        """What the run of a host that was killed asks for in a moment: it starts while the run finds out."""
+        if self._idle_limit_s <= 0:
+            return
+        try:
+            worker = launch(self._paths, key, self._command, self._environment)
+        except (OSError, LongshoreError) as error:  # the lease that asks for it will tell
+            _log.warning("a worker as the one left behind does not start: %s", error)
+            return
+        self._idle[worker.worker_id] = (worker, time.monotonic())
 
     def acquire(self, key: ProcessKey) -> WorkerProcess:
         """A worker for this key. Warm workers of other keys are ended first: the device has room for one.
@@ -113,6 +125,6 @@ class WorkerPool:
 
 
 def _dispose(worker: WorkerProcess) -> None:
-    worker.end(polite=True)
+    worker.end(polite=worker.is_ready())  # one that is still starting hears nobody
     worker.remove()
     _log.info("worker %s has ended", worker.worker_id)

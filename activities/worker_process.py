@@ -181,18 +181,25 @@ def launch(
     return started
 
 
-def end_leftovers(paths: HostPaths) -> None:
-    """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone."""
+def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
+    """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone.
+
+    Returns what those were, who served a lease last.
+    """
+    were: list[ProcessKey] = []
     for folder in sorted(paths.workers.glob("*")):
         record = _read_record(folder / "worker.json")
         if record is not None and _is_running(record.host_pid, record.host_started_at):
             continue
         if record is None and _is_new(folder):  # another host of this root is just making it: no process is in it yet
             continue
+        if record is not None and WorkerPaths(folder).lease.exists():
+            were.append(record.key)
         known = record is not None and _is_running(record.pid, record.started_at)
         end_processes(folder.name, record.pid if record is not None and known else None)
         shutil.rmtree(folder, ignore_errors=True)
         _log.warning("ended worker %s, left behind by a host that is gone", folder.name)
+    return were
 
 
 def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]:

@@ -30,8 +30,8 @@ import psutil
 
 from benchmarks.control_plane import LONGSHORE, tiny_run
 from benchmarks.machine import provenance
-from service.dev.children import MARK
 from service.dev.connection import Connection
+from shared.child_environment import STACK_MARK
 from shared.events import Step
 from shared.paths import HostPaths
 from shared.run_events import read_run_events
@@ -59,7 +59,7 @@ class Stack:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                ours = process.environ().get(MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
+                ours = process.environ().get(STACK_MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
                 if ours and all(word in process.cmdline() for word in words):
                     found.append(process)
         return found

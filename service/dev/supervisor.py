@@ -70,7 +70,7 @@ class Stack:
             connection = self._connection(ports)
             temporal, others = self._children(connection)
             try:
-                self._start_temporal(temporal, connection)
+                self._start_temporal(temporal, others, connection)
                 self._supervise([*temporal, *others], connection)
             finally:
                 _end(temporal, others)
@@ -154,11 +154,12 @@ class Stack:
             known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = '["/"]'
         return child_environment(kind, known)
 
-    def _start_temporal(self, temporal: list[Child], connection: Connection) -> None:
-        """First of all: hosts leave when it does not answer."""
+    def _start_temporal(self, temporal: list[Child], others: list[Child], connection: Connection) -> None:
+        """Before anything is announced. The others begin beside it: they wait for it to answer, longer than it may."""
         end = time.monotonic() + _TEMPORAL_START_S
-        for child in temporal:
+        for child in [*temporal, *others]:
             child.start()
+        for child in temporal:
             while not listens(connection.temporal_address) and not self._leaving:
                 if child.has_ended or time.monotonic() > end:
                     raise DevError(f"Temporal does not start; {child.log} says why:\n{tail(child.log)}")

@@ -242,6 +242,20 @@ def test_a_new_host_ends_what_a_killed_one_left(tmp_path: Path, plan, with_pid: 
         ours.wait()
 
 
+def test_a_new_host_starts_what_a_killed_one_had_leased(tmp_path: Path, plan) -> None:
+    """It is on its way before the run that lost it asks again. What was never leased is not started."""
+    key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
+    paths = Host.paths_below(tmp_path)
+    left = [orphan(paths.worker(name), 1, 0.0, key, with_pid=True) for name in ("leased", "starting")]
+    write_atomically(paths.worker("leased").lease, b"{}")
+    with Host(tmp_path) as host:
+        assert [process.wait(5) != 0 for process in left] == [True, True]
+        [worker_id] = host.worker_ids()
+        assert worker_id not in ("leased", "starting")
+        with HeldLease(host, plan, epoch=1) as lease:
+            assert lease.grant.worker_id == worker_id
+
+
 def test_a_process_that_outlives_its_kill_is_named_instead_of_waited_for(
     tmp_path: Path, plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
