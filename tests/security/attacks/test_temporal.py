@@ -21,8 +21,12 @@ from temporalio.exceptions import ActivityError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+from activities.lease import LeaseRequest
 from service.dev.connection import Connection
 from service.seals import UNSEALED
+from shared.jobs import Artifact
+from shared.layout import Layout
+from shared.leases import WorkerKey
 from shared.runs import RunStart, RunStatus, SFTRun, StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
@@ -178,10 +182,16 @@ def end_of_a_run(run_id: str) -> dict[str, Any]:
     return RunStatus(run_id=run_id, kind="sft", name="x").model_dump(mode="json")
 
 
+def a_lease(run_id: str) -> dict[str, Any]:
+    model = Artifact(uri="file:///nowhere", sha256="0" * 64)
+    key = WorkerKey(model=model, layout=Layout(), dtype="float32")
+    return LeaseRequest(run_id=run_id, epoch=1, key=key, ready_timeout_s=5).model_dump(mode="json")
+
+
 FORGED: list[tuple[str, str, Callable[[str], dict[str, Any]]]] = [
     ("record_result", queue_of("record_result", CONTROL), end_of_a_run),
     ("reopen", queue_of("reopen", CONTROL), lambda run_id: {"run_id": run_id}),
-    ("lease", "gpu-cpu", lambda run_id: {"run_id": run_id, "epoch": 1}),
+    ("lease", "gpu-cpu", a_lease),
 ]
 
 
