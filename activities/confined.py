@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 
 from activities.fork_server import HEAD, Limits, types_of
 from shared import errors
+from shared.child_environment import child_environment
 from shared.errors import InvalidInput
 from shared.settings import ConfinedSettings
 
@@ -237,9 +238,7 @@ class _ForkServer:
                     cwd=Path(__file__).parents[1],
                     start_new_session=True,  # a terminal's Ctrl-C is for the host
                     env={
-                        **{name: value for name, value in os.environ.items() if name.startswith("AWS_")},
-                        "PATH": os.environ.get("PATH", ""),
-                        "TZ": os.environ.get("TZ", ""),
+                        **child_environment("confined"),
                         "LANG": "C.UTF-8",
                         "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
                         "OMP_NUM_THREADS": "1",

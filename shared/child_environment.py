@@ -10,8 +10,9 @@ from typing import Literal
 from shared.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
-Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb"]
-"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb`: a control host's writer."""
+Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb", "confined"]
+"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb` is a control host's
+writer; `confined` works on strangers' data, which it reads from the store."""
 
 STACK_MARK = "LONGSHORE_DEV_ROOT"
 """Carried by every process of a `longshore dev` stack, so that the next one finds what a killed one left behind."""
@@ -42,6 +43,7 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
     "worker": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
+    "confined": ("PATH", "TZ", *_NETWORK, *_S3),
 }
 
 _SERVICES: tuple[Kind, ...] = ("web", "control", "gpu", "sampler")

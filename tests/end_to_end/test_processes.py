@@ -22,6 +22,7 @@ KINDS = {
     "sampler": "-m megatron_worker.sampler ",
     "worker": "-m megatron_worker",
     "W&B writer": "wandb",
+    "data step": "-m activities.fork_server",
     "Temporal": "server start-dev",
     "web service": "-m service.app",
     "control host": "-m service.host --role control",
@@ -50,7 +51,7 @@ def documented() -> dict[str, Seen]:
     """The table's rows: process, listens on, secrets."""
     section = OPERATIONS.read_text().split("## What listens, and who is told what\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    return {kind: Seen(_words(listens), _words(secrets)) for kind, listens, secrets in rows[2:]}
+    return {kind.partition(" (")[0]: Seen(_words(listens), _words(secrets)) for kind, listens, secrets in rows[2:]}
 
 
 def _words(cell: str) -> set[str]:
