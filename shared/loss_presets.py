@@ -5,6 +5,7 @@ from typing import Any, Literal, cast
 from shared.jobs import CISPO, GSPO, PPO, Kl, PolicyLoss, Reinforce
 
 AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
+EqualRewards = Literal["drop", "keep"]
 Preset = Literal["reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 PRESETS: tuple[Preset, ...] = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 
@@ -41,6 +42,15 @@ def advantages_of_preset(name: Preset) -> AdvantageKind:
             return "group_normalized"
 
 
+def equal_rewards_of_preset(name: Preset) -> EqualRewards:
+    """Whether a paper's mean counts groups whose rewards are all the same. Without them its gradient is larger."""
+    match name:
+        case "dapo" | "cispo":  # DAPO, section 3.2: sampled until groups differ; MiniMax-M1 does so too
+            return "drop"
+        case "reinforce" | "grpo" | "dr_grpo" | "gspo":  # their means are over all outputs; GRPO's KL is of all, too
+            return "keep"
+
+
 def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[str, Any]:
     """A run's fields with the loss and the advantages of its `algorithm`. What the fields say themselves goes before.
 
@@ -62,4 +72,7 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
     if (kind := loss.get("kind", papers.kind)) != papers.kind:
         raise ValueError(f"algorithm {name} has the loss {papers.kind}: a loss {kind} leaves nothing of it")
     advantages = fields.get("advantages") or advantages_of_preset(name)
-    return fields | {"loss": papers.model_dump() | loss, "advantages": advantages}
+    chosen = fields | {"loss": papers.model_dump() | loss, "advantages": advantages}
+    if advantages in ("batch_normalized", "given"):  # which know no groups
+        return chosen
+    return chosen | {"equal_rewards": fields.get("equal_rewards") or equal_rewards_of_preset(name)}

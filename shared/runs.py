@@ -254,7 +254,8 @@ class RLRun(Frozen):
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
     )
     equal_rewards: Literal["drop", "keep"] = Field(
-        default="drop", description="groups whose rewards are all the same: they say nothing, but count in means"
+        default="drop",
+        description="groups whose rewards are all the same: they say nothing, but count in means; an algorithm's own",
     )
     broken: Literal["refuse", "drop"] = Field(
         default="refuse", description="a step with a trajectory that cannot be trained, or that trajectory alone"

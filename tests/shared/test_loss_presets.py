@@ -69,3 +69,20 @@ def test_what_contradicts_the_algorithm_is_refused(fields: dict[str, object], ru
 
 def test_a_run_without_an_algorithm_or_a_loss_is_ppo() -> None:
     assert (run_of().loss, run_of().advantages, run_of().algorithm) == (PPO(), "group_mean", None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "equal_rewards"),
+    [
+        ("grpo", "keep"),
+        ("dr_grpo", "keep"),
+        ("gspo", "keep"),
+        ("reinforce", "keep"),
+        ("dapo", "drop"),
+        ("cispo", "drop"),
+    ],
+)
+def test_groups_of_equal_rewards_count_where_the_papers_mean_is_over_all_outputs(algorithm, equal_rewards) -> None:
+    assert RLRun(model="m", algorithm=algorithm).equal_rewards == equal_rewards
+    assert RLRun(model="m", algorithm=algorithm, equal_rewards="drop").equal_rewards == "drop"
+    assert RLRun(model="m", algorithm=algorithm, advantages="given").equal_rewards == "drop"
