@@ -36,6 +36,7 @@ _PRELOADED = (
     "pyarrow",
     "pyarrow.parquet",
     "activities.grade",
+    "activities.model_files",
     "activities.pack_trajectories",
     "activities.preview",
     "activities.render_prompts",

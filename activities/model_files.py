@@ -4,11 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from activities.model_location import Location
+from activities import confined
+from activities.fork_server import sign
+from activities.model_location import Location, json_object
 from activities.safetensors_header import TensorEntry, read_header
 from shared.errors import InvalidInput
 from shared.layout import ModelShape
 from shared.model_config import read_model_config
+from shared.models import Frozen
+from shared.settings import ConfinedSettings
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 WEIGHTS = "model.safetensors"
@@ -23,6 +27,7 @@ SMALL_FILES = (
     "chat_template.json",
 )
 HUB_PATTERNS = (*SMALL_FILES, "model*.safetensors", INDEX)
+_MAX_TENSORS = 500_000
 _DTYPES = ("F32", "BF16", "F16")
 
 
@@ -99,19 +104,32 @@ def _read_config(location: Location) -> _Config:
     return config
 
 
-def check_tokenizer(location: Location, vocab_size: int) -> None:
+class TokenizerWork(Frozen):
+    """A tokenizer.json, which may have a hundred million bytes, and the model's number of embeddings."""
+
+    text: str
+    place: str
+    vocab_size: int
+
+
+def check_tokenizer(location: Location, vocab_size: int, settings: ConfinedSettings) -> None:
     """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model has not."""
-    tokenizer = location.read_json("tokenizer.json")
+    data, place = location.read_whole("tokenizer.json"), location.place("tokenizer.json")
     location.read_json("tokenizer_config.json")
+    work = TokenizerWork(text=data.decode(errors="replace"), place=place, vocab_size=vocab_size)
+    confined.call(check_ids, work, settings)
+
+
+def check_ids(work: TokenizerWork) -> None:
+    """Raises InvalidInput as `check_tokenizer` does."""
+    sign(work.place)
     try:
-        largest = max(_token_ids(tokenizer), default=0)
+        largest = max(_token_ids(json_object(work.text, work.place)), default=0)
     except (KeyError, TypeError) as error:
-        raise InvalidInput(
-            "this is no tokenizer of the tokenizers library", location.place("tokenizer.json")
-        ) from error
-    if largest >= vocab_size:
-        problem = f"it has the id {largest}, but the model has only {vocab_size} embeddings"
-        raise InvalidInput(problem, location.place("tokenizer.json"))
+        raise InvalidInput("this is no tokenizer of the tokenizers library", work.place) from error
+    if largest >= work.vocab_size:
+        problem = f"it has the id {largest}, but the model has only {work.vocab_size} embeddings"
+        raise InvalidInput(problem, work.place)
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> list[int]:
@@ -168,6 +186,8 @@ def check_weights(location: Location) -> None:
     for name in files:
         if name != INDEX:
             tensors |= read_tensors(location, name)
+            if len(tensors) > _MAX_TENSORS:
+                raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     for name, file in _weight_map(location).items() if INDEX in files else ():
         if name not in tensors:
             raise InvalidInput(f"tensor {name} is not in {file}, where the index has it", location.place(INDEX))

@@ -19,9 +19,8 @@ from shared.settings import Settings
 from shared.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri
 
 # A tokenizer of a quarter of a million tokens has 35 MB; nothing else that is read whole comes near.
-_MAX_JSON_BYTES = 128 << 20
 _MAX_CONFIG_BYTES = 4 << 20
-_LARGE = ("tokenizer.json", "model.safetensors.index.json")
+_MAX_BYTES = {"tokenizer.json": 128 << 20, "model.safetensors.index.json": 16 << 20}
 _MAX_FILES = 10_000
 _object: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
@@ -39,24 +38,33 @@ class Location:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Raises InvalidInput when the file is missing, larger than such files are, or no JSON object."""
+        return json_object(self.read_whole(name), self.place(name))
+
+    def read_whole(self, name: str) -> bytes:
+        """Raises InvalidInput when the file is missing, or larger than such files are."""
         if name not in self.files:
             raise InvalidInput(f"the folder has no {name}", self.store.uri)
         most = max_bytes_of(name)
         data = self.store.read_range(name, 0, most + 1)
         if len(data) > most:
             raise InvalidInput(f"too large: more than {most:,} bytes", self.place(name))
-        try:
-            return _object.validate_json(data)
-        except ValidationError as error:
-            raise InvalidInput(f"not valid: {error.errors()[0]['msg']}", self.place(name)) from error
+        return data
 
     def listed_again(self) -> "Location":
         return Location(self.store, _listed(self.store, self.files))
 
 
+def json_object(data: bytes | str, place: str) -> dict[str, Any]:
+    """Raises InvalidInput for anything else."""
+    try:
+        return _object.validate_json(data)
+    except ValidationError as error:
+        raise InvalidInput(f"not valid: {error.errors()[0]['msg']}", place) from error
+
+
 def max_bytes_of(name: str) -> int:
     """Of a file that is read whole."""
-    return _MAX_JSON_BYTES if name in _LARGE else _MAX_CONFIG_BYTES
+    return _MAX_BYTES.get(name, _MAX_CONFIG_BYTES)
 
 
 Check = Callable[[Location], object]

@@ -21,7 +21,7 @@ from shared.jobs import Artifact
 from shared.layout import EngineName, Layout, ModelShape, check_layout
 from shared.models import Frozen
 from shared.runs import RunId, Tenant
-from shared.settings import Settings
+from shared.settings import ConfinedSettings, Settings
 
 
 class ModelRequest(Frozen):
@@ -59,7 +59,7 @@ class ResolveModel:
             StoreUnavailable: S3 cannot be reached or refuses us.
         """
         with beating():
-            check = partial(_check_small_files, request)
+            check = partial(_check_small_files, request, self._settings.confined)
             location = locate(request.uri, request.tenant, self._settings, HUB_PATTERNS, check)
             shape = check(location)
             check_weights(location)
@@ -70,10 +70,10 @@ class ResolveModel:
             return ResolvedModel(model=model, shape=shape)
 
 
-def _check_small_files(request: ModelRequest, location: Location) -> ModelShape:
+def _check_small_files(request: ModelRequest, settings: ConfinedSettings, location: Location) -> ModelShape:
     """All that can be said against a model before its weights are here."""
     shape = read_shape(location)
     check_layout(request.layout, shape, request.engine)
-    check_tokenizer(location, shape.vocab_size)
+    check_tokenizer(location, shape.vocab_size, settings)
     check_chat_template(location)
     return shape

@@ -562,3 +562,15 @@ def test_a_damaged_record_of_the_beginning_is_told_as_such(config, model) -> Non
     (config.root_path / "store" / "runs" / "r1" / "began_with" / "model.json").write_bytes(b"{")
     with pytest.raises(CorruptArtifact, match=r"began_with/model\.json: the file is damaged"):
         resolve_for(config, model, "r1")
+
+
+def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size() -> None:
+    size, asked = 200 << 20, list[tuple[int, int]]()
+
+    def read(start: int, length: int) -> bytes:
+        asked.append((start, length))
+        return struct.pack("<Q", 90 << 20)
+
+    with pytest.raises(InvalidInput, match="its first bytes are not the size of a header"):
+        read_header(read, size, "file")
+    assert asked == [(0, 8)]
