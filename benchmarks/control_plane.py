@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
         environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_WORKER_IDLE_S": "120"}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--root", str(root)], env=environment, check=True)
+        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
         try:
             seconds = _measure(root, Path(folder), num_runs)
         finally:

@@ -52,7 +52,11 @@ class Stack:
     run_id: str = ""
 
     def start(self) -> None:
-        subprocess.run([LONGSHORE, "dev", "--detach", "--root", str(self.root)], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(self.root)],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living processes of this stack whose command line holds all of the words."""

@@ -28,7 +28,7 @@ def main() -> None:
     seeds = parser.parse_args().seeds
     with tempfile.TemporaryDirectory() as folder:
         stack = _Stack(Path(folder) / "stack")
-        stack.cli("dev", "--detach", "--root", str(stack.root))
+        stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
         try:
             runs = _measure(stack, Path(folder), seeds)
         finally:

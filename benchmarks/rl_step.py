@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
         environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--root", str(root)], env=environment, check=True)
+        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
         try:
             whole, trained, steps = _measure(root, Path(folder), num_steps)
         finally:

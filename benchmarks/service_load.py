@@ -74,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
         environment = {**os.environ, "LONGSHORE_ROOT": str(root), **SETTINGS}
-        subprocess.run([LONGSHORE, "dev", "--detach", "--root", str(root)], env=environment, check=True)
+        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
         try:
             measured = asyncio.run(_measure(root, tiny_run(Path(folder)), options))
             text = json.dumps({"what": "the service under load", **measured, **provenance()}, indent=1)

@@ -154,6 +154,8 @@ def create_tenant(
     body = {"tenant": tenant, "title": title, "quotas": _quotas(concurrent_runs, gpu_hours, stored_bytes)}
     with connect(context) as client:
         made = client.ask("POST", "/tenants", json=body)
+    if warning := made.get("warning"):
+        say(f"warning: {warning}")
     if wants_json(context, as_json):
         print_json(made)
     else:

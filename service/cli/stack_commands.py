@@ -22,6 +22,10 @@ def dev(
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="End the stack of this root.")] = False,
     root: Root = None,
+    opened: Annotated[
+        list[Path] | None,
+        typer.Option("--open", help="A folder whose files runs may read, by path; the current one if absent."),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="The web service's port; the next free one if it is taken.")] = None,
     ui: Annotated[bool, typer.Option("--ui", help="Temporal's own pages too, which ask for no key.")] = False,
 ) -> None:
@@ -38,9 +42,9 @@ def dev(
         if stop:
             say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
         elif detach:
-            say(stack.banner(stack.detach(settings.root_path, port, ui)))
+            say(stack.banner(stack.detach(settings.root_path, port, ui, opened or ())))
         else:
-            stack.Stack(settings, port, ui).run()
+            stack.Stack(settings, port, ui, opened or ()).run()
     except DevError as error:
         raise Stop(str(error)) from None
 

@@ -10,6 +10,7 @@ so does everything that they start: that is how leftovers of a killed supervisor
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -48,17 +49,21 @@ _TEMPORAL_GARBAGE_PERCENT = "50"
 class Stack:
     """The supervisor."""
 
-    def __init__(self, settings: Settings, api_port: int | None = None, with_ui: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, api_port: int | None = None, with_ui: bool = False, folders: Sequence[Path] = ()
+    ) -> None:
         """
         Args:
             settings: of this machine; a Temporal address that is set there, or in TEMPORAL_ADDRESS, is used as it is.
             api_port: the web service's; the next one that is free if it is taken.
             with_ui: Temporal's own pages, on which every run can be read and ended without any key.
+            folders: what users' paths may name below; if there are none, and the settings name none, the current one.
         """
         self._with_ui = with_ui
         self.root = settings.root_path
         self._settings = settings
         self._api_port = api_port
+        self._folders = [str(folder.resolve()) for folder in folders]
         self._leaving = False
 
     def run(self) -> None:
@@ -149,9 +154,8 @@ class Stack:
         }
         if connection.temporal_ui:
             known["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
-        if not self._settings.download.file_roots:
-            # The user's own machine: what the user may read, a dataset's file:// URI may name.
-            known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = '["/"]'
+        if self._folders or not self._settings.download.file_roots:
+            known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders or [str(Path.cwd())])
         return child_environment(kind, known)
 
     def _start_temporal(self, temporal: list[Child], others: list[Child], connection: Connection) -> None:
@@ -268,7 +272,13 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def detach(root: Path, api_port: int | None = None, with_ui: bool = False, timeout_s: float = 60.0) -> Connection:
+def detach(
+    root: Path,
+    api_port: int | None = None,
+    with_ui: bool = False,
+    folders: Sequence[Path] = (),
+    timeout_s: float = 60.0,
+) -> Connection:
     """Start a supervisor that outlives this terminal, and wait until the service listens.
 
     Raises:
@@ -282,7 +292,12 @@ def detach(root: Path, api_port: int | None = None, with_ui: bool = False, timeo
     command = [sys.executable, "-P", "-m", "service.dev.supervisor", "--root", str(root)]
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [*command, *(["--port", str(api_port)] if api_port else []), *(["--ui"] if with_ui else [])],
+            [
+                *command,
+                *(["--port", str(api_port)] if api_port else []),
+                *(["--ui"] if with_ui else []),
+                *(f"--open={folder}" for folder in folders),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -343,9 +358,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--port", type=int)
     parser.add_argument("--ui", action="store_true")
+    parser.add_argument("--open", type=Path, action="append", default=[])
     arguments = parser.parse_args()
     try:
-        Stack(Settings(root=arguments.root), arguments.port, arguments.ui).run()
+        Stack(Settings(root=arguments.root), arguments.port, arguments.ui, arguments.open).run()
     except DevError as error:
         sys.exit(f"error: {error}")
 

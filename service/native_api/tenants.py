@@ -1,5 +1,6 @@
 """The native API's endpoints about those who ask: who one is, keys, tenants, usage and the audit log."""
 
+import logging
 import time
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from shared.models import Frozen
 from shared.runs import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
 
+logger = logging.getLogger("longshore.service")
 router = APIRouter(route_class=JsonRoute, prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)
 _admin = [Depends(require("admin"))]
 
@@ -44,10 +46,11 @@ class TenantRequest(Frozen):
 
 
 class NewTenant(Frozen):
-    """A tenant, and its first key, which is shown this once and is an admin's."""
+    """A tenant, and its first key, shown this once and an admin's. `warning`: what it shares with other tenants."""
 
     tenant: TenantRecord
     key: NewKey
+    warning: str | None = None
 
 
 @router.get("/whoami")
@@ -105,7 +108,16 @@ async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, askin
         # Its making was cut off before somebody had a key to it: who tries again is given one.
         tenant = await backend.tenants.complete(request.tenant)
     key = await backend.keys.create(tenant.tenant, title="first", scopes=ALL_SCOPES, created_by=asking.key_id)
-    return NewTenant(tenant=tenant, key=key)
+    return NewTenant(tenant=tenant, key=key, warning=_shared_folders(backend))
+
+
+def _shared_folders(backend: Backend) -> str | None:
+    """What was one user's own machine has another tenant now."""
+    if not (roots := backend.settings.download.file_roots):
+        return None
+    text = f"every tenant may read files below {', '.join(map(str, roots))} on this installation's hosts"
+    logger.warning("%s (download.file_roots)", text)
+    return f"{text}: name other folders as download.file_roots, or with `longshore dev --open`"
 
 
 async def _has_key(backend: Backend, tenant: str) -> bool:

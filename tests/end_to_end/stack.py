@@ -38,7 +38,8 @@ class Stack:
 
     def __init__(self, root: Path, settings: dict[str, str]) -> None:
         self.root = root
-        self._environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
+        opened = {"LONGSHORE_DOWNLOAD__FILE_ROOTS": '["/"]'}  # tests' models and data are in folders of their own
+        self._environment = {**os.environ, "LONGSHORE_ROOT": str(root), **opened, **settings}
 
     def cli(self, *arguments: str, timeout_s: float = 180, check: bool = True) -> Answer:
         done = subprocess.run(

@@ -118,7 +118,9 @@ def test_containerfile_copies_what_exists_and_all_it_imports(path: Path) -> None
 def test_python_of_the_images_is_new_enough() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     least = tuple(int(part) for part in re.findall(r"\d+", project["requires-python"]))
-    [version] = re.findall(r"^FROM python:(\d+)\.(\d+)", (INFRA / "Containerfile.service").read_text(), re.MULTILINE)
+    [version] = re.findall(
+        r"^ARG BASE=python:(\d+)\.(\d+)", (INFRA / "Containerfile.service").read_text(), re.MULTILINE
+    )
     assert tuple(map(int, version)) >= least
 
 
@@ -157,8 +159,11 @@ def test_ports_agree() -> None:
 
 def test_images_are_pinned_and_ours_carry_our_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    images = [service["image"] for service in compose()["services"].values()]
-    images += re.findall(r"^FROM (\S+)", "\n".join(path.read_text() for path in CONTAINERFILES), re.MULTILINE)
+    images = [_default(service["image"]) for service in compose()["services"].values()]
+    images += [_default(build["args"]["BASE"]) for s in compose()["services"].values() if (build := s.get("build"))]
+    for path in CONTAINERFILES:
+        assert re.findall(r"^FROM (\S+)", path.read_text(), re.MULTILINE) == ["${BASE}"], "a digest cannot be given"
+        images += re.findall(r"^ARG BASE=(\S+)", path.read_text(), re.MULTILINE)
     images += [image for path in MANIFESTS for image in re.findall(r"image: (\S+)", path.read_text())]
     for image in images:
         name, _, tag = image.partition(":")
@@ -166,6 +171,60 @@ def test_images_are_pinned_and_ours_carry_our_version() -> None:
             assert tag in ("", version)
         else:
             assert re.search(r"\d", tag) and tag != "latest", f"{image} is not pinned"
+
+
+def _default(image: str) -> str:
+    """An image of compose.yaml where no digest of it is given."""
+    found = re.fullmatch(r"\$\{[A-Z0-9_]+_(?:IMAGE|BASE):-(.+)\}", image)
+    assert found or image.startswith("longshore-"), f"{image} cannot be given by digest"
+    return found[1] if found else image
+
+
+def test_pods_have_no_more_rights_than_they_use() -> None:
+    """Pod Security Standards, `restricted`; a root that is not written to; memory that is bounded."""
+    for deployment in (m for m in manifests() if m["kind"] == "Deployment"):
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 1000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert "memory" in container["resources"]["limits"], container["name"]
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            assert {"/tmp", "/home/longshore", "/var/lib/longshore"} <= mounts.keys()
+            assert set(mounts.values()) <= volumes
+    for path in CONTAINERFILES:
+        assert "useradd --create-home --uid 1000 longshore" in path.read_text()
+
+
+def test_pods_are_spoken_to_by_nobody_but_the_service_by_its_clients() -> None:
+    apps = {m["spec"]["template"]["metadata"]["labels"]["app"] for m in manifests() if m["kind"] == "Deployment"}
+    policies = [m["spec"] for m in manifests() if m["kind"] == "NetworkPolicy"]
+    incoming = {app: rule for rule in policies if "Ingress" in rule["policyTypes"] for app in _selected(rule)}
+    outgoing = {app for rule in policies if "Egress" in rule["policyTypes"] for app in _selected(rule)}
+    assert incoming.keys() == outgoing == apps
+    for app, rule in incoming.items():
+        ports = [port["port"] for allowed in rule.get("ingress", []) for port in allowed["ports"]]
+        assert ports == ([8484] if app == "longshore-service" else [])
+    blocks = [
+        to["ipBlock"]
+        for rule in policies
+        for out in rule.get("egress", [])
+        for to in out.get("to", [])
+        if "ipBlock" in to
+    ]
+    assert blocks and all("169.254.0.0/16" in block["except"] for block in blocks)
+
+
+def _selected(rule: dict) -> set[str]:
+    selector = rule["podSelector"]
+    named = {selector["matchLabels"]["app"]} if "matchLabels" in selector else set()
+    return named | {value for found in selector.get("matchExpressions", ()) for value in found["values"]}
 
 
 def test_compose_names_what_it_defines() -> None:

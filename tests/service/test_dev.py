@@ -90,6 +90,18 @@ def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
     assert all(dev.connection.api_key not in json.dumps(p.environ()) for p in dev.processes())
 
 
+def test_only_the_folder_where_it_was_started_is_open_and_a_second_tenant_is_warned_of(dev: Dev) -> None:
+    headers = {"authorization": f"Bearer {dev.connection.api_key}"}
+    for folder, is_open in ((Path.cwd() / "docs", True), (dev.root.parent, False)):
+        asked = {"source": {"uri": f"{folder.as_uri()}/rows.jsonl"}, "model_uri": str(folder)}
+        answer = httpx.post(f"{dev.connection.api_url}/api/v1/validate", json=asked, headers=headers, timeout=60)
+        assert answer.status_code == 422
+        assert ("download.file_roots" not in answer.text) == is_open, answer.text
+    made = dev.cli("tenants", "create", "second")
+    assert made.code == 0
+    assert "warning: every tenant may read files below" in made.stderr and str(Path.cwd()) in made.stderr
+
+
 def test_a_second_stack_on_the_same_root_is_refused(dev: Dev) -> None:
     for arguments in (("dev",), ("dev", "--detach")):
         answer = dev.cli(*arguments)
