@@ -156,10 +156,10 @@ def longest(url: str, model: str) -> dict[str, Callable[[int], Frozen]]:
         return StepStatus.model_validate({**groups, "step": 1, "groups": f"{url}/{n}.jsonl"})
 
     return {
-        "download": lambda n: DownloadRequest(run_id=f"sft-{n:015x}", split="train", source=rows(n)),
-        "preview": lambda n: PreviewRequest(source=rows(n), model_uri=model),
+        "download": lambda n: DownloadRequest(run_id=f"sft-{n:015x}", tenant="default", split="train", source=rows(n)),
+        "preview": lambda n: PreviewRequest(tenant="default", source=rows(n), model_uri=model),
         "pack_trajectories": lambda n: GroupsRequest(
-            run_id=f"rl-{n:015x}", run=run, step=step(n), policy_version=0, vocab_size=512
+            run_id=f"rl-{n:015x}", tenant="default", run=run, step=step(n), policy_version=0, vocab_size=512
         ),
         "complete": lambda n: CompleteRequest(
             model=NOWHERE,
