@@ -36,6 +36,7 @@ async def answer_to(error: Exception, tmp_path, path: str = "/") -> httpx.Respon
         allowed_hosts=None,
         max_body_bytes=1,
         max_upload_bytes=1,
+        in_hand=set(),
     )
     app = FastAPI(middleware=[edge])
     problems.install(app)
