@@ -25,7 +25,7 @@ from activities.deliver import DeliverRequest
 from activities.download import DownloadRequest
 from activities.find_checkpoint import FindCheckpointRequest
 from activities.pack_trajectories import GroupsRequest
-from activities.preview import PreviewRequest
+from activities.preview import PreviewRequest, PreviewStart
 from activities.record_step import StepRecordRequest
 from activities.samplers import ServedSampler
 from activities.track import TrackRequest
@@ -157,7 +157,7 @@ def longest(url: str, model: str) -> dict[str, Callable[[int], Frozen]]:
 
     return {
         "download": lambda n: DownloadRequest(run_id=f"sft-{n:015x}", tenant="default", split="train", source=rows(n)),
-        "preview": lambda n: PreviewRequest(tenant="default", source=rows(n), model_uri=model),
+        "preview": lambda n: PreviewStart(tenant="default", request=PreviewRequest(source=rows(n), model_uri=model)),
         "pack_trajectories": lambda n: GroupsRequest(
             run_id=f"rl-{n:015x}", tenant="default", run=run, step=step(n), policy_version=0, vocab_size=512
         ),
