@@ -202,7 +202,7 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     given = [
         *("--name", "harbour", "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", "q_proj,v_proj"),
         *("--learning-rate", "0.5", "--schedule", "cosine", "--warmup", "2", "--max-tokens", "64", "--seed", "5"),
-        *("--tp", "2", "--dp", "3", "--dtype", "bfloat16", "--prompt-field", "q", "--completion-field", "a"),
+        *("--tp", "2", "--dp", "2", "--dtype", "bfloat16", "--prompt-field", "q", "--completion-field", "a"),
         *("--eval-dataset", "s3://bucket/eval.jsonl", "--eval-every", "2", "--samples", "3"),
     ]
     run = service.cli("get", service.cli(*options, *given).stdout.strip(), "--json").json["run"]
@@ -210,7 +210,7 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
     assert run["trainable"] == {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
     assert (run["learning_rate"], run["schedule"], run["warmup_steps"]) == (0.5, "cosine", 2)
     assert (run["steps"], run["epochs"], run["batch_size"], run["max_tokens"], run["seed"]) == (4, None, 2, 64, 5)
-    assert (run["engine"], run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == ("megatron", 2, 3, "bfloat16")
+    assert (run["engine"], run["layout"]["tp"], run["layout"]["dp"], run["dtype"]) == ("megatron", 2, 2, "bfloat16")
     assert (run["dataset"]["prompt_field"], run["dataset"]["completion_field"]) == ("q", "a")
     assert (run["eval_dataset"]["uri"], run["eval_every"], run["num_samples"]) == ("s3://bucket/eval.jsonl", 2, 3)
 
