@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from temporalio.client import Client
+from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -25,6 +26,13 @@ AWAY = (
 # What the server itself says of an update that came to nothing: its workflow ended under it; or a workflow task was
 # answered without it, as one that was under way when the server was killed. The next one like it is as new.
 LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
+
+
+def share_of(tenant: str) -> Priority:
+    """What a tenant's workflow is started with, and all that it starts inherits: of tasks that wait in a queue, such as
+    leases of GPU hosts, tenants get theirs by turns. The server has to be told (docs/operations.md).
+    """
+    return Priority(fairness_key=tenant)
 
 
 class Temporal:

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from examples.tiny_model import make_tiny_model
+from service.dev.supervisor import FAIR_QUEUES
 from shared.settings import S3Settings
 from tests.leftovers import watch_over
 from tests.progress import pytest_configure, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
@@ -84,8 +85,9 @@ def temporal_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Temporal dev server, in memory."""
     port = free_port()
     log = (tmp_path_factory.mktemp("temporal") / "server.log").open("wb")
+    command = [_temporal_binary(), "server", "start-dev", "--headless", "--ip", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen(
-        [_temporal_binary(), "server", "start-dev", "--headless", "--ip", "127.0.0.1", "--port", str(port)],
+        [*command, *FAIR_QUEUES],
         stdout=log,
         stderr=log,
     )

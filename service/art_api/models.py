@@ -96,7 +96,6 @@ async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) ->
         await backend.runs.check_run(asking.tenant, run, "longshore.")
     except InvalidInput as error:
         raise InvalidInput(error.message, "base_model" if error.place == "model" else error.place) from error
-    await backend.art_models.check_base(model)
     return ModelObject.of(await backend.art_models.register(model, return_existing=body.return_existing))
 
 

@@ -30,7 +30,7 @@ from service.accounts import audit
 from service.accounts.access import Access
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
 from service.problems import Conflict, TemporalUnavailable
-from service.temporal import PATIENCE, Temporal
+from service.temporal import PATIENCE, Temporal, share_of
 from service.turns import Turns
 from shared.errors import InvalidInput, NotFound
 from shared.paths import last_scheduled, schedule_record
@@ -190,6 +190,7 @@ class Schedules:
                 ScheduledAction(tenant=record.tenant, owner=record.owner, scheduled=scheduled),
                 id=f"schedule/{schedule_id(record.tenant, scheduled.name)}",
                 task_queue=self._settings.control_queue,
+                priority=share_of(record.tenant),
             ),
             spec=ScheduleSpec(
                 cron_expressions=[scheduled.cron] if scheduled.cron else [],

@@ -19,7 +19,7 @@ from service.accounts import audit
 from service.database.engine import Database
 from service.database.tables import OutboxRow
 from service.problems import Conflict
-from service.temporal import PATIENCE, Temporal
+from service.temporal import PATIENCE, Temporal, share_of
 from service.turns import Turns
 from shared.addresses import is_plainly_private, private_host
 from shared.errors import InvalidInput, NotFound
@@ -246,6 +246,7 @@ class Webhooks:
                     request,
                     id=notice.notice_id,
                     task_queue=self._settings.control_queue,
+                    priority=share_of(notice.tenant),
                     id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
                     rpc_timeout=PATIENCE,
                 )

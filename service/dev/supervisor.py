@@ -43,6 +43,12 @@ _TEMPORAL_START_S = 30.0
 # By itself the server keeps 8,096 runs in memory, and lets garbage grow to as much as it holds. A run that is not kept
 # is read from its database when it goes on.
 _TEMPORAL_CACHED_RUNS = 256
+# Tenants get their tasks by turns (service/temporal.py), which a queue in one part keeps to exactly.
+FAIR_QUEUES = (
+    *("--dynamic-config-value", "matching.enableFairness=true"),
+    *("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
+    *("--dynamic-config-value", "matching.numTaskqueueWritePartitions=1"),
+)
 _TEMPORAL_GARBAGE_PERCENT = "50"
 
 
@@ -202,6 +208,7 @@ def _temporal_command(connection: Connection, database: Path) -> list[str]:
         *ui,
         *("--db-filename", str(database), "--sqlite-pragma", "journal_mode=WAL", "--sqlite-pragma", "synchronous=1"),
         *("--dynamic-config-value", f"history.hostLevelCacheMaxSize={_TEMPORAL_CACHED_RUNS}"),
+        *FAIR_QUEUES,
         *("--log-level", "warn"),
     ]
 

@@ -98,7 +98,7 @@ class ArtModels:
         """Held by whoever gives a model a job: one at a time finds out what it goes on from."""
         return self._turns.of(model_id)
 
-    async def check_base(self, model: ArtModel) -> None:
+    async def _check_base(self, model: ArtModel) -> None:
         """Look whether the base model can be used here, as long as somebody waits for the answer.
 
         A model that is still being downloaded, and a host that is away, refuse nothing: the first job will tell.
@@ -119,10 +119,12 @@ class ArtModels:
 
         Raises:
             Conflict: its name is taken; with `return_existing`: by a model of another base or of other settings.
+            InvalidInput: its base is none that can be used here.
         """
         while True:
             found = await asyncio.to_thread(self._by_title, model.tenant, model.title)
             if found is None:
+                await self._check_base(model)
                 await asyncio.to_thread(self._store.put_bytes, _record_key(model), model.model_dump_json().encode())
                 claim = paths.art_name(model.tenant, _digest(model.title))
                 if await asyncio.to_thread(self._store.put_if_absent, claim, model.model_id.encode()):

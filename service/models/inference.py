@@ -19,7 +19,7 @@ from service.models.art_models import ArtModels, ArtName
 from service.models.published_models import PublishedModels, Target
 from service.models.seats import Seat, Seats
 from service.runs.runs import causes_of
-from service.temporal import PATIENCE, Temporal
+from service.temporal import PATIENCE, Temporal, share_of
 from shared import answer_records
 from shared.chat import ChatCompletion, ChatRequest, ServedModel
 from shared.completions import CompletionRequest, CompletionResponse
@@ -180,6 +180,7 @@ class Inference:
                     start,
                     id=completion_id,
                     task_queue=self._settings.control_queue,
+                    priority=share_of(start.request.tenant),
                     execution_timeout=policies.COMPLETION_TIMEOUT,
                     result_type=Completed,
                     rpc_timeout=PATIENCE,

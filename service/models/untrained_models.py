@@ -7,7 +7,7 @@ from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDConflictPolicy
 
 from service.runs.runs import cause_of
-from service.temporal import PATIENCE, Temporal
+from service.temporal import PATIENCE, Temporal, share_of
 from shared.jobs import Artifact
 from shared.paths import content_key
 from shared.settings import Settings
@@ -42,6 +42,7 @@ class UntrainedModels:
                 request,
                 id=f"untrained-model-{content_key(self._queue, request)}",
                 task_queue=self._queue,
+                priority=share_of(tenant),
                 execution_timeout=_PATIENCE,
                 id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
                 result_type=ResolvedModel,

@@ -9,7 +9,7 @@ from temporalio.client import WorkflowFailureError
 
 from service.accounts.fair_shares import FairShare
 from service.runs.runs import cause_of
-from service.temporal import Temporal
+from service.temporal import Temporal, share_of
 from shared.errors import InvalidInput
 from shared.graders import Grader, SampledItem
 from shared.settings import Settings
@@ -46,6 +46,7 @@ class Graders:
                     GradeOneRequest(grader=grader, sample=sample),
                     id=f"grader-{secrets.token_hex(8)}",
                     task_queue=self._queue,
+                    priority=share_of(tenant),
                     execution_timeout=_PATIENCE,
                     result_type=OneGrade,
                 )

@@ -29,7 +29,7 @@ from service.database.run_rows import IndexedRun, RunFilter, RunRows
 from service.problems import Conflict, TemporalUnavailable
 from service.runs.run_states import RunStates, queued
 from service.runs.run_views import RunPage, RunView
-from service.temporal import PATIENCE, Temporal
+from service.temporal import PATIENCE, Temporal, share_of
 from service.turns import Turns
 from shared import paths
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
@@ -187,6 +187,7 @@ class Runs:
                     start,
                     id=record.run_id,
                     task_queue=self._settings.control_queue,
+                    priority=share_of(record.tenant),
                     id_reuse_policy=policy,
                     rpc_timeout=PATIENCE,
                 )
@@ -391,6 +392,7 @@ class Runs:
                     PreviewStart(tenant=tenant, request=request),
                     id=f"preview-{secrets.token_hex(8)}",
                     task_queue=self._settings.control_queue,
+                    priority=share_of(tenant),
                     execution_timeout=_PREVIEW_PATIENCE,
                     result_type=Preview,
                 )

@@ -245,7 +245,7 @@ def test_data_without_what_the_loss_learns_from_is_refused_before_any_step(works
 def test_a_missing_reference_adapter_fails_before_any_step(workshop: Workshop):
     nowhere = Artifact(uri=f"file://{workshop.root}/nowhere", sha256="0" * 64)
     loss = PPO(kl=Kl(coefficient=0.1, reference=nowhere))
-    assert failure(do(workshop, "a", a_plan(workshop, loss))).kind == "invalid_input"
+    assert failure(do(workshop, "a", a_plan(workshop, loss))).kind == "corrupt_artifact"
 
 
 def test_every_unit_is_scored_once_and_a_resumed_job_in_the_same_turns(workshop: Workshop):

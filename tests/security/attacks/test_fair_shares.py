@@ -11,6 +11,7 @@ from service.accounts.fair_shares import FairShare
 from service.problems import Busy
 from shared.settings import Settings
 from tests.activities.web_server import Page, WebServer, serve_pages
+from tests.end_to_end.stack import wait_until
 from tests.security.attacks.tenants import Tenant
 
 ROW = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n'
@@ -47,6 +48,32 @@ def test_slow_previews_of_one_tenant_leave_others_their_answers(
     for asker in askers:
         asker.join(120)
     assert set(answers) <= {200, 429}, answers
+
+
+def test_runs_that_wait_for_a_worker_get_it_tenant_by_tenant(
+    attacker: Tenant, victim: Tenant, tiny_model: Path
+) -> None:
+    """One GPU host, and six runs of the attacker's before the victim's one."""
+
+    def submit(tenant: Tenant, steps: int) -> str:
+        uri = tenant.upload("rows.jsonl", ROW * 4)
+        answer = tenant.submit("sft", model=str(tiny_model), dataset={"uri": uri}, steps=steps, batch_size=2)
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["run_id"])
+
+    def waits(tenant: Tenant, run_id: str) -> bool:
+        return bool(tenant.http.get(f"/api/v1/runs/{run_id}").json()["phase"] == "waiting_for_worker")
+
+    first = submit(attacker, 100_000)
+    wait_until(lambda: attacker.http.get(f"/api/v1/runs/{first}").json()["step"] > 0, "the first one trains", 120)
+    theirs = [submit(attacker, 1) for _ in range(6)]
+    wait_until(lambda: all(waits(attacker, run_id) for run_id in theirs), "the attacker's runs wait", 120)
+    mine = submit(victim, 1)
+    wait_until(lambda: waits(victim, mine), "the victim's run waits", 120)
+    assert attacker.http.post(f"/api/v1/runs/{first}/cancel").status_code == 202
+    done = victim.ended(mine)
+    ended_before = [attacker.ended(run_id)["ended_at"] < done["ended_at"] for run_id in theirs]
+    assert done["state"] == "succeeded" and sum(ended_before) <= 3, ended_before
 
 
 def test_a_share_is_a_tenants_own_and_comes_back() -> None:
