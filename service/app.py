@@ -53,7 +53,7 @@ logger = logging.getLogger("longshore.service")
 MAX_BODY_BYTES = 1 << 20
 _SWEEP_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0
-_ROOM_EVERY_S = 5.0
+_ROOM_EVERY_S = 2.0
 _PRUNE_EVERY_S = 3600.0
 _FORGET_EVERY_S = 600.0
 _LONGEST_PAUSE_S = 10.0
@@ -136,7 +136,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     loops = [
         asyncio.create_task(_repeat("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty))),
         asyncio.create_task(_repeat("the list of runs stands still", _WATCH_EVERY_S, backend.watch.turn)),
-        asyncio.create_task(_repeat("runs wait for samplers", _ROOM_EVERY_S, backend.room.make)),
+        asyncio.create_task(_repeat("runs wait for samplers and workers", _ROOM_EVERY_S, backend.room.make)),
         asyncio.create_task(
             _repeat("webhooks wait", _WATCH_EVERY_S, lambda: backend.webhooks.send_outbox(backend.database))
         ),

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -32,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
 
 # A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
+_GRACE_S = 1.0  # for the next step, where another run waits for the worker
 
 
 @workflow.defn
@@ -45,6 +47,7 @@ class RLWorkflow:
         self._steps = Steps(start.state.steps, start.state.next_step) if start.state else Steps()
         self._finishing = start.state is not None and start.state.finishing
         self._moving_on = False
+        self._wanted_epoch: int | None = None  # of the lease that another run waits for
         self._num_done = 0
         self._work = Work()
         self._glance = Glance(start.state.status if start.state else None)
@@ -191,7 +194,7 @@ class RLWorkflow:
         return step.metrics.get("eval_reward_mean", -math.inf) >= held_out.target
 
     async def _wait_for_a_step(self) -> None:
-        """A worker without a step is given back after a while."""
+        """A worker without a step is given back after a while, or soon where another run waits for it."""
 
         def has_come() -> bool:
             return self._finishing or self._steps.first_waiting() is not None
@@ -199,11 +202,19 @@ class RLWorkflow:
         if has_come():
             return
         self._show(phase="waiting_for_groups")
-        try:
-            await workflow.wait_condition(has_come, timeout=timedelta(seconds=self._start.run.idle_s))
-        except TimeoutError:
-            self._training.release()
-            await workflow.wait_condition(has_come)
+        idle_s = self._start.run.idle_s
+        with suppress(TimeoutError):
+            await workflow.wait_condition(lambda: has_come() or self._is_wanted, timeout=timedelta(seconds=idle_s))
+            if not has_come():
+                await workflow.wait_condition(has_come, timeout=timedelta(seconds=min(_GRACE_S, idle_s)))
+            return
+        self._training.release()
+        await workflow.wait_condition(has_come)
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether another run waits for the worker that this one holds."""
+        return self._wanted_epoch == self._training.epoch
 
     async def _train(self, step: StepStatus) -> StepStatus:
         """A step from its groups to its published adapter, on record in the store whatever became of it."""
@@ -436,6 +447,11 @@ class RLWorkflow:
     def sampler_leased(self, grant: LeaseGrant) -> None:
         """A host has a sampler up for this run."""
         self._sampling.granted(grant)
+
+    @workflow.signal
+    def make_room(self) -> None:
+        """Another run waits for a worker: this lease ends as soon as no step waits. The next step takes another one."""
+        self._wanted_epoch = self._training.epoch
 
     @workflow.signal
     def pause(self) -> None:

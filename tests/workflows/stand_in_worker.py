@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from shared.artifacts import seal, stage
-from shared.events import Cancelled, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
+from shared.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs import Job
 from shared.leases import LeaseMark, WorkerRecord
 from shared.paths import WorkerPaths, write_atomically
@@ -110,6 +110,8 @@ class StandIn:
             return Failed, {"step": 0, "kind": "invalid_input", "message": "layout.tp: tp=3 does not divide 4 heads"}
         if seed == SEEDS["error"]:
             return Failed, {"step": 0, "kind": "error", "message": "RuntimeError: the stand-in cannot"}
+        if plan.evaluation.data is not None and step == 0:
+            self._say(job, Evaluated, step=0, metrics={"loss": 3.5})
         saved_step = step
         while step < last_step:
             if self.paths.cancel(plan.job_id, job.fence).exists() and seed != SEEDS["deaf"]:

@@ -20,11 +20,18 @@ from activities.publish import Publish
 from activities.record_result import RecordResult
 from activities.record_step import RecordStep
 from activities.worker_process import processes_of
+from service.accounts.quotas import Quotas
+from service.database import migrate
+from service.database.engine import Database
+from service.database.run_rows import RunRows, run_row
 from service.host import connect, control_workers
+from service.models.room import Room
+from service.runs.run_states import queued
+from service.temporal import Temporal
 from shared.events import Started, Step
 from shared.run_events import read_events
-from shared.runs import RLStart, RunTiming, StepRequest, StepStatus
-from shared.settings import DownloadSettings, Settings
+from shared.runs import RLStart, RunRecord, RunTiming, StepRequest, StepStatus
+from shared.settings import DownloadSettings, QuotaSettings, Settings
 from shared.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.workflows.stand_in_activities import StandInData
@@ -209,6 +216,40 @@ async def test_an_idle_worker_is_given_back_and_the_next_step_leases_again(stack
     await other.cancel()
 
 
+async def test_an_idle_run_gives_the_only_worker_to_one_that_waits(
+    stack: RLStack, undisturbed: list[bytes], tmp_path: Path
+) -> None:
+    """Its client may have crashed. It is asked once, when a lease waits and no sooner; who trains is not asked."""
+    idle = await stack.start_rl(idle_s=3600)
+    assert stack.adapter(await stack.train(idle, 1)) == undisturbed[0]
+    waiting = await stack.start_rl(idle_s=3600)
+    database = Database(f"sqlite:///{tmp_path}/longshore.db")
+    migrate.upgrade(database)
+    rows = RunRows(database, Quotas(QuotaSettings(), stack.store, database))
+    room = Room(stack.settings, rows, Temporal(stack.settings), frozenset)
+    for handle, phase in ((idle, "waiting_for_groups"), (waiting, "waiting_for_worker")):
+        record = RunRecord(run_id=handle.id, run=rl_run(), created_at=1.0)
+        row = run_row(record, queued(record).model_copy(update={"phase": phase}))
+        database.write(lambda session, row=row: session.add(row))
+    try:
+        await room.make()
+        assert await _num_asked(idle) == 0, "the other has no step yet: no lease waits"
+        await stack.train(waiting, 1, wait=False)
+
+        async def has_trained() -> bool:
+            await room.make()
+            step = await waiting.query(RLWorkflow.step, 1)
+            return step is not None and step.state == "done"
+
+        await eventually(has_trained, "the other's step, on the only host")
+    finally:
+        database.close()
+    assert (await _num_asked(idle), await _num_asked(waiting)) == (1, 0)
+    await waiting.execute_update(RLWorkflow.finish)
+    assert stack.adapter(await stack.train(idle, 2)) == undisturbed[1], "it leases again, and goes on"
+    await idle.cancel()
+
+
 async def test_a_worker_that_keeps_the_device_is_ended_with_its_lease(stack: RLStack) -> None:
     await stack.add_gpu_host()
     handle = await stack.start_rl(between_steps="keep")
@@ -332,6 +373,11 @@ async def test_a_step_that_comes_to_a_run_that_ends_is_refused_or_told_so(stack:
         await stack.train(resumed, 7, wait=False)
     assert (await resumed.result()).state == "paused"
     assert (await stack.result(handle.id)).policy_version == 1
+
+
+async def _num_asked(handle: WorkflowHandle) -> int:
+    events = [event async for event in handle.fetch_history_events()]
+    return [e.workflow_execution_signaled_event_attributes.signal_name for e in events].count("make_room")
 
 
 async def _is_training(handle: WorkflowHandle) -> bool:

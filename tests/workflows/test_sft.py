@@ -310,7 +310,8 @@ async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> No
 @pytest.mark.parametrize("way", ["cancelled", "paused"])
 async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack, way: str) -> None:
     await stack.add_gpu_host(step_s=0.05)
-    handle = await stack.start(steps=160, checkpoint_every=20)
+    held_out = DatasetSource(uri="file:///held_out.jsonl")
+    handle = await stack.start(steps=160, checkpoint_every=20, eval_dataset=held_out)
     await eventually(lambda: _says_when_it_ends(handle), "steps enough for a pace")
     loop = asyncio.get_running_loop()
     asked_at = loop.time()
@@ -327,10 +328,12 @@ async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_b
     assert (result.state, result.problem, result.workers_lost, result.estimated_end) == (way, None, 0, None)
     assert result.checkpoint is not None
     assert 2 <= result.checkpoint.step == result.step < 160
+    assert result.metrics["eval_loss"] == 3.5
     [worker_id] = stack.worker_ids()
 
-    resumed = await stack.start(run_id=handle.id, resumed=True, steps=160, checkpoint_every=20)
+    resumed = await stack.start(run_id=handle.id, resumed=True, steps=160, checkpoint_every=20, eval_dataset=held_out)
     status = await resumed.result()
+    assert (status.metrics["eval_loss"], status.metrics["loss"]) == (3.5, pytest.approx(1 / 160)), "until the next one"
     assert status.state == "succeeded"
     assert status.epoch == 2, "epochs go on where the execution before stopped"
     assert status.workers_lost == 0, "a worker that was given back is no lost one"
