@@ -17,6 +17,9 @@ from shared.settings import Settings
 
 PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
+# A thousand runs are listed in a tenth of a second, or in half a minute while all start. A listing that is given up
+# goes on in the server: asked again and again, it would never end.
+LIST_PATIENCE = timedelta(seconds=60)
 AWAY = (
     RPCStatusCode.UNAVAILABLE,
     RPCStatusCode.DEADLINE_EXCEEDED,

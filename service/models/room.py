@@ -15,7 +15,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from service.database.run_rows import RunRows
 from service.models.seats import SERVING_WORKFLOW
-from service.temporal import PATIENCE, Temporal
+from service.temporal import LIST_PATIENCE, PATIENCE, Temporal
 from shared.run_start import RL_WORKFLOW
 from shared.runs import STATUS_MEMO, RunStatus
 from shared.settings import Settings
@@ -74,7 +74,7 @@ class Room:
             waiting: runs whose phase says that they wait. A lease that a host has taken waits for no other's worker.
         """
         async with self._temporal.client() as client:
-            listed = client.list_workflows(self._rl_runs, rpc_timeout=PATIENCE)
+            listed = client.list_workflows(self._rl_runs, rpc_timeout=LIST_PATIENCE)
             idle = {lease: e async for e in listed if (lease := await _idle_lease(e)) and e.id in oldest_first}
             now = time.monotonic()
             self._told_runs = {lease: since for lease, since in self._told_runs.items() if lease in idle}

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from datetime import timedelta
 
 from service.database.run_rows import IndexedRun, RunRows
 from service.runs.run_states import RunStates
-from service.temporal import Temporal
+from service.temporal import LIST_PATIENCE, Temporal
 from shared.errors import NotFound
 from shared.run_start import RL_WORKFLOW, SFT_WORKFLOW
 from shared.runs import STATUS_MEMO, RunStatus
@@ -15,9 +14,6 @@ logger = logging.getLogger("longshore.service")
 
 _CONCURRENT = 8
 _MOST_A_TURN = 128
-# A thousand runs are listed in a tenth of a second, or in half a minute while all start. A listing that is given up
-# goes on in the server: asked again and again, it would never end.
-_LIST_PATIENCE = timedelta(seconds=60)
 _RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}") AND ExecutionStatus = "Running"'
 
 
@@ -47,7 +43,7 @@ class Watch:
     async def _running(self) -> dict[str, RunStatus | None]:
         """What runs in Temporal, each with the memo that its workflow keeps of its status."""
         async with self._temporal.client() as client:
-            found = client.list_workflows(_RUNNING, rpc_timeout=_LIST_PATIENCE)
+            found = client.list_workflows(_RUNNING, rpc_timeout=LIST_PATIENCE)
             return {e.id: await e.memo_value(STATUS_MEMO, None, type_hint=RunStatus) async for e in found}
 
     async def _look(self, run_id: str) -> None:
