@@ -121,7 +121,7 @@ def control_activities(settings: Settings, answers: Complete, track: "Track") ->
     record, steps, grade, deliver = RecordResult(settings), RecordStep(settings), Grade(settings), Deliver(settings)
     return [
         record.record_result,
-        record.reopen,
+        record.begin,
         steps.record_step,
         steps.recover_steps,
         FindCheckpoint(settings).find_checkpoint,

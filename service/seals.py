@@ -1,9 +1,11 @@
 """What goes through Temporal is sealed by this installation: whoever reaches the Temporal server cannot start a run.
 
-Every payload (inputs of workflows and activities, signals, updates, results) carries an HMAC-SHA256 over its bytes and
-the id of the workflow that it belongs to, by a key that the service and the hosts hold. What a stranger sends, or takes
-from one workflow to another, is refused: a start fails at once, a signal is dropped, an update rejected, an activity
-not run. Payloads stay readable for those who may read Temporal; a codec that encrypts takes the place of this one.
+Every payload (inputs of workflows and activities, signals, updates, results) carries an HMAC-SHA256 over its bytes, the
+id of the workflow that it belongs to, and the activity's name where it is an activity's input or result, by a key that
+the service and the hosts hold. What a stranger sends, or takes from one workflow to another, is refused: a start fails
+at once, a signal is dropped, an update rejected, an activity not run. What was used before is sealed all the same: that
+a run is not started twice with one input is the first activity's affair (activities/record_result.py). Payloads stay
+readable for those who may read Temporal; a codec that encrypts takes the place of this one.
 """
 
 import hmac
@@ -57,10 +59,10 @@ class Sealing(PayloadCodec, WithSerializationContext):
 
     def with_context(self, context: SerializationContext) -> Self:
         match context:
-            case WorkflowSerializationContext() | ActivitySerializationContext():
-                action = _ACTION.fullmatch(context.workflow_id or "")
-                workflow_id = action[1] if action else context.workflow_id
-                return type(self)(self._key, (context.namespace, workflow_id or ""))
+            case WorkflowSerializationContext():
+                return type(self)(self._key, (context.namespace, _id_of(context)))
+            case ActivitySerializationContext():
+                return type(self)(self._key, (context.namespace, _id_of(context), context.activity_type or ""))
             case _:
                 return type(self)(self._key)
 
@@ -82,6 +84,11 @@ class Sealing(PayloadCodec, WithSerializationContext):
         for part in (_VERSION, *(name.encode() for name in self._scope), b"", *metadata, b"", payload.data):
             mac.update(len(part).to_bytes(8, "big") + part)
         return mac.digest()
+
+
+def _id_of(context: WorkflowSerializationContext | ActivitySerializationContext) -> str:
+    action = _ACTION.fullmatch(context.workflow_id or "")
+    return action[1] if action else context.workflow_id or ""
 
 
 def _bare_metadata(payload: Payload) -> dict[str, bytes]:

@@ -40,6 +40,10 @@ class RunKeys:
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
 
+    def start(self, start_id: str) -> str:
+        """Which workflow was begun by a start of the run."""
+        return f"{self.prefix}/starts/{start_id}.json"
+
     def began_with(self, what: str) -> str:
         """The manifest of the model or adapter that the run's first execution found at the place that a user named."""
         return f"{self.prefix}/began_with/{what}.json"

@@ -1,11 +1,15 @@
 """How a run's workflow is started: its name and its input, the same whoever starts it."""
 
+import hashlib
+import secrets
 from typing import Any
 
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NotFound
 from shared.layout import check_ranks
+from shared.paths import RunKeys
 from shared.runs import DPORun, RLRun, RLStart, Rollouts, Run, RunRecord, RunStart, RunTiming, SFTRun
 from shared.settings import Settings
+from shared.store import ObjectStore
 
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
@@ -13,15 +17,23 @@ RL_WORKFLOW = "RLWorkflow"
 _PICKUP_PER_HEARTBEAT = 1.5
 
 
-def workflow_of(record: RunRecord, settings: Settings, *, resumed: bool = False) -> tuple[str, RunStart | RLStart]:
-    """The name and input of the workflow that does a run."""
+def workflow_of(
+    record: RunRecord, settings: Settings, *, resumed: bool = False, goes_on_from: str | None = None
+) -> tuple[str, RunStart | RLStart]:
+    """The name and input of the workflow that does a run.
+
+    Args:
+        goes_on_from: of a resumed run, what `result_sha256` says.
+    """
     given: dict[str, Any] = {
         "run_id": record.run_id,
         "tenant": record.tenant,
         "timing": timing_of(settings),
         "threads_per_rank": record.threads_per_rank,
         "shape": settings.shape,
+        "start_id": secrets.token_hex(8),
         "resumed": resumed,
+        "goes_on_from": goes_on_from,
         "is_tracked": settings.wandb_mode != "disabled",
     }
     match record.run:
@@ -29,6 +41,14 @@ def workflow_of(record: RunRecord, settings: Settings, *, resumed: bool = False)
             return SFT_WORKFLOW, RunStart(run=run, **given)
         case RLRun() as run:
             return RL_WORKFLOW, RLStart(run=run, serves_sampler=settings.sampling.url is not None, **given)
+
+
+def result_sha256(store: ObjectStore, run_id: str) -> str | None:
+    """Which of a run's ends stands in the store; None while it has not ended."""
+    try:
+        return hashlib.sha256(store.get_bytes(RunKeys(run_id).result)).hexdigest()
+    except NotFound:
+        return None
 
 
 def check_parallelism(run: Run, settings: Settings, below: str = "") -> None:

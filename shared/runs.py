@@ -348,7 +348,9 @@ class Start(Frozen):
     timing: RunTiming = RunTiming()
     threads_per_rank: int = Field(default=1, ge=1)
     shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
+    start_id: str = Field(default="", pattern=r"^[0-9a-f]*$", description="this start's own: good for one workflow")
     resumed: bool = False
+    goes_on_from: str | None = Field(default=None, description="of a resumed run: its result's SHA-256, if it has one")
     is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
 
 

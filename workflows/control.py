@@ -5,16 +5,20 @@ from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
+from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from pydantic import BaseModel
 
-    from activities.record_result import Reopened, ReopenRequest
+    from activities.record_result import BeginRequest, Begun
     from shared.models import Frozen
-    from shared.runs import RunStatus
+    from shared.runs import RunStatus, Start
     from workflows import policies
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+NOT_STARTED = "NotStartedByTheService"
+"""The type of the error with which a start is refused that was used before."""
 
 
 async def do(
@@ -53,7 +57,20 @@ async def record(name: str, request: Frozen) -> None:
     await _execute(name, request, None, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
 
 
-async def reopen(run_id: str) -> RunStatus | None:
-    """Take away the result of a run that goes on. Returns how it had ended, if it had."""
-    request = ReopenRequest(run_id=run_id)
-    return (await do("reopen", request, Reopened, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)).status
+async def begin(start: Start) -> RunStatus | None:
+    """Before anything else: take away the result of a run that goes on. Returns how it had ended, if it had.
+
+    Raises:
+        ApplicationError: the service has not asked for this; somebody has used its start again.
+    """
+    request = BeginRequest(
+        run_id=start.run_id,
+        start_id=start.start_id,
+        execution=workflow.info().first_execution_run_id,
+        resumed=start.resumed,
+        goes_on_from=start.goes_on_from,
+    )
+    begun = await do("begin", request, Begun, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
+    if begun.refusal is not None:
+        raise ApplicationError(begun.refusal, type=NOT_STARTED, non_retryable=True)
+    return begun.status

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from shared.runs import STATUS_MEMO, PhaseSpan, RunStatus
+    from shared.runs import STATUS_MEMO, PhaseSpan, RunStatus, Start
     from workflows import control
 
 _MOST_SPANS = 64
@@ -24,18 +24,21 @@ class Glance:
     """What was shown last, and what earlier executions leave to be added to: phases, GPU seconds, lost workers."""
 
     def __init__(self, before: RunStatus | None) -> None:
+        self.has_begun = False
         self.timeline: tuple[PhaseSpan, ...] = before.timeline if before else ()
         self.gpu_seconds_before = before.gpu_seconds if before else 0.0
         self.workers_lost_before = before.workers_lost if before else 0
         self._shown: tuple[str, str, int] | None = None
 
-    async def reopen(self, run_id: str, show: Callable[..., None]) -> None:
-        """Of a run that was resumed: take its result away, and go on from it.
+    async def begin(self, start: Start, show: Callable[..., None]) -> None:
+        """Before this nothing is done or shown, and no end recorded: it would be put over the one that stands.
 
-        Before this, an end would put a result of nothing over the one that stands.
+        A run that was resumed goes on from the end that it had.
         """
-        show(phase="checking")
-        before = await control.reopen(run_id)
+        before = await control.begin(start)
+        self.has_begun = True
+        if start.resumed:
+            show(phase="checking")
         if before is None:
             return
         self.timeline = before.timeline + self.timeline

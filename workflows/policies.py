@@ -70,7 +70,7 @@ def sampler_queue(shape: str) -> str:
 Pool = Literal["records", "publishing", "models", "steps", "looks", "sampling", "completions", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
-    "reopen": "records",
+    "begin": "records",
     "record_step": "records",
     "recover_steps": "records",
     "find_checkpoint": "records",

@@ -72,12 +72,13 @@ class RLWorkflow:
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
         try:
-            if start.resumed:
-                await self._work.whole(self._glance.reopen(start.run_id, self._show))
+            await self._work.whole(self._glance.begin(start, self._show))
             if not await self._work.do(self._train_all()):
                 await self._move_on()
             self._show(state="succeeded", phase="done")
         except (Exception, asyncio.CancelledError) as error:
+            if not self._glance.has_begun:
+                raise
             self._status = ended_early(self._status, error, self._work.is_pausing)
         await self._leave()
         self._show(ended_at=workflow.now().timestamp())

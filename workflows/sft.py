@@ -45,10 +45,11 @@ class SFTWorkflow:
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
         try:
-            if start.resumed:
-                await self._work.whole(self._glance.reopen(start.run_id, self._show))
+            await self._work.whole(self._glance.begin(start, self._show))
             await self._work.do(self._train_and_publish())
         except (Exception, asyncio.CancelledError) as error:
+            if not self._glance.has_begun:
+                raise
             self._status = ended_early(self._status, error, self._work.is_pausing)
         self._show(ended_at=workflow.now().timestamp())
         await control.record("record_result", self.status())

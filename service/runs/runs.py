@@ -34,7 +34,7 @@ from service.turns import Turns
 from shared import paths
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
 from shared.models import Frozen
-from shared.run_start import check_parallelism, threads_per_rank, workflow_of
+from shared.run_start import check_parallelism, result_sha256, threads_per_rank, workflow_of
 from shared.runs import Run, RunRecord, RunStatus, Source, State
 from shared.settings import Settings
 from shared.store import ObjectStore
@@ -178,7 +178,8 @@ class Runs:
 
     async def _start(self, record: RunRecord, *, resumed: bool = False) -> None:
         """Start a run's workflow. Raises Conflict when it is to be resumed and is running."""
-        name, start = workflow_of(record, self._settings, resumed=resumed)
+        ended = await asyncio.to_thread(result_sha256, self._store, record.run_id) if resumed else None
+        name, start = workflow_of(record, self._settings, resumed=resumed, goes_on_from=ended)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
         async with self.temporal() as client:
             try:

@@ -7,11 +7,12 @@ import pytest
 
 from activities.model_card import model_card
 from activities.publish import Claim, Publish, PublishRequest, claim_version
-from activities.record_result import RecordResult, ReopenRequest
+from activities.record_result import BeginRequest, Begun, RecordResult
 from shared.artifacts import seal, sha256_file, stage, upload
 from shared.errors import CorruptArtifact
 from shared.jobs import Artifact, Fence, Full
 from shared.paths import RunKeys, published_version
+from shared.run_start import result_sha256
 from shared.runs import CheckpointRef, DatasetSource, RunStatus, SFTRun
 from shared.settings import Settings
 from shared.store import LocalStore, ObjectStore, open_store
@@ -168,6 +169,34 @@ def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, stor
     status = RunStatus(run_id="r1", state="cancelled", step=3)
     record.record_result(status)
     assert RunStatus.model_validate_json(store.get_bytes(RunKeys("r1").result)) == status
-    record.reopen(ReopenRequest(run_id="r1"))
-    record.reopen(ReopenRequest(run_id="r1"))
+    ended = result_sha256(store, "r1")
+    resumed = BeginRequest(run_id="r1", start_id="b", execution="2", resumed=True, goes_on_from=ended)
+    for _ in range(2):  # once more, as after a killed host
+        assert record.begin(resumed) == Begun(status=status)
     assert store.head(RunKeys("r1").result) is None
+
+
+def test_a_start_is_good_for_one_workflow_and_for_the_end_that_it_goes_on_from(settings, store: LocalStore) -> None:
+    record, cancelled = RecordResult(settings), RunStatus(run_id="r1", state="cancelled", step=3)
+
+    def begin(start_id: str, execution: str, resumed: bool = False, goes_on_from: str | None = None) -> Begun:
+        request = BeginRequest(
+            run_id="r1", start_id=start_id, execution=execution, resumed=resumed, goes_on_from=goes_on_from
+        )
+        return record.begin(request)
+
+    assert begin("a", "1") == begin("a", "1") == Begun()
+    assert "used before" in (begin("a", "2").refusal or ""), "though the run has not ended"
+    assert begin("b", "2") == Begun(), "Temporal lost it, and the service starts it anew"
+    record.record_result(cancelled)
+    first_end = result_sha256(store, "r1")
+    assert "has ended" in (begin("c", "3").refusal or "")
+    assert "has ended" in (begin("d", "4", resumed=True).refusal or ""), "of an end that it does not know"
+    assert begin("e", "5", True, first_end) == Begun(status=cancelled)
+    record.record_result(RunStatus(run_id="r1", state="succeeded", step=4))
+    for number, start_id in enumerate("aef"):
+        assert begin(start_id, f"x{number}", start_id != "a", first_end).refusal
+    assert record.begin(
+        BeginRequest(run_id="r1", start_id="e", execution="5", resumed=True, goes_on_from=first_end)
+    ).refusal, "nor by the same workflow, set back to its beginning"
+    assert result_sha256(store, "r1") not in (None, first_end)

@@ -163,7 +163,7 @@ def polling(settings: Settings) -> Iterator[None]:
         deliver = Deliver(settings)
         activities = [
             record.record_result,
-            record.reopen,
+            record.begin,
             PreviewDataset(settings).preview,
             GradeOne(settings).grade_one,
             Download(settings).download,

@@ -7,7 +7,7 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.record_result import Recorded, Reopened, ReopenRequest
+    from activities.record_result import Recorded
     from shared.models import Frozen
     from shared.runs import Problem, RLStart, RunStart, RunStatus, StepRequest, StepStatus
     from workflows import control
@@ -36,8 +36,7 @@ class StandIn:
 
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
-        if start.resumed:
-            await self._do("reopen", ReopenRequest(run_id=start.run_id), Reopened)
+        await control.begin(start)
         try:
             if start.run.seed in (WAITS, QUEUES, MUTE) and not start.resumed:
                 await workflow.wait_condition(lambda: self._is_pausing)
@@ -57,8 +56,8 @@ class StandIn:
         await self._do("record_result", self._status)
         return self._status
 
-    async def _do(self, name: str, request: Frozen, answer: type[Frozen] = Recorded) -> None:
-        await control.do(name, request, answer, within=timedelta(seconds=20))
+    async def _do(self, name: str, request: Frozen) -> None:
+        await control.do(name, request, Recorded, within=timedelta(seconds=20))
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)

@@ -131,7 +131,7 @@ async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(
         for each in control_activities(settings, Complete(settings, Samplers(settings)), Track(settings))
     }
     assert names >= {"resolve_model", "resolve_adapter", "download", "tokenize", "pack", "preview", "find_checkpoint"}
-    assert names >= {"publish", "record_result", "reopen", "track"}
+    assert names >= {"publish", "record_result", "begin", "track"}
     assert names >= policies._POOLS.keys(), "what has a pool is done there"
 
 

@@ -130,7 +130,7 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
     migrate.upgrade(backend.database)
     record = RecordResult(settings)
     client = await connect(settings)
-    activities = [Download(settings).download, record.record_result, record.reopen]
+    activities = [Download(settings).download, record.record_result, record.begin]
     async with (
         control_workers(client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
         AsyncExitStack() as service,

@@ -51,7 +51,7 @@ class RLStack(Stack):
             run=rl_run(**{"idle_s": 60, "mini_batches": 2, **run}),
             timing=RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20),
             shape=self.settings.shape,
-            resumed=resumed,
+            **self.start_of(run_id, resumed),
         )
         return await self.client.start_workflow(
             RLWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
@@ -91,7 +91,7 @@ def _activities(settings: Settings, data: StandInData) -> list[Callable[..., Any
         FindCheckpoint(settings).find_checkpoint,
         Publish(settings).publish,
         record.record_result,
-        record.reopen,
+        record.begin,
         steps.record_step,
         steps.recover_steps,
     ]

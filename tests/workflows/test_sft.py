@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from temporalio.api.enums.v1 import EventType
@@ -42,6 +43,7 @@ from shared.jobs import Fence
 from shared.layout import Layout
 from shared.paths import HostPaths, RunKeys
 from shared.run_events import read_events
+from shared.run_start import result_sha256
 from shared.runs import STATUS_MEMO, DatasetSource, RunStart, RunStatus, RunTiming, SFTRun
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store, open_uri
@@ -117,12 +119,17 @@ class Stack:
             run=SFTRun(name=run_id, model="tiny", dataset=dataset, batch_size=2, **fields),
             timing=timing or RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20),
             shape=self.settings.shape,
-            resumed=resumed,
+            **self.start_of(run_id, resumed),
             is_tracked=is_tracked,
         )
         return await self.client.start_workflow(
             SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
         )
+
+    def start_of(self, run_id: str, resumed: bool) -> dict[str, Any]:
+        """What the service makes anew for every start."""
+        goes_on_from = result_sha256(self.store, run_id) if resumed else None
+        return {"start_id": uuid.uuid4().hex, "resumed": resumed, "goes_on_from": goes_on_from}
 
     async def num_trackers(self, run_id: str) -> int:
         return (await self.client.count_workflows(f'WorkflowId STARTS_WITH "{run_id}-track-"')).count
@@ -152,7 +159,7 @@ async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator
             FindCheckpoint(settings).find_checkpoint,
             Publish(settings).publish,
             record.record_result,
-            record.reopen,
+            record.begin,
         ]
         control = control_workers(client, settings.control_queue, activities, [SFTWorkflow, TrackWorkflow])
         await exits.enter_async_context(control)

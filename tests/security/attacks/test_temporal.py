@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 from temporalio import workflow
 from temporalio.api.common.v1 import Payloads, WorkflowExecution, WorkflowType
-from temporalio.api.enums.v1 import EventType
+from temporalio.api.enums.v1 import EventType, UpdateWorkflowExecutionLifecycleStage
 from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import SignalWorkflowExecutionRequest, StartWorkflowExecutionRequest
+from temporalio.api.update.v1 import Input, Meta, WaitPolicy
+from temporalio.api.update.v1 import Request as Update
+from temporalio.api.workflowservice.v1 import (
+    SignalWorkflowExecutionRequest,
+    StartWorkflowExecutionRequest,
+    UpdateWorkflowExecutionRequest,
+)
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.common import RetryPolicy
 from temporalio.contrib.pydantic import pydantic_data_converter
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
@@ -30,9 +36,11 @@ from shared.leases import WorkerKey
 from shared.runs import RunStart, RunStatus, SFTRun, StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
+from workflows.control import NOT_STARTED
 from workflows.policies import queue_of
 
 CONTROL = "control"
+COMPLETED = UpdateWorkflowExecutionLifecycleStage.UPDATE_WORKFLOW_EXECUTION_LIFECYCLE_STAGE_COMPLETED
 WORKFLOWS = [
     *("SFTWorkflow", "RLWorkflow", "PreviewWorkflow", "GraderWorkflow", "UntrainedModelWorkflow", "TrackWorkflow"),
     *("ScheduledRunWorkflow", "WebhookWorkflow", "ServingWorkflow", "CompletionWorkflow"),
@@ -125,6 +133,75 @@ async def test_a_sealed_input_is_good_for_one_workflow(stranger: Client, victim:
     await asyncio.to_thread(victim.ended, run_id)
 
 
+async def started_with(client: Client, run_id: str) -> list[Payloads]:
+    """The inputs of all workflows that a run has had so far, the oldest first."""
+    executions = [each async for each in client.list_workflows(f'WorkflowId = "{run_id}"')]
+    found = []
+    for each in sorted(executions, key=lambda each: each.start_time):
+        first = (await events_of(client.get_workflow_handle(run_id, run_id=each.run_id)))[0]
+        found.append(first.workflow_execution_started_event_attributes.input)
+    return found
+
+
+async def started_in_vain(client: Client, run_id: str, given: Payloads) -> None:
+    """A run's own input begins a workflow under the run's own id that fails, and has done nothing else than look."""
+    await start_raw(client, "SFTWorkflow", run_id, given)
+    handle = client.get_workflow_handle(run_id)
+    with pytest.raises(WorkflowFailureError) as failed:
+        await asyncio.wait_for(handle.result(), 120)
+    assert isinstance(failed.value.cause, ApplicationError)
+    assert failed.value.cause.type == NOT_STARTED, failed.value.cause
+    scheduled = [event for event in await events_of(handle) if is_of_an_activity(event)]
+    done = [event.activity_task_scheduled_event_attributes.activity_type.name for event in scheduled]
+    assert done == ["begin"]
+
+
+def belongings_of(stack: Stack, run_id: str) -> dict[str, bytes]:
+    """What the store holds of a run, and what is published under its id."""
+    store = stack.root / "store"
+    found = [*(store / "runs" / run_id).rglob("*"), *store.glob(f"tenants/*/adapters/{run_id}/**/*")]
+    return {str(path): path.read_bytes() for path in found if path.is_file()}
+
+
+async def test_a_run_that_has_ended_is_not_started_again(
+    stranger: Client, stack: Stack, victim: Tenant, run: dict[str, Any]
+) -> None:
+    run_id = victim.submit("sft", **run).json()["run_id"]
+    view = await asyncio.to_thread(victim.ended, run_id)
+    assert (view["state"], view["version"]) == ("succeeded", 1), view
+    before = belongings_of(stack, run_id)
+    for given in await started_with(stranger, run_id):
+        await started_in_vain(stranger, run_id, given)
+    assert victim.http.get(f"/api/v1/runs/{run_id}").json() == view
+    assert belongings_of(stack, run_id) == before
+
+
+async def test_nor_is_one_that_was_resumed_and_has_ended(
+    stranger: Client, stack: Stack, victim: Tenant, run: dict[str, Any], open_folder: Path
+) -> None:
+    """Its second input says that it goes on from its first end; a third start of the service's is none of these."""
+    (open_folder / "none.jsonl").write_text("{}\n")
+    bad = run | {"dataset": {"uri": (open_folder / "none.jsonl").as_uri()}}
+    run_id = victim.submit("sft", **bad).json()["run_id"]
+    await asyncio.to_thread(victim.ended, run_id)
+
+    async def resume() -> dict[str, Any]:
+        assert victim.http.post(f"/api/v1/runs/{run_id}/resume").status_code == 202
+        return await asyncio.to_thread(victim.ended, run_id)
+
+    view = await resume()
+    before = belongings_of(stack, run_id)
+    inputs = await started_with(stranger, run_id)
+    assert len(inputs) == 2
+    for given in inputs:
+        await started_in_vain(stranger, run_id, given)
+    assert victim.http.get(f"/api/v1/runs/{run_id}").json() == view
+    assert belongings_of(stack, run_id) == before
+    assert (await resume())["problem"]["kind"] == view["problem"]["kind"] == "invalid_input"
+    executions = [each async for each in stranger.list_workflows(f'WorkflowId = "{run_id}"')]
+    assert len(executions) == 5, "the service's own start is none that was refused"
+
+
 @pytest.fixture
 async def waiting_run(victim: Tenant, tiny_model: Path) -> AsyncIterator[str]:
     """An RL run that waits for its client's groups."""
@@ -163,6 +240,40 @@ async def test_a_running_run_trains_nothing_that_its_client_did_not_send(
     assert "mine" not in str(steps)
 
 
+async def test_what_is_sealed_for_one_message_is_no_other(stranger: Client, victim: Tenant, waiting_run: str) -> None:
+    """The run's own input and the results of its activities, sent to it as an update and as a signal."""
+    events = await events_of(stranger.get_workflow_handle(waiting_run))
+    results = [event.activity_task_completed_event_attributes.result for event in events]
+    taken = [events[0].workflow_execution_started_event_attributes.input, *(each for each in results if each.payloads)]
+    assert len(taken) >= 3
+    execution = WorkflowExecution(workflow_id=waiting_run)
+    for given in taken:
+        update = Update(meta=Meta(update_id=uuid.uuid4().hex), input=Input(name="train_step", args=given))
+        told = await stranger.workflow_service.update_workflow_execution(
+            UpdateWorkflowExecutionRequest(
+                namespace=stranger.namespace,
+                workflow_execution=execution,
+                request=update,
+                wait_policy=WaitPolicy(lifecycle_stage=COMPLETED),
+            )
+        )
+        assert told.outcome.HasField("failure"), told
+        assert (given is taken[0]) or UNSEALED in str(told.outcome.failure), told.outcome.failure
+        await stranger.workflow_service.signal_workflow_execution(
+            SignalWorkflowExecutionRequest(
+                namespace=stranger.namespace,
+                workflow_execution=execution,
+                signal_name="progress",
+                input=given,
+                request_id=uuid.uuid4().hex,
+            )
+        )
+    view = await asyncio.to_thread(lambda: victim.http.get(f"/api/v1/runs/{waiting_run}").json())
+    assert (view["state"], view["phase"], view["step"]) == ("running", "waiting_for_groups", 0), view
+    events = await events_of(stranger.get_workflow_handle(waiting_run))
+    assert not any(event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED for event in events)
+
+
 @workflow.defn(name="Forged")
 class Forged:
     """A workflow of the stranger's own, which asks the installation's hosts for work."""
@@ -188,9 +299,13 @@ def a_lease(run_id: str) -> dict[str, Any]:
     return LeaseRequest(run_id=run_id, epoch=1, key=key, ready_timeout_s=5).model_dump(mode="json")
 
 
+def a_beginning(run_id: str) -> dict[str, Any]:
+    return {"run_id": run_id, "start_id": "a", "execution": "x", "resumed": True, "goes_on_from": None}
+
+
 FORGED: list[tuple[str, str, Callable[[str], dict[str, Any]]]] = [
     ("record_result", queue_of("record_result", CONTROL), end_of_a_run),
-    ("reopen", queue_of("reopen", CONTROL), lambda run_id: {"run_id": run_id}),
+    ("begin", queue_of("begin", CONTROL), a_beginning),
     ("lease", "gpu-cpu", a_lease),
 ]
 
