@@ -21,10 +21,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -41,31 +43,38 @@ _MAX_FRAME_BYTES = 256 << 20
 _SLICE_S = 0.5  # a cancellation reaches a thread between two waits
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
+_GRADING = 4  # times as many as others: they take little, and judges that are slow must not keep everybody waiting
+
+Kind = Literal["short", "dataset", "grading"]
 
 
-def call(function: Callable[[AskT], AnswerT], ask: AskT, settings: ConfinedSettings) -> AnswerT:
-    """The result of a module's own function, called in a child.
+def call(
+    function: Callable[[AskT], AnswerT], ask: AskT, settings: ConfinedSettings, *, kind: Kind = "short"
+) -> AnswerT:
+    """The result of a module's own function, called in a child, when there is a place for one more.
 
     Args:
         function: of one annotated argument, which JSON can carry, and so its result.
+        kind: `dataset` for what reads all of one, which leaves a place to others; `grading`, which mostly waits for
+            judges, has places of its own.
 
     Raises:
         LongshoreError, OSError: what the function raised. InvalidInput also where the child broke a limit, or broke.
         RuntimeError: somebody killed the child, or the function has a bug.
     """
     _, answer = types_of(function)
-    [frame] = _frames(function, ask, settings)
+    [frame] = _frames(function, ask, settings, kind)
     result: AnswerT = TypeAdapter(answer).validate_json(frame)
     return result
 
 
 def stream(
-    function: Callable[[AskT], Iterator[AnswerT]], ask: AskT, settings: ConfinedSettings
+    function: Callable[[AskT], Iterator[AnswerT]], ask: AskT, settings: ConfinedSettings, *, kind: Kind = "short"
 ) -> Generator[AnswerT, None, None]:
     """What a generator function yields in a child, as it comes. Raises as `call` does. Close it to end the child."""
     _, answer = types_of(function)
     adapter: TypeAdapter[AnswerT] = TypeAdapter(answer)
-    for frame in _frames(function, ask, settings):
+    for frame in _frames(function, ask, settings, kind):
         yield adapter.validate_json(frame)
 
 
@@ -74,18 +83,60 @@ def prepare() -> None:
     threading.Thread(target=_server.start, daemon=True).start()
 
 
-def _frames(function: Callable[..., Any], ask: Any, settings: ConfinedSettings) -> Iterator[bytes]:
+def _frames(function: Callable[..., Any], ask: Any, settings: ConfinedSettings, kind: Kind) -> Iterator[bytes]:
     argument, _ = types_of(function)
     limits = Limits(settings.memory_bytes, settings.step_cpu_s, settings.file_bytes)
     opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits.__dict__}
-    data, status = _server.fork()
-    child = _Child(data, status, settings)
-    try:
-        child.send(json.dumps(opening).encode())
-        child.send(TypeAdapter(argument).dump_json(ask))
-        yield from child.results()
-    finally:
-        child.close()
+    with _places.one(settings, kind):
+        data, status = _server.fork()
+        child = _Child(data, status, settings)
+        try:
+            child.send(json.dumps(opening).encode())
+            child.send(TypeAdapter(argument).dump_json(ask))
+            yield from child.results()
+        finally:
+            child.close()
+
+
+class _Places:
+    """How many children this process has at once: their memory is the machine's. Who waits holds its thread alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: dict[object, Kind] = {}
+
+    @contextmanager
+    def one(self, settings: ConfinedSettings, kind: Kind) -> Iterator[None]:
+        mine = object()
+        try:
+            with self._changed:
+                while not self._is_free(kind, settings.at_once or _room(settings.memory_bytes)):
+                    self._changed.wait(_SLICE_S)
+                self._held[mine] = kind
+            yield
+        finally:
+            with self._changed:
+                self._held.pop(mine, None)
+                self._changed.notify_all()
+
+    def _is_free(self, kind: Kind, at_once: int) -> bool:
+        held = Counter(self._held.values())
+        match kind:
+            case "grading":
+                return held["grading"] < _GRADING * at_once
+            case "dataset" if held["dataset"] >= at_once - 1:
+                return False
+            case _:
+                return held["short"] + held["dataset"] < at_once
+
+
+@cache
+def _room(memory_bytes: int) -> int:
+    """How many times so much memory this machine has, or the container that we are in; 2 at least."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such container, or "max"
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(2, available // memory_bytes)
 
 
 class _Child:
@@ -258,4 +309,6 @@ class _ForkServer:
 
 
 _server = _ForkServer()
+_places = _Places()
 os.register_at_fork(after_in_child=_server.__init__)  # type: ignore[misc]
+os.register_at_fork(after_in_child=_places.__init__)  # type: ignore[misc]

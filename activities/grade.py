@@ -94,7 +94,7 @@ class Grade:
                 folder=scratch / "sandbox",
                 done=parts.known(),
             )
-            with closing(confined.stream(graded_parts, work, self._settings.confined)) as found:
+            with closing(confined.stream(graded_parts, work, self._settings.confined, kind="grading")) as found:
                 summary = _write_grades(found, parts, folder / GRADES)
             (folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
             seal(folder)

@@ -128,7 +128,7 @@ class PackTrajectories:
                 s3=s3,
                 folder=folder,
             )
-            report = confined.call(write_groups, work, self._settings.confined)
+            report = confined.call(write_groups, work, self._settings.confined, kind="dataset")
             if report.dropped_broken:
                 logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
             for name, place in (("units", tokenized(key)), ("plan", packed(key))):

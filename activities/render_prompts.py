@@ -107,7 +107,7 @@ class RenderPrompts:
                 request=request,
                 folder=folder,
             )
-            confined.call(write_prompts_of, work, self._settings.confined)
+            confined.call(write_prompts_of, work, self._settings.confined, kind="dataset")
             seal(folder)
             return _result(store, key, upload(store, key, folder))
 

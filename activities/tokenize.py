@@ -89,7 +89,7 @@ class Tokenize:
                 request=request,
                 folder=folder,
             )
-            confined.call(write_units_of, work, self._settings.confined)
+            confined.call(write_units_of, work, self._settings.confined, kind="dataset")
             seal(folder)
             return _result(store, key, upload(store, key, folder))
 

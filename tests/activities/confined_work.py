@@ -51,6 +51,10 @@ def wait(note: str) -> None:
     time.sleep(600)
 
 
+def write_note(note: str) -> None:
+    Path(note).touch()
+
+
 def work_long_and_say_so(num_signs: int) -> float:
     """More processor time than one step may take, in several."""
     for number in range(num_signs):
@@ -88,6 +92,16 @@ def write(folder: str) -> None:
 def pids(_: None) -> Iterator[int]:
     yield os.getpid()
     time.sleep(600)
+
+
+def notes(folder: str) -> int:
+    """How many such children there are while this one is, as the folder tells."""
+    mine = Path(folder, str(os.getpid()))
+    mine.touch()
+    time.sleep(0.05)
+    num_now = sum(1 for _ in Path(folder).iterdir())
+    mine.unlink()
+    return num_now
 
 
 def parent(_: None) -> int:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -119,6 +120,34 @@ def test_many_calls_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert found == {number: str(number) for number in range(20)}
+
+
+def test_a_host_has_no_more_children_at_once_than_it_may(tmp_path: Path) -> None:
+    two = SMALL.model_copy(update={"at_once": 2})
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: confined.call(work.notes, str(tmp_path), two), range(8)))
+    assert max(found) <= 2
+
+
+def test_whole_datasets_leave_a_place_to_others(tmp_path: Path) -> None:
+    two, note = SMALL.model_copy(update={"at_once": 2}), tmp_path / "note"
+    long = confined.stream(work.pids, None, two, kind="dataset")
+    next(long)
+    assert confined.call(work.echo, "short", two) == "short"
+    waiting = threading.Thread(target=lambda: confined.call(work.write_note, str(note), two, kind="dataset"))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not note.exists()
+    assert confined.call(work.echo, "short", two) == "short"
+    assert confined.call(work.echo, "a grade", two, kind="grading") == "a grade"
+    long.close()
+    waiting.join(60)
+    assert not waiting.is_alive() and note.exists(), "it had its turn"
+
+
+def test_as_many_children_as_the_machine_has_memory_for() -> None:
+    assert confined._room(1 << 50) == 2
+    assert 2 <= confined._room(1 << 30) <= psutil.virtual_memory().total >> 30 or confined._room(1 << 30) == 2
 
 
 def test_nothing_of_it_outlives_its_host(tmp_path: Path) -> None:
