@@ -62,7 +62,9 @@ class Sealing(PayloadCodec, WithSerializationContext):
             case WorkflowSerializationContext():
                 return type(self)(self._key, (context.namespace, _id_of(context)))
             case ActivitySerializationContext():
-                return type(self)(self._key, (context.namespace, _id_of(context), context.activity_type or ""))
+                # One that no workflow has asked for has no name where its result is read.
+                name = context.activity_type or "" if context.workflow_id else ""
+                return type(self)(self._key, (context.namespace, _id_of(context), name))
             case _:
                 return type(self)(self._key)
 

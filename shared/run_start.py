@@ -18,11 +18,17 @@ _PICKUP_PER_HEARTBEAT = 1.5
 
 
 def workflow_of(
-    record: RunRecord, settings: Settings, *, resumed: bool = False, goes_on_from: str | None = None
+    record: RunRecord,
+    settings: Settings,
+    *,
+    start_id: str | None = None,
+    resumed: bool = False,
+    goes_on_from: str | None = None,
 ) -> tuple[str, RunStart | RLStart]:
     """The name and input of the workflow that does a run.
 
     Args:
+        start_id: one that nobody has used; a new one if absent.
         goes_on_from: of a resumed run, what `result_sha256` says.
     """
     given: dict[str, Any] = {
@@ -31,7 +37,7 @@ def workflow_of(
         "timing": timing_of(settings),
         "threads_per_rank": record.threads_per_rank,
         "shape": settings.shape,
-        "start_id": secrets.token_hex(8),
+        "start_id": start_id or secrets.token_hex(8),
         "resumed": resumed,
         "goes_on_from": goes_on_from,
         "is_tracked": settings.wandb_mode != "disabled",

@@ -17,7 +17,7 @@ from service.runs.runs import Runs
 from service.temporal import Temporal
 from shared.errors import NotFound
 from shared.jobs import Artifact
-from shared.paths import RunKeys, last_scheduled
+from shared.paths import RunKeys, content_key, last_scheduled
 from shared.run_start import workflow_of
 from shared.runs import RunRecord, Source
 from shared.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
@@ -75,7 +75,7 @@ class ScheduledRuns:
                 await asyncio.to_thread(self._remove_dataset, request)
                 return Decision(reason=reason)
         await asyncio.to_thread(self._remember, request)
-        workflow, start = workflow_of(record, self._settings)
+        workflow, start = workflow_of(record, self._settings, start_id=content_key(request.run_id))
         return Decision(workflow=workflow, start=start)
 
     async def _record(self, run_id: str) -> RunRecord | None:

@@ -11,6 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.models import Frozen
     from shared.runs import Problem, RLStart, RunStart, RunStatus, StepRequest, StepStatus
     from workflows import control
+    from workflows.interruption import Work
 
 SUCCEEDS, FAILS, WAITS, QUEUES, MUTE = 0, 1, 2, 3, 4
 """Seeds of runs: what the stand-in does with them. A resumed run succeeds. A mute one waits, and cannot be queried."""
@@ -36,8 +37,8 @@ class StandIn:
 
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
-        await control.begin(start)
         try:
+            await Work.whole(control.begin(start))
             if start.run.seed in (WAITS, QUEUES, MUTE) and not start.resumed:
                 await workflow.wait_condition(lambda: self._is_pausing)
                 self._show(state="paused", step=2)

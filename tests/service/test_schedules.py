@@ -491,7 +491,8 @@ async def test_a_run_that_the_sweep_was_first_to_start_is_not_started_twice(stac
 
     scheduled = ScheduledRun(name="swept", run=stack_run(stack.data("swept")), cron="@daily")
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
-    activities = [Download(settings).download, RecordResult(settings).record_result]
+    record = RecordResult(settings)
+    activities = [Download(settings).download, record.record_result, record.begin]
     async with (
         control_workers(stack.client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
         Worker(stack.client, task_queue=service_queue(settings.control_queue), activities=[accept_and_sweep]),
