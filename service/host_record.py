@@ -2,10 +2,11 @@
 
 Temporal itself hears of a dead host by a heartbeat that does not come, and a run would wait so long. On the machine it
 is known at once, for whoever ends lets go of its locks. A host that was stopped, or whose machine is gone, is found by
-its silence as before.
+its silence as before, and so is every host whose root lies where files cannot be locked.
 """
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -28,11 +29,15 @@ from shared.errors import WorkerLost
 # answer did arrive harms nothing: the server knows it no more.
 _ANSWERED_S = 30.0
 _TELL_S = 10.0
+# Of a file system without locks: a network's whose lock server is away, or one that has none at all.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _log = logging.getLogger(__name__)
 
 
 class HostRecord(ClientInterceptor, WorkerInterceptor):
-    """The record of one host: `hosts/<role>-<n>/` of its root, the first that no living host holds.
+    """The record of one host: `hosts/<machine>/<role>-<n>/` of its root, the first that no living host holds.
+
+    Several machines may share a root on a network's file system, whose locks may hold on each machine alone.
 
     Given to a client, it writes down the task token of every activity that workers of this client have in hand.
     `queue` is that of this host alone, and the one of the host before it: jobs that wait there for workers that are
@@ -40,21 +45,30 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
     """
 
     def __init__(self, hosts: Path, role: str) -> None:
-        folder, self._lock = _claim(hosts, role)
-        self._in_hand = folder / "in_hand"
-        self._in_hand.mkdir(exist_ok=True)
-        self._left = list(self._in_hand.iterdir())
+        machine = socket.gethostname()
+        self._lock: int | None = None
+        self._in_hand: Path | None = None
+        self._left: list[Path] = []
+        own_id = uuid.uuid4().hex
+        if (claimed := _claim(hosts / machine, role)) is not None:
+            folder, self._lock = claimed
+            self._in_hand = folder / "in_hand"
+            self._in_hand.mkdir(exist_ok=True)
+            self._left = list(self._in_hand.iterdir())
+            own_id = _own_id(folder / "id")
         # With this machine's name: a root that was copied is another host's.
-        self.queue = f"host-{socket.gethostname()}-{_own_id(folder / 'id')}"
+        self.queue = f"host-{machine}-{own_id}"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """The host leaves in good order: everything in hand was answered."""
-        for token in self._in_hand.iterdir():
-            token.unlink(missing_ok=True)
-        os.close(self._lock)
+        if self._in_hand is not None:
+            for token in self._in_hand.iterdir():
+                token.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
 
     async def report_lost(self, client: Client) -> None:
         """Fail what a host had in hand that was killed here, so that it is done anew at once."""
@@ -64,7 +78,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
         self._left.clear()
 
     def intercept_activity(self, next: ActivityInboundInterceptor) -> ActivityInboundInterceptor:
-        return _Noting(next, self._in_hand)
+        return next if self._in_hand is None else _Noting(next, self._in_hand)
 
 
 class _Noting(ActivityInboundInterceptor):
@@ -93,25 +107,31 @@ async def _fail(client: Client, token: bytes) -> None:
         _log.info("an activity of a host that was killed: %s", error)
 
 
-def _claim(hosts: Path, role: str) -> tuple[Path, int]:
-    """The first folder that no living host holds, and the lock by which this one does."""
+def _claim(folders: Path, role: str) -> tuple[Path, int] | None:
+    """The first folder that no living host holds, and this one's lock on it; None where nothing can be locked."""
     number = 0
     while True:
-        folder = hosts / f"{role}-{number}"
+        folder = folders / f"{role}-{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        if (lock := _locked(folder / "lock")) is not None:
-            return folder, lock
-        number += 1
+        try:
+            return folder, _locked(folder / "lock")
+        except BlockingIOError:
+            number += 1
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _log.warning("no record of what this host has in hand: %s cannot be locked: %s", folder, error)
+            return None
 
 
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock until this process ends; None while another one does."""
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock until this process ends. Raises OSError: another one does, or nobody can."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor
 
 

@@ -1,6 +1,7 @@
 """The host process: it starts, says what it lacks, and leaves when told to."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from temporalio import activity
 from temporalio.client import Client
+from temporalio.worker import Worker
 
 from activities.complete import Complete
 from activities.download import Downloaded, DownloadRequest
@@ -116,6 +119,51 @@ async def test_hosts_of_one_root_have_records_of_their_own(tmp_path: Path) -> No
         assert first.queue != second.queue
     with HostRecord(tmp_path, "gpu") as next_one:
         assert next_one.queue == first.queue
+
+
+async def test_a_host_of_another_machine_is_not_taken_for_dead_on_a_root_whose_locks_are_each_machines_own(
+    temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_begun, may_end, queue = asyncio.Event(), asyncio.Event(), uuid.uuid4().hex
+
+    @activity.defn
+    async def train() -> str:
+        is_begun.set()
+        await may_end.wait()
+        return "trained"
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("socket.gethostname", lambda: "one")
+    settings = Settings(root=tmp_path, temporal_address=temporal_address)
+    with HostRecord(tmp_path / "hosts", "gpu") as living:
+        client = await connect(settings, interceptors=[living])
+        async with Worker(client, task_queue=queue, activities=[train]):
+            handle = await client.start_activity(
+                train,
+                id=queue,
+                task_queue=queue,
+                start_to_close_timeout=timedelta(minutes=5),
+                retry_policy=policies.ONCE,
+            )
+            await is_begun.wait()
+            monkeypatch.setattr("socket.gethostname", lambda: "another")
+            with HostRecord(tmp_path / "hosts", "gpu") as other:
+                await other.report_lost(client)
+            may_end.set()
+            assert await handle.result() == "trained"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_host_starts_on_a_root_that_cannot_be_locked(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with HostRecord(tmp_path, "gpu") as first, HostRecord(tmp_path, "gpu") as second:
+        assert first.queue != second.queue
+    assert "cannot be locked" in caplog.text
 
 
 async def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
