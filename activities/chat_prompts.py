@@ -1,5 +1,6 @@
 """Chat messages to token ids, request by request: tokenizers and the processes of chat templates stay open between."""
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,18 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from activities import confined
 from activities.prompt_rows import Question
 from activities.render_prompts import ids_before_answers
 from activities.row_fields import message_of
 from activities.rows import Row
 from activities.template_process import TemplateProcess
-from activities.tokenizer import ModelTokenizer, load_tokenizer
+from activities.tokenizer import ModelTokenizer, check_characters, check_loading, stage_tokenizer
 from activities.tool_calls import with_parsed_calls
 from shared.errors import InvalidInput
 from shared.jobs import Artifact
-from shared.settings import S3Settings
+from shared.settings import ConfinedSettings, S3Settings
 
 _MAX_OPEN = 4  # models
+_MAX_MEMORY_BYTES = 2 << 30  # for which a tokenizer may be loaded
 _PLACE = "messages"
 
 
@@ -28,7 +31,16 @@ class ChatPrompts:
     Safe to use from several threads, which render one at a time.
     """
 
-    def __init__(self, cache: Path, s3: S3Settings, render_limit_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        cache: Path,
+        s3: S3Settings,
+        confinement: ConfinedSettings | None = None,
+        render_limit_s: float = 5.0,
+    ) -> None:
+        confinement = confinement or ConfinedSettings()
+        limit = min(confinement.memory_bytes, _MAX_MEMORY_BYTES)
+        self._limits = confinement.model_copy(update={"memory_bytes": limit})
         self._cache = cache
         self._s3 = s3
         self._render_limit_s = render_limit_s
@@ -45,12 +57,14 @@ class ChatPrompts:
         self, model: Artifact, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[int, ...]:
         """Raises InvalidInput for messages that are none, that the model's template refuses, or for want of one."""
+        check_characters(json.dumps([messages, tools], ensure_ascii=False), _PLACE)
         row = Row(_PLACE, {})
         checked = [_as_text(message_of(row, f"messages[{i}]", message)) for i, message in enumerate(messages)]
         question = Question(_PLACE, [with_parsed_calls(message) for message in checked], list(tools) or None, {})
         with self._lock:
             tokenizer = self._tokenizer(model)
             text = self._rendered(model, tokenizer, question)
+        check_characters(text, _PLACE)  # templates may make much of little
         return tuple(next(ids_before_answers([text], tokenizer)))
 
     def close(self) -> None:
@@ -60,7 +74,9 @@ class ChatPrompts:
 
     def _tokenizer(self, model: Artifact) -> ModelTokenizer:
         if model.sha256 not in self._tokenizers:
-            self._tokenizers[model.sha256] = load_tokenizer(model, self._cache, self._s3)
+            files = stage_tokenizer(model, self._cache, self._s3)
+            confined.call(check_loading, files, self._limits)  # what aborts its process must not abort this one
+            self._tokenizers[model.sha256] = files.load()
             if len(self._tokenizers) > _MAX_OPEN:
                 self._forget(self._tokenizers.popitem(last=False)[0])
         self._tokenizers.move_to_end(model.sha256)

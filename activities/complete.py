@@ -62,7 +62,7 @@ class Complete:
         cache = HostPaths(settings.root_path).cache
         self._settings = settings
         self._samplers = samplers
-        self._prompts = ChatPrompts(cache, settings.s3)
+        self._prompts = ChatPrompts(cache, settings.s3, settings.confined)
         self._adapters = ServingAdapters(cache, settings.s3)
 
     def close(self) -> None:

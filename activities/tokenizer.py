@@ -187,6 +187,11 @@ def stage_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> TokenizerFi
     return TokenizerFiles(folder=stage(model, cache, s3, only=_FILES), place=model.uri)
 
 
+def check_loading(files: TokenizerFiles) -> None:
+    """For a confined process. Raises InvalidInput as `load` does."""
+    files.load()
+
+
 def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
     """Read a model's tokenizer from its artifact. Raises as `stage_tokenizer` and `TokenizerFiles.load` do."""
     return stage_tokenizer(model, cache, s3).load()
@@ -201,7 +206,7 @@ def check_characters(text: str, place: str) -> None:
 def _json(data: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"invalid JSON: {error}", place) from error
     if not isinstance(value, dict):
         raise InvalidInput("the file must hold a JSON object", place)

@@ -5,14 +5,18 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from activities import confined
+from activities.chat_prompts import ChatPrompts
+from shared.artifacts import seal, upload
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
-from shared.settings import ConfinedSettings
+from shared.settings import ConfinedSettings, S3Settings
+from shared.store import LocalStore
 from tests.activities import confined_work as work
 from tests.service.conftest import wait_until
 
@@ -148,6 +152,30 @@ def test_whole_datasets_leave_a_place_to_others(tmp_path: Path) -> None:
 def test_as_many_children_as_the_machine_has_memory_for() -> None:
     assert confined._room(1 << 50) == 2
     assert 2 <= confined._room(1 << 30) <= psutil.virtual_memory().total >> 30 or confined._room(1 << 30) == 2
+
+
+HOSTILE = [
+    ('{"model": ' + "[" * 4_000_000, "invalid JSON"),
+    ('{"model": [' + "{}," * 12_000_000 + "{}]}", "takes more memory than the 0.5 GiB"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), HOSTILE, ids=["deep", "large"])
+def test_a_hostile_tokenizer_is_refused_to_who_asks_and_costs_the_host_nothing(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(text)
+    seal(folder)
+    model = upload(LocalStore(tmp_path / "store"), "models/hostile", folder)
+    before = psutil.Process().memory_info().rss
+    with closing(ChatPrompts(tmp_path / "cache", S3Settings(), SMALL)) as prompts:
+        with pytest.raises(InvalidInput, match=sentence):
+            prompts.ids(model, [{"role": "user", "content": "hello"}])
+        with pytest.raises(InvalidInput, match=r"^messages: a text of 4,194,3\d\d characters; a row may have up to"):
+            prompts.ids(model, [{"role": "user", "content": "a" * (4 << 20)}])
+    assert psutil.Process().memory_info().rss - before < 200 << 20
 
 
 def test_nothing_of_it_outlives_its_host(tmp_path: Path) -> None:
