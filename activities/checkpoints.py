@@ -100,6 +100,9 @@ def last_epoch(store: ObjectStore, run_id: str) -> int:
 def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
     """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole.
 
+    A checkpoint of an older lease and of a later step than this lease has saved is one that it did not go on from:
+    damaged, or carried too late. It takes no place among those that are kept.
+
     What hosts of older fences began to carry, and did not finish, goes too. A straggler deletes nothing: the lease
     after its own may have begun from any checkpoint that stands.
     """
@@ -108,7 +111,9 @@ def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
     keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
     found = sorted(checkpoint for checkpoint in map(_parse, keys) if checkpoint is not None)
     # A straggler can have set its manifest over files that were deleted here as half-carried.
-    whole = [c for c in found if c.fence_label >= fence.label or _is_whole(store, c.key)]
+    reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
+    found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
+    whole = [c for c in found_by_now if c.fence_label >= fence.label or _is_whole(store, c.key)]
     kept = {checkpoint.key for checkpoint in whole[-keep:]}
     marked = {checkpoint.key for checkpoint in found}
     for checkpoint in found:

@@ -101,7 +101,8 @@ class PackTrajectories:
             # What a client names is brought as any data is: it may not name what another run has sampled.
             made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
             groups = made_here or self._bring(request)
-            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "tenant", "step"}))
+            # With the tenant: what its messages are trained on are the answers that it was given.
+            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
             if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
                 self._pack(request, groups, store, key)
             return _result(store, key)

@@ -206,6 +206,7 @@ def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: fl
 
 
 def _serve() -> None:
+    sandbox_process.lift_processor_limit()
     load_everything()
     sandbox_process.confine(sys.argv[1], _MEMORY_BYTES)
     signal.signal(signal.SIGALRM, _alarm)

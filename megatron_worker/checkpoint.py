@@ -23,15 +23,16 @@ from shared.paths import fsync_folder, write_atomically
 class CheckpointState(Frozen):
     """`state.json`: the data cursor, the hashes of what it is a cursor into, and of the model that was trained.
 
-    `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`).
+    `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`); None in checkpoints of
+    schema 1, which did not say.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[1, 2] = 2
     run_id: str
     step: int
     num_steps: int
     seed: int
-    model_sha256: Sha256
+    model_sha256: Sha256 | None = None
     units_sha256: Sha256
     plan_sha256: Sha256
 
@@ -115,7 +116,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> None:
-    if state.model_sha256 != model_sha256:
+    if state.model_sha256 not in (None, model_sha256):
         raise InvalidInput(
             "the checkpoint is of another base model than the job's: the SHA-256 of its files is "
             f"{state.model_sha256}, the job's model has {model_sha256}",

@@ -26,7 +26,8 @@ def start_group(backend: str, timeout: timedelta = _PATIENCE) -> Store:
         What they met in, for what they tell each other later.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))):
+    # Other launchers, of several machines, may say nothing of their ranks on this one.
+    if world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         _stay_on_this_machine()
     store = _meeting_place(world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

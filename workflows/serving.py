@@ -72,6 +72,7 @@ class ServingWorkflow:
                 self._note(Problem(kind="worker_lost", message=str(loss)))
             finally:
                 self._leasing.release()
+                self._due_at = None  # it was this sampler's
         await workflow.wait_condition(workflow.all_handlers_finished)
 
     @workflow.update
@@ -141,7 +142,7 @@ class ServingWorkflow:
         except ActivityError as error:
             raise lost(error) from error
         self._num_lost_in_a_row = 0
-        self._leased_at, self._due_at = workflow.time(), None
+        self._leased_at = workflow.time()
         await self._until(lambda: not self._leasing.is_warm or self._is_long or self._is_due)
         if not self._leasing.is_warm:
             raise Lost("the sampler was lost")
@@ -159,13 +160,15 @@ class ServingWorkflow:
         """Wait; False when before that nobody waited, and nobody asked, for the idle time."""
         while not happens():
             before = self._num_asked, self._idle_s, self._due_at
-            left_s = self._idle_s if self._due_at is None else min(self._idle_s, self._due_at - workflow.time())
+            due_s = self._due_at - workflow.time() if self._due_at is not None else 0.0
+            # A wait of no time at all does not yield: `happens` is asked of a share that is over, and not the clock.
+            left_s = min(self._idle_s, due_s) if due_s > 0 else self._idle_s
             try:
                 await workflow.wait_condition(
                     lambda before=before: (  # type: ignore[misc]
                         happens() or (self._num_asked, self._idle_s, self._due_at) != before
                     ),
-                    timeout=timedelta(seconds=max(0.0, left_s)),
+                    timeout=timedelta(seconds=left_s),
                 )
             except TimeoutError:
                 if self._num_asked == before[0] and not self._num_waiting:

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,31 @@ def test_the_process_gives_what_the_template_gives_and_leaves_nobody_behind() ->
     assert trained(rendered) == ["a<|im_end|>"]
     assert rendered.prompt == "<|im_start|>user\nq é<|im_end|>\n<|im_start|>assistant\n"
     assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_a_template_process_has_no_limit_of_its_parents_on_processor_time() -> None:
+    """A confined child's limit grows with each of its steps; that of what it started would not."""
+    code = """if True:
+        import resource
+        import psutil
+        from activities.examples import Chat
+        from activities.template_process import TemplateProcess, TemplateSource
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        bound = int(used.ru_utime + used.ru_stime) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (bound, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        from tests.activities.templates import CHATML
+        slow = TemplateSource("{% for i in range(99999) %}{% endfor %}" + CHATML, {}, ["<|im_start|>", "<|im_end|>"])
+        with TemplateProcess(slow, "model") as process:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            for _ in range(2000):
+                process.spans([Chat("row", turns, None, [0.0, 1.0])])
+                child = psutil.Process(process._child.pid)
+                if sum(sum(each.cpu_times()[:2]) for each in [child, *child.children(recursive=True)]) > 4:
+                    print("over")
+                    break
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "over\n", done.stderr[-1000:]
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -429,6 +429,19 @@ def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_fro
     assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [15]
 
 
+@pytest.mark.parametrize(("keep", "left"), [(1, [(12, 2)]), (2, [(10, 1), (12, 2)]), (3, [(5, 1), (10, 1), (12, 2)])])
+def test_a_checkpoint_that_was_passed_over_takes_no_sound_ones_place(
+    host: Host, tmp_path: Path, keep: int, left: list[tuple[int, int]]
+) -> None:
+    """Step 20 is damaged inside a file of the right size: the second lease went on from step 10."""
+    for step, epoch in ((5, 1), (10, 1), (20, 1), (12, 2)):
+        key = KEYS.checkpoint(Fence(epoch=epoch), step)
+        artifact(host.store, tmp_path / str(step), key, state_json="{}")
+    prune(host.store, "r1", keep, Fence(epoch=2))
+    found = standing(host.store, "r1")
+    assert [(one.step, Fence.from_label(one.fence_label).epoch) for one in found] == left
+
+
 def test_a_broken_checkpoint_of_a_straggler_pushes_out_no_whole_one(host: Host, tmp_path: Path) -> None:
     broken = KEYS.checkpoint(Fence(epoch=1), 20)
     artifact(host.store, tmp_path / "broken", broken, state_json="{}")

@@ -28,7 +28,7 @@ def test_a_single_rank_needs_nobody():
     ("error", "kind", "message"),
     [
         (InvalidInput("too long", "data:3"), "invalid_input", "data:3: too long"),
-        (CorruptArtifact("torn", "a.bin"), "invalid_input", "a.bin: torn"),
+        (CorruptArtifact("torn", "a.bin"), "corrupt_artifact", "a.bin: torn"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), "disk_full", "while writing /x"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "disk_full", "no space is left"),
         (DiskFull("/cache: no space"), "disk_full", "/cache: no space"),

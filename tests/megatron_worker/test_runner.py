@@ -501,6 +501,19 @@ def test_a_checkpoint_of_another_base_model_is_refused(workshop: Workshop, tmp_p
         assert "the checkpoint is of another base model than the job's" in failure(job).message
 
 
+def test_a_checkpoint_of_schema_1_is_gone_on_from(workshop: Workshop, tmp_path: Path):
+    """It does not say of which base model it is, which the run itself has on record."""
+    whole = do(workshop, "whole", workshop.plan())
+    folder = Path(shutil.copytree(checkpoint(whole, 6).uri.removeprefix("file://"), tmp_path / "old"))
+    state = json.loads((folder / "state.json").read_text())
+    del state["model_sha256"]
+    (folder / "state.json").write_text(json.dumps(state | {"schema_version": 1}))
+    again = do(workshop, "again", workshop.plan(), start=sealed(folder))
+    assert isinstance(read_log(again.log_path)[-1], Succeeded)
+    last = max(event.step for event in read_log(whole.log_path) if isinstance(event, Saved))
+    assert checkpoint(again, last).sha256 == checkpoint(whole, last).sha256
+
+
 def test_a_checkpoint_of_another_shape_or_of_other_data_is_refused(workshop: Workshop):
     whole = do(workshop, "whole", workshop.plan())
     other_rank = do(workshop, "rank", workshop.plan(trainable=Lora(rank=2)), start=checkpoint(whole, 6))

@@ -12,10 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from temporalio.client import Client
+from temporalio import activity
+from temporalio.client import Client, WorkflowHandle
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.chat_answers import chat_completion
 from activities.complete import Complete, CompleteRequest
+from activities.lease import LeaseGrant
+from activities.lease_sampler import SamplerLeaseRequest
 from activities.sampler_client import Sampler
 from activities.samplers import OpenSampler, Samplers, ServedSampler
 from activities.serving_adapters import ServingAdapters
@@ -39,14 +44,17 @@ from shared.artifacts import find, seal, upload
 from shared.chat import ChatCompletion, ChatRequest
 from shared.completions import CompletionRequest, CompletionResponse, SamplerReady
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
-from shared.jobs import Artifact
+from shared.jobs import Artifact, Fence
+from shared.leases import SamplerKey
 from shared.paths import HostPaths, published_version
-from shared.runs import RLRun, RunRecord
+from shared.runs import RLRun, RunRecord, RunTiming
 from shared.settings import QuotaSettings, SamplingSettings, ServingSettings, Settings
 from shared.store import ObjectStore, open_store
 from tests.megatron_worker.sampler_process import write_adapter
 from tests.service.conftest import KEY, serving
 from tests.workflows.published import BASE, CREATED_AT, publish
+from workflows import policies
+from workflows.serving import ServeRequest, ServingStart, ServingWorkflow
 
 IDLE_S = 4.0
 NUM_TOKENS = 24
@@ -401,6 +409,45 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
     mine = f'WorkflowType = "ServingWorkflow" AND TaskQueue = "{harbour.settings.control_queue}"'
     async for found in harbour.client.list_workflows(f'{mine} AND ExecutionStatus = "Running"'):
         await harbour.client.get_workflow_handle(found.id, run_id=found.run_id).terminate()
+
+
+async def happened(handle: WorkflowHandle[Any, Any], what: str) -> bool:
+    return any(event.HasField(f"{what}_event_attributes") for event in (await handle.fetch_history()).events)
+
+
+async def test_a_sampler_that_is_lost_before_its_share_is_over_is_waited_for(temporal_address: str) -> None:
+    """Its share ends while the next one is not up yet: questions wait for that, and the workflow sleeps meanwhile."""
+    client = await Client.connect(temporal_address, data_converter=pydantic_data_converter)
+    serving_id, queue = f"serving-{uuid.uuid4().hex}", f"q-{uuid.uuid4().hex}"
+    lost, share_over = asyncio.Event(), asyncio.Event()
+
+    @activity.defn(name="lease_sampler")
+    async def lease_sampler(request: SamplerLeaseRequest) -> None:
+        if request.epoch == 2:  # another model's is before it
+            await share_over.wait()
+        grant = LeaseGrant(fence=Fence(epoch=request.epoch), host_queue="h", worker_id=f"w{request.epoch}")
+        await client.get_workflow_handle(serving_id).signal("sampler_leased", grant)
+        await lost.wait() if request.epoch == 1 else await asyncio.Event().wait()
+
+    key = SamplerKey(model=Artifact(uri="file:///m", sha256="0" * 64), threads=1, slots=1, max_model_len=128)
+    timing = RunTiming(heartbeat_timeout_s=600)
+    start = ServingStart(serving_id=serving_id, key=key, shape=queue, idle_s=600, share_s=3, timing=timing)
+    async with (
+        Worker(client, task_queue=queue, workflows=[ServingWorkflow], workflow_runner=UnsandboxedWorkflowRunner()),
+        Worker(client, task_queue=policies.sampler_queue(queue), activities=[lease_sampler]),
+    ):
+        handle = await client.start_workflow(ServingWorkflow.run, start, id=serving_id, task_queue=queue)
+        first = await handle.execute_update(ServingWorkflow.serve, ServeRequest(patience_s=60))
+        await handle.signal(ServingWorkflow.make_room)
+        lost.set()
+        while not await happened(handle, "activity_task_completed"):  # noqa: ASYNC110 (in another process)
+            await asyncio.sleep(0.1)
+        asking = asyncio.create_task(handle.execute_update(ServingWorkflow.serve, ServeRequest(patience_s=60)))
+        await asyncio.sleep(2 * start.share_s)
+        share_over.set()
+        assert (first.worker_id, (await asking).worker_id) == ("w1", "w2")
+        assert not await happened(handle, "workflow_task_failed"), "it did not yield"
+        await handle.terminate()
 
 
 async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harbour) -> None:
