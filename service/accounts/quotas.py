@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from service.database.engine import Database
 from service.database.tables import RunRow, TenantRow
 from service.problems import QuotaExceeded
+from service.turns import Turns
 from shared.models import Frozen
 from shared.runs import Tenant
 from shared.settings import QuotaSettings
@@ -40,6 +41,7 @@ class Quotas:
         self._store = store
         self._database = database
         self._counted: dict[str, tuple[float, Standing]] = {}
+        self._turns = Turns()
 
     async def usage(self, tenant: str) -> Usage:
         """Bytes may be a minute old."""
@@ -93,26 +95,14 @@ class Quotas:
             await asyncio.to_thread(room.reservation.drop)
 
     async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
-        """Put bytes on record that are going to be written. Of a tenant's writers one counts at a time.
+        """Put bytes on record that are going to be written. Of a tenant's writers here one counts at a time.
 
         Raises:
             QuotaExceeded: with what others write at this moment they are too many.
         """
-        standing = await self._standing(tenant)
-
-        def work(session: Session) -> int:
-            # PostgreSQL lets writers work side by side: those of one tenant wait here. SQLite has one writer.
-            session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
-            before = reservation.num_bytes
-            reservation.hold(num_bytes)  # on record first: a host that counts at this moment sees it
-            used = standing.num_bytes + Ledger(self._store, tenant).written_since(standing.at)
-            if used > most and before:
-                reservation.hold(before)
-            elif used > most:
-                reservation.drop()
-            return used
-
-        used = await self._database.writing(work)
+        async with self._turns.of(tenant):
+            standing = await self._standing(tenant)
+            used = await asyncio.to_thread(reservation.admit, num_bytes, most, standing)
         if used > most:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 

@@ -1,10 +1,13 @@
 """Room for bytes, on SQLite and on PostgreSQL: services that count at once, hosts beside them, and those that die."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from service.accounts.quotas import Quotas
 from service.automation.schedule_views import Backfill
@@ -16,7 +19,7 @@ from shared import paths, stored_bytes
 from shared.errors import InvalidInput
 from shared.schedules import ScheduledRun
 from shared.settings import QuotaSettings
-from shared.store import LocalStore
+from shared.store import LocalStore, ObjectInfo
 from shared.stored_bytes import Ledger, Reservation, Room
 from tests.service.conftest import sft
 
@@ -88,6 +91,71 @@ def test_what_was_never_written_is_given_back_also_by_the_dead(
     later = stored_bytes.time.time() + 1000
     monkeypatch.setattr(stored_bytes.time, "time", lambda: later)
     assert host.left() == 100
+
+
+class SlowStore(LocalStore):
+    """Answers no list until it may."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.is_asked.set()
+        assert self.may_answer.wait(120)
+        return super().list(prefix)
+
+
+async def test_a_slow_store_keeps_no_database_waiting(databases: list[Database], tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    store.may_answer.set()
+    quotas = Quotas(QUOTAS, store, databases[0])
+    assert await quotas.stored_bytes("acme") == 0
+    store.may_answer.clear()
+    store.is_asked.clear()
+    writer = asyncio.create_task(write(quotas, store, "a", 60))
+    try:
+        assert await asyncio.to_thread(store.is_asked.wait, 60)
+        # Both the process that waits for its store, and another.
+        change = update(TenantRow).where(TenantRow.tenant == "acme").values(title="changed")
+        for database in databases[:2]:
+            await asyncio.wait_for(database.writing(lambda session: session.execute(change) and None), 20)
+        assert not writer.done()
+    finally:
+        store.may_answer.set()
+        await writer
+
+
+async def test_reservations_leave_nothing_behind(
+    databases: list[Database], store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither folders, which every count would walk, nor for long the entries of what was written."""
+    quotas, place = Quotas(QUOTAS, store, databases[0]), store.root / paths.reserved("acme")
+    for number in range(4):
+        await write(quotas, store, str(number), 1)
+        with pytest.raises(QuotaExceeded):
+            await write(quotas, store, "large", 200)
+    assert not [path for path in place.rglob("*") if path.is_dir()]
+    assert len(list(place.iterdir())) == 4
+    later = stored_bytes.time.time() + 300
+    monkeypatch.setattr(stored_bytes.time, "time", lambda: later)
+    ledger = Ledger(store, "acme")
+    assert (ledger.count().num_bytes, ledger.written_since(later)) == (4, 0)
+    assert not list(place.iterdir())
+
+
+def test_of_many_hosts_writers_with_room_for_one_one_writes(store: LocalStore) -> None:
+    def bring(number: int) -> bool:
+        try:
+            with Room(store, "acme", QUOTAS).reserving(60, "data"):
+                store.put_bytes(f"{paths.tenant_folder('acme')}/uploads/{number}/x", b"x" * 60)
+            return True
+        except InvalidInput:
+            return False
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(bring, range(8))) == 1
+    assert Room(store, "acme", QUOTAS).left() == 40
 
 
 def test_a_tenants_own_quota_is_found_on_its_record(store: LocalStore) -> None:
