@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class WorkerPool:
     """Starts a worker when a lease asks for one, adopts a warm one of an equal key, ends it after an idle time.
 
-    Safe to use from several threads.
+    Safe to use from several threads. Making one ends what a killed host left behind, and may bring a model's files.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WorkerPool:
         if self._idle_limit_s <= 0:
             return
         try:
-            worker = launch(self._paths, key, self._command, self._environment)
+            worker = launch(self._paths, key, self._command, self._environment, self._max_ranks)
         except (OSError, LongshoreError) as error:  # the lease that asks for it will tell
             _log.warning("a worker as the one left behind does not start: %s", error)
             return

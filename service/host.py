@@ -302,7 +302,8 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:
     """This host's processes, all ended when the host leaves, and idle ones before."""
     paths, ranks = HostPaths(settings.root_path), room_for_ranks(settings.max_ranks)
-    pool = WorkerPool(paths, command, _environment(settings), settings.worker_idle_s, ranks)
+    # In a thread: the sampler that a killed host left is started again at once, and its model may have to be brought.
+    pool = await asyncio.to_thread(WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks)
     stack.callback(pool.close)
     # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
     tasks = await stack.enter_async_context(asyncio.TaskGroup())

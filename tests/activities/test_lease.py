@@ -12,14 +12,16 @@ import pytest
 
 import activities.lease
 from activities import worker_process
+from activities.worker_pool import WorkerPool
 from activities.worker_process import end_leftovers, end_processes, launch, processes_of
 from shared.errors import WorkerLost
 from shared.jobs import Lora
+from shared.layout import Layout
 from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.paths import HostPaths, RunKeys, WorkerPaths, write_atomically
 from shared.store import LocalStore
 from tests.activities.lease_on_thread import HeldLease, Host
-from tests.workflows.stand_in import REPOSITORY, artifact, job_plan, wait_until
+from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan, wait_until
 
 
 @pytest.fixture
@@ -254,6 +256,19 @@ def test_a_new_host_starts_what_a_killed_one_had_leased(tmp_path: Path, plan) ->
         assert worker_id not in ("leased", "starting")
         with HeldLease(host, plan, epoch=1) as lease:
             assert lease.grant.worker_id == worker_id
+
+
+def test_a_new_host_starts_nothing_that_has_more_ranks_than_it_takes(tmp_path: Path, plan) -> None:
+    key = WorkerKey(model=plan.model, layout=Layout(dp=2), dtype=plan.dtype)
+    paths = Host.paths_below(tmp_path)
+    left = orphan(paths.worker("leased"), 1, 0.0, key, with_pid=True)
+    write_atomically(paths.worker("leased").lease, b"{}")
+    pool = WorkerPool(paths, StandInCommand(), {"PYTHONPATH": str(REPOSITORY)}, 30.0, max_ranks=1)
+    try:
+        assert left.wait(5) != 0
+        assert list(paths.workers.iterdir()) == []
+    finally:
+        pool.close()
 
 
 def test_a_process_that_outlives_its_kill_is_named_instead_of_waited_for(

@@ -25,10 +25,15 @@ from activities.samplers import Samplers
 from activities.track import Track
 from service.host import activity_name, connect, control_activities, serve
 from service.host_record import HostRecord
+from shared.layout import Layout
+from shared.leases import ProcessKey, WorkerKey, WorkerRecord
+from shared.paths import HostPaths, write_atomically
 from shared.runs import DatasetSource
 from shared.settings import Settings
+from shared.store import LocalStore
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
+from tests.workflows.stand_in import artifact
 from workflows import policies
 
 
@@ -191,3 +196,31 @@ async def test_a_host_polls_until_it_is_stopped(temporal_address: str, tmp_path:
     assert not serving.done()
     stopped.set()
     await asyncio.wait_for(serving, 15)
+
+
+async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_leased(
+    temporal_address: str, tmp_path: Path
+) -> None:
+    """A sampler's command brings its model first, which may take hours."""
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, shape=uuid.uuid4().hex[:6])
+    left = HostPaths(settings.root_path).worker("left")
+    key = WorkerKey(
+        model=artifact(LocalStore(tmp_path / "store"), tmp_path / "m", "m", x="x"), layout=Layout(), dtype="float32"
+    )
+    record = WorkerRecord(worker_id="left", pid=0, started_at=0, host_pid=1, host_started_at=0, key=key)
+    write_atomically(left.record, record.model_dump_json().encode())
+    write_atomically(left.lease, b"{}")
+    asked, arrived, found = threading.Event(), threading.Event(), list[bool]()
+
+    def bring(folder: Path, key: ProcessKey) -> list[str]:
+        asked.set()
+        found.append(arrived.wait(30))
+        raise OSError("no such model any more")
+
+    stopped = asyncio.Event()
+    serving = asyncio.create_task(serve("gpu", settings, stopped, bring))
+    assert await asyncio.to_thread(asked.wait, 60)
+    arrived.set()
+    stopped.set()
+    await asyncio.wait_for(serving, 60)
+    assert found == [True], "the event loop stood still meanwhile"
