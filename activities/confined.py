@@ -4,7 +4,8 @@
 
 A tokenizer, a Parquet reader or a JSON parser that is fed what a stranger made may take any amount of memory, loop, or
 abort its process. Whatever happens to the child by its own doing is its input's error: InvalidInput, and final. A child
-that somebody killed says nothing of its input, and the call may be tried again.
+that somebody killed says nothing of its input, and the call may be tried again. So may one that the kernel ended for
+want of memory, which ends such children first, unless this child took much of it itself.
 
 Requests, signs and results are JSON, which pydantic reads (no pickle). Of the environment the child has what
 reaches the store (AWS_*): it runs our own code, and what runs a stranger's has a sandbox and none of this. The child
@@ -43,6 +44,7 @@ _MAX_FRAME_BYTES = 256 << 20
 _SLICE_S = 0.5  # a cancellation reaches a thread between two waits
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
+_MUCH = 0.5  # of the memory that a child may take: from there on its own input is why the host has none left
 _GRADING = 4  # times as many as others: they take little, and judges that are slow must not keep everybody waiting
 
 Kind = Literal["short", "dataset", "grading"]
@@ -199,13 +201,13 @@ class _Child:
         """Why it ended without a last word."""
         if not select.select([self._status], [], [], _GRACE_S)[0] or not (told := os.read(self._status, 4096)):
             raise RuntimeError("the fork server ended, and the process of this call with it")
-        status, out_of_memory = json.loads(told)
+        status, out_of_memory, peak_bytes = json.loads(told)
         limits = self._settings
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             if number == signal.SIGXCPU:
                 raise InvalidInput(f"it takes more than {limits.step_cpu_s} s of processor time", self._place)
-            if number == signal.SIGKILL and out_of_memory:
+            if number == signal.SIGKILL and out_of_memory and peak_bytes >= _MUCH * limits.memory_bytes:
                 raise InvalidInput("it takes more memory than this host has left", self._place)
             if number in _FROM_OUTSIDE:
                 raise RuntimeError(f"the process of this call was killed by signal {number}")

@@ -132,13 +132,13 @@ def _fork(data: int) -> int:
 
 def _reap(running: dict[int, _Running], watched: select.poll) -> None:
     while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, used = os.wait4(-1, os.WNOHANG)
         if not pid:
             return
         child = running.pop(pid)
         with suppress(KeyError):
             watched.unregister(child.status)
-        told = json.dumps([status, _oom_kills() > child.kills])
+        told = json.dumps([status, _oom_kills() > child.kills, used.ru_maxrss << 10])
         with suppress(BrokenPipeError):
             os.write(child.status, told.encode())
         os.close(child.status)

@@ -1,7 +1,9 @@
 """Work on strangers' data in children: what breaks is the child, and its input is told why; a kill is another thing."""
 
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +81,30 @@ def test_errors_come_as_they_were_raised() -> None:
 def test_a_child_that_somebody_killed_says_nothing_of_its_input() -> None:
     with pytest.raises(RuntimeError, match="was killed by signal 9"):
         confined.call(work.fail, "killed", SMALL)
+
+
+@pytest.mark.parametrize(("num_bytes", "error"), [(1 << 20, RuntimeError), (1 << 30, InvalidInput)])
+def test_only_what_took_much_memory_itself_is_why_the_kernel_had_none_left(
+    num_bytes: int, error: type[Exception]
+) -> None:
+    """The kernel ends such children first, whoever took the memory. That it ended any is made up here."""
+    settings = ConfinedSettings(memory_bytes=3 << 29)
+    data, status = confined._server.fork()
+    killed = confined._Child(data, status, settings)
+    limits = {"memory_bytes": settings.memory_bytes, "step_cpu_s": 300, "file_bytes": 1 << 20}
+    killed.send(json.dumps({"module": work.__name__, "function": "take_and_die", "limits": limits}).encode())
+    killed.send(json.dumps(num_bytes).encode())
+    how, _, peak_bytes = json.loads(os.read(status, 4096))
+    killed.close()
+    ours, theirs = socket.socketpair()
+    told, tells = os.pipe()
+    os.write(tells, json.dumps([how, True, peak_bytes]).encode())
+    os.close(tells)
+    theirs.close()
+    child = confined._Child(ours, told, settings)
+    with pytest.raises(error, match=r"memory|killed by signal 9"):
+        list(child.results())
+    child.close()
 
 
 def test_a_lost_fork_server_loses_the_calls_in_hand_and_the_next_ones_find_another(tmp_path: Path) -> None:
