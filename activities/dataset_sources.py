@@ -139,14 +139,23 @@ def _local_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Sourc
     _, key = open_uri(uri, settings.s3)
     path = places.check_file(tenant, Path("/") / key, uri)
     if path.is_file():
-        return {Path(key).name: LocalSource(path)}
+        return {_as_real(Path(key).name, path): LocalSource(path)}
     if not path.is_dir():
         raise InvalidInput("there is no such file or folder", uri)
     try:
         keys = _visible(info.key for info in LocalStore(path).list(""))
     except PermissionError as error:
         raise InvalidInput("this folder may not be read", uri) from error
-    return {key: LocalSource(places.check_file(tenant, path / key, uri)) for key in keys}
+    found = {key: places.check_file(tenant, path / key, uri) for key in keys}
+    return {_as_real(key, real): LocalSource(real) for key, real in found.items()}
+
+
+def _as_real(name: str, real: Path) -> str:
+    """A link makes no text of what is none: the file's own name says its kind, but in the hub's cache the link's."""
+    is_blob = real.parent.name == "blobs" and "--" in real.parent.parent.name
+    if is_blob or Path(_without_suffix(name)).suffix == Path(_without_suffix(real.name)).suffix:
+        return name
+    return Path(name).with_name(real.name).as_posix()
 
 
 def _store_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:

@@ -63,7 +63,7 @@ def snapshot(hub_id: HubId, patterns: tuple[str, ...], max_bytes: int) -> UserFo
         _check_sizes(hub_id, listed, max_bytes)
         commit = listed[0].commit_hash if listed else hub_id.revision
         found = _asked(hub_id, max_bytes, revision=commit, allow_patterns=list(patterns))
-    repository = Path(HF_HUB_CACHE).expanduser().resolve() / hub_id.folder
+    repository = (Path(HF_HUB_CACHE).expanduser() / hub_id.folder).resolve()
     folder = Path(found).resolve()
     if folder.parent != repository / "snapshots":
         raise InvalidInput("the hub's cache has no such revision", hub_id.place)

@@ -1,7 +1,8 @@
 """Which places a tenant may read: the one rule for every path, URI, link and manifest, whoever named it.
 
-Of our own store and of the folders of this installation a tenant has `tenants/<tenant>/` and nothing else. Of this
-machine's other files it has those below `download.file_roots`. Paths are judged by where they really lead.
+Of our own store a tenant has `tenants/<tenant>/` and nothing else. Of this machine's other files it has those below
+`download.file_roots`: of the root of this installation only those below a file root that itself lies in the root, and
+nothing in the service's own folders there. Paths are judged by where they really lead.
 """
 
 import os
@@ -29,7 +30,10 @@ class Places:
         self._store = open_store(settings.store, settings.s3) if store is None else store
         self._roots = [root.expanduser().resolve() for root in settings.download.file_roots]
         self._store_root = self._store.root.resolve() if isinstance(self._store, LocalStore) else None
-        self._own_folders = _own_folders(settings.root_path)
+        self._root = settings.root_path
+        self._own_folders = [folder.resolve() for folder in _own_folders(self._root)]
+        # The root itself is no such file root: what the service adds there later would be open too.
+        self._opened = [root for root in self._roots if self._root in root.parents]
 
     def check_named(self, tenant: str, text: str, place: str) -> None:
         """As the service checks what it is sent, without the hosts' files: nothing of ours, and nobody else's.
@@ -105,11 +109,15 @@ class Places:
     def _file_key(self, real: Path, with_parents: bool) -> str | None:
         if self._store_root is not None and real != self._store_root and real.is_relative_to(self._store_root):
             return real.relative_to(self._store_root).as_posix()
-        for folder in self._own_folders:
-            if real.is_relative_to(folder) or (with_parents and folder.is_relative_to(real)):
-                return ""
-        is_above = with_parents and self._store_root is not None and self._store_root.is_relative_to(real)
-        return "" if is_above else None
+        own = [self._root, *self._own_folders, *([self._store_root] if self._store_root else [])]
+        if with_parents and any(folder.is_relative_to(real) for folder in own):
+            return ""
+        return "" if self._is_own(real) else None
+
+    def _is_own(self, real: Path) -> bool:
+        if real == self._store_root or any(real.is_relative_to(folder) for folder in self._own_folders):
+            return True
+        return real.is_relative_to(self._root) and not any(real.is_relative_to(folder) for folder in self._opened)
 
     def _object_key(self, store: S3Store, key: str) -> str | None:
         ours = self._store
@@ -151,10 +159,10 @@ def path_of(file: BinaryIO) -> Path:
 
 
 def _own_folders(root: Path) -> list[Path]:
-    """The service's and the hosts' own, beside the store. What users keep in the root otherwise is theirs."""
+    """The service's and the hosts' own, which may be links to other disks, and which no file root opens."""
     hosts = HostPaths(root)
-    names = ("service", "logs", "wandb", "dev.json", "dev.lock", "temporal.db", "temporal.db-wal", "temporal.db-shm")
-    return [hosts.cache, hosts.workers, hosts.scratch, hosts.compiled, *(root / name for name in names)]
+    own = [hosts.hosts, hosts.cache, hosts.workers, hosts.scratch, hosts.compiled]
+    return own + [root / name for name in ("service", "logs", "wandb")]
 
 
 def _bounds_of(real: Path) -> Path:

@@ -104,6 +104,19 @@ def test_a_file_outside_the_roots_is_refused(settings, tmp_path) -> None:
         assert "download.file_roots" in refusal(settings, f"file://{tmp_path}/{path}")
 
 
+def test_a_link_is_of_the_kind_of_the_file_that_it_leads_to(settings, tmp_path) -> None:
+    """Named as text, a key or a program would be shown line by line. The hub's cache names its files by links alone."""
+    data, blobs = tmp_path / "data", tmp_path / "data" / ".hub" / "datasets--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0123").write_bytes(b"words")
+    (data / ".hub" / "rows.key").write_bytes(b"secret")
+    (data / "a.txt").symlink_to(data / ".hub" / "rows.key")
+    (data / "b.txt").symlink_to(blobs / "0123")
+    assert set(files_of(settings, download(settings, data.as_uri()))) == {"rows.key", "b.txt"}
+    found = download(settings, (data / "a.txt").as_uri(), "sft-2")
+    assert set(files_of(settings, found)) == {"rows.key"}
+
+
 def test_without_roots_only_uploads_are_open(settings, tmp_path) -> None:
     (tmp_path / "data" / "rows.jsonl").write_bytes(ROWS)
     upload = settings.root_path / "store" / "tenants" / "default" / "uploads" / "abc" / "rows.jsonl"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.hub_snapshot import HubId
+from activities.hub_snapshot import HubId, snapshot
 
 REPOSITORY = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -164,3 +164,19 @@ def test_ids_and_revisions(text: str) -> None:
 )  # fmt: skip
 def test_what_is_none(text: str) -> None:
     assert HubId.parse(text) is None
+
+
+def test_a_repository_of_the_cache_may_be_a_link_to_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, disk, cache = "0" * 40, tmp_path / "disk" / "tiny", tmp_path / "hub"
+    for name, content in (("refs/main", commit), (f"snapshots/{commit}/config.json", "{}")):
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).write_text(content)
+    cache.mkdir()
+    (cache / "models--org--tiny").symlink_to(disk)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub_id = HubId.parse("org/tiny")
+    assert hub_id is not None
+    assert snapshot(hub_id, ("config.json",), 1 << 20).holds("config.json")

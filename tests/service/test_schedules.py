@@ -416,9 +416,10 @@ def stack_run(uri: str) -> dict[str, object]:
 
 def accepting_alone(root: Path, store: ObjectStore) -> tuple[AcceptRequest, Backend]:
     """Run sft-1 of a schedule, whose data was brought; and a service without Temporal, to be asked to accept it."""
-    settings = Settings(root=root, download=DownloadSettings(file_roots=(root,)), cpu_threads=6)
-    (root / "rows.jsonl").write_text('{"text": "one"}\n')
-    source = DatasetSource(uri=(root / "rows.jsonl").as_uri())
+    settings = Settings(root=root, download=DownloadSettings(file_roots=(root / "data",)), cpu_threads=6)
+    (root / "data").mkdir()
+    (root / "data" / "rows.jsonl").write_text('{"text": "one"}\n')
+    source = DatasetSource(uri=(root / "data" / "rows.jsonl").as_uri())
     scheduled = ScheduledRun(name="s", run=stack_run(source.uri), cron="@daily")
     brought = Download(settings).download(
         DownloadRequest(run_id="sft-1", tenant="default", split="train", source=source)

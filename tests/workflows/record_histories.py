@@ -104,7 +104,7 @@ async def record_short(address: str) -> None:
         rows = root / "rows.jsonl"
         rows.write_text("".join(json.dumps({"prompt": f"q{n}", "completion": f"a{n}"}) + "\n" for n in range(8)))
         settings = Settings(
-            root=root,
+            root=root / "root",
             temporal_address=address,
             control_queue="short",
             download=DownloadSettings(file_roots=(root,)),

@@ -59,7 +59,7 @@ class RLStack(Stack):
 
     def groups(self, number: int) -> str:
         """The groups of a step: others for every number."""
-        return write_groups(self.settings.root_path / "groups" / f"{number}.jsonl", *random_groups(seed=number))
+        return write_groups(self.settings.root_path / "data" / f"{number}.jsonl", *random_groups(seed=number))
 
     async def train(self, handle: WorkflowHandle, number: int, key: str | None = None, wait: bool = True) -> StepStatus:
         request = StepRequest(key=key or f"key-{number}", groups=self.groups(number), wait=wait)
@@ -70,7 +70,7 @@ class RLStack(Stack):
 
     def broken(self) -> StepRequest:
         """A step whose groups cannot be trained."""
-        bad = write_groups(self.settings.root_path / "bad.jsonl", group(0.0, float("nan")))
+        bad = write_groups(self.settings.root_path / "data" / "bad.jsonl", group(0.0, float("nan")))
         return StepRequest(key="bad", groups=bad, wait=True)
 
     def adapter(self, step: StepStatus) -> bytes:
@@ -105,7 +105,7 @@ async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIte
         temporal_address=temporal_address,
         shape=name,
         control_queue=f"control-{name}",
-        download=DownloadSettings(file_roots=(root,)),
+        download=DownloadSettings(file_roots=(root / "data",)),
         **changes,
     )
     client = await connect(settings)
@@ -198,7 +198,7 @@ async def test_groups_that_cannot_be_trained_leave_the_policy_as_it_was(stack: R
     assert (failed.state, failed.policy_version) == ("failed", 1)
     assert failed.problem is not None
     assert failed.problem.message.startswith("bad.jsonl:1: trajectories.1.reward: it is nan")
-    equal = write_groups(stack.settings.root_path / "equal.jsonl", group(1.0, 1.0))
+    equal = write_groups(stack.settings.root_path / "data" / "equal.jsonl", group(1.0, 1.0))
     skipped = await handle.execute_update(RLWorkflow.train_step, StepRequest(key="equal", groups=equal, wait=True))
     assert (skipped.state, skipped.policy_version, skipped.adapter) == ("skipped", 1, None)
     assert (await stack.train(handle, 2)).policy_version == 2
