@@ -6,6 +6,8 @@ nothing in the service's own folders there. Paths are judged by where they reall
 """
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -19,6 +21,8 @@ from shared.store import LocalStore, ObjectStore, S3Store, open_store, open_uri,
 _LONGEST = 4096
 _NOT_YOURS = "this leads into the service's own store, and to nothing of yours"
 # What lies here is no data, whatever the roots say: a process's environment, devices that never end.
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
+_ALIASES = ("-s3alias", "--ol-s3", ".mrap")
 _NEVER = tuple(map(Path, ("/proc", "/sys", "/dev")))
 
 
@@ -41,6 +45,10 @@ class Places:
         Raises:
             InvalidInput: the text is a path or URI of what is ours or another tenant's, whether that exists or not.
         """
+        if text[:5].lower() == "s3://":
+            with suppress(ValueError):  # its field says what is wrong with it
+                parts = urlsplit(text)
+                _check_object_name(parts.netloc, unquote(parts.path).lstrip("/"), place)
         key = self._key_of(text)
         if key is not None and not _is_of(tenant, key):
             raise InvalidInput(_NOT_YOURS, place)
@@ -62,14 +70,17 @@ class Places:
 
     def check_object(self, tenant: str, store: S3Store, key: str, place: str) -> None:
         """Raises InvalidInput when an object or a prefix of S3 holds what is ours, and not this tenant's."""
+        _check_object_name(store.bucket, key, place)
         ours = self._object_key(store, key)
         if ours is not None and not _is_of(tenant, ours):
             raise InvalidInput(_NOT_YOURS, place)
 
     def own_key(self, uri: str) -> str | None:
         """The key of our store that a store's URI stands for; None for one that lies elsewhere."""
-        ours = f"{self._store.uri}/"
-        return unquote(uri.removeprefix(ours)) if uri.startswith(ours) else None
+        store, key = open_uri(uri, self._s3)
+        if isinstance(store, S3Store):
+            return self._object_key(store, key) or None
+        return self._store_key(Path(os.path.realpath(Path("/") / key)))
 
     def holds_artifact(self, tenant: str, key: str) -> bool:
         """Whether a manifest under a key is one that we have written for this tenant: nobody uploads there."""
@@ -107,12 +118,18 @@ class Places:
             return None
 
     def _file_key(self, real: Path, with_parents: bool) -> str | None:
-        if self._store_root is not None and real != self._store_root and real.is_relative_to(self._store_root):
-            return real.relative_to(self._store_root).as_posix()
+        key = self._store_key(real)
+        if key is not None:
+            return key
         own = [self._root, *self._own_folders, *([self._store_root] if self._store_root else [])]
         if with_parents and any(folder.is_relative_to(real) for folder in own):
             return ""
         return "" if self._is_own(real) else None
+
+    def _store_key(self, real: Path) -> str | None:
+        root = self._store_root
+        is_inside = root is not None and real != root and real.is_relative_to(root)
+        return real.relative_to(root).as_posix() if root is not None and is_inside else None
 
     def _is_own(self, real: Path) -> bool:
         if real == self._store_root or any(real.is_relative_to(folder) for folder in self._own_folders):
@@ -121,7 +138,7 @@ class Places:
 
     def _object_key(self, store: S3Store, key: str) -> str | None:
         ours = self._store
-        if not isinstance(ours, S3Store) or store.bucket != ours.bucket:
+        if not isinstance(ours, S3Store) or store.bucket.lower() != ours.bucket.lower():
             return None
         full = f"{store.prefix}{key}"
         folder = f"{full.rstrip('/')}/" if full else ""
@@ -169,6 +186,15 @@ def _bounds_of(real: Path) -> Path:
     """Files of the hub's snapshots are links to its blobs: …/models--org--name/snapshots/<commit>/."""
     is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if is_snapshot else real
+
+
+def _check_object_name(bucket: str, key: str, place: str) -> None:
+    """Refuses other spellings of one object: gateways tidy keys, and access points and their aliases are buckets."""
+    if not _BUCKET.fullmatch(bucket) or bucket.lower().endswith(_ALIASES):
+        raise InvalidInput("name the bucket itself: no access point, and none of its aliases", place)
+    *inner, last = unquote(key).split("/")
+    if "" in inner or {".", ".."} & {*inner, last}:
+        raise InvalidInput("a key of S3 has no parts that are empty, . or ..", place)
 
 
 def _is_of(tenant: str, key: str) -> bool:

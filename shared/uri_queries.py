@@ -53,7 +53,13 @@ def _differ(one: object, other: object) -> bool:
 
 def _named(store: ObjectStore, uri: str, place: str) -> str:
     """By the hash of the whole URI: the same again is the same record, and only whoever has it can name it."""
-    if not uri.startswith(("http://", "https://")) or "?" not in uri:
+    if "?" not in uri:
+        return uri
+    try:
+        scheme = urlsplit(uri).scheme.lower()
+    except ValueError as error:
+        raise InvalidInput("this is no URI", place) from error
+    if scheme not in ("http", "https"):
         return uri
     address, _, query = uri.partition("?")
     if query.startswith(_NAME):
