@@ -36,7 +36,7 @@ def unpack(
             size += len(chunk)
             if size > max_bytes:
                 raise InvalidInput(f"more than {max_bytes:,} bytes; the limit is {limit}", place)
-            _check_space(target, len(chunk))
+            check_space(target, len(chunk))
             file.write(chunk)
     return size
 
@@ -61,6 +61,7 @@ def _read(content: BinaryIO, place: str) -> bytes:
         raise InvalidInput(f"the compressed data is damaged or cut short: {error}", place) from error
 
 
-def _check_space(target: Path, num_bytes: int) -> None:
+def check_space(target: Path, num_bytes: int) -> None:
+    """Raises DiskFull when so many bytes more in `target` would leave its disk too little."""
     if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
         raise DiskFull(f"no space is left on the disk that holds {target.parent}")

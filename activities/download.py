@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from pydantic import Field
 from temporalio import activity
@@ -29,7 +29,7 @@ from shared.store import ObjectStore, disk_errors, open_store
 from shared.stored_bytes import Room
 
 _QUOTA = "what the quota stored_bytes leaves"
-_FORGET_AFTER_S = 7 * 24 * 3600
+_FORGET_AFTER_S = 3 * 3600
 
 
 class DownloadRequest(Frozen):
@@ -50,10 +50,11 @@ class Downloaded(Frozen):
 
 
 class Download:
-    """Brings a run's dataset into the store."""
+    """Brings a run's dataset into the store. `keeps_parts`: what has arrived waits for another attempt."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, keeps_parts: bool = True) -> None:
         self._settings = settings
+        self._keeps_parts = keeps_parts
 
     @activity.defn(name="download")
     def download(self, request: DownloadRequest) -> Downloaded:
@@ -76,7 +77,8 @@ class Download:
         downloads = HostPaths(self._settings.root_path).scratch / "downloads"
         _forget_abandoned(downloads)
         sources = find_sources(request.source.uri, request.tenant, self._settings)
-        with _scratch(downloads / content_key(request)) as scratch, disk_errors(scratch):
+        keeps_parts = self._keeps_parts and not _is_last_attempt()
+        with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
             num_bytes = _bring_files(sources, scratch, folder, _left(self._settings.download, room.left()))
@@ -151,21 +153,29 @@ def _affordable(file: BinaryIO, left: _Left, place: str) -> int:
 
 
 @contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
+def _scratch(folder: Path, keeps_parts: bool) -> Iterator[Path]:
     """A folder that outlives only a failure that is worth another try, and belongs to one attempt at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreUnavailable("an earlier attempt at this download is still going on") from error
+        if not _taken(lock):
+            raise StoreUnavailable("an earlier attempt at this download is still going on")
         try:
             yield folder
         except BaseException as error:
-            if not _is_worth_resuming(error):
+            if keeps_parts and _is_worth_resuming(error):
+                os.utime(folder)
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _taken(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_worth_resuming(error: BaseException) -> bool:
@@ -174,9 +184,18 @@ def _is_worth_resuming(error: BaseException) -> bool:
     return isinstance(error, StoreUnavailable) and not isinstance(error, DiskFull)
 
 
+def _is_last_attempt() -> bool:
+    info = activity.info()
+    most = info.retry_policy.maximum_attempts if info.retry_policy else 0  # 0: as many as it takes
+    return 0 < most <= info.attempt
+
+
 def _forget_abandoned(downloads: Path) -> None:
-    """Remove what no attempt came back for."""
+    """Remove what no attempt came back for: of runs that were cancelled between two, and of hosts that died."""
     for folder in downloads.glob("*"):
         with suppress(FileNotFoundError):  # another attempt has just ended
-            if folder.stat().st_mtime < time.time() - _FORGET_AFTER_S:
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.stat().st_mtime >= time.time() - _FORGET_AFTER_S:
+                continue
+            with (folder / "lock").open("a") as lock:
+                if _taken(lock):  # else it is a long download
+                    shutil.rmtree(folder, ignore_errors=True)

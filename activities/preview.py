@@ -99,7 +99,7 @@ class PreviewDataset:
         with self._temporary_run(tenant) as run_id:
             model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
-            dataset = Download(settings).download(download).dataset
+            dataset = Download(settings, keeps_parts=False).download(download).dataset
             with beating():
                 work = PreviewWork(
                     dataset=stage(dataset, cache, settings.s3),

@@ -14,6 +14,7 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
+from activities.decompress import check_space
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.models import Frozen
 
@@ -95,6 +96,8 @@ class PartMap:
         self._map.write_text(content.model_dump_json() + "\n")
 
     def append(self, part: bytes) -> None:
+        """Raises DiskFull."""
+        check_space(self.path, len(part))
         with self.path.open("r+b") as data:
             data.seek(self.num_bytes)
             data.write(part)

@@ -1,5 +1,6 @@
 """Datasets from files, web servers and S3: what arrives, what resumes, what is refused."""
 
+import fcntl
 import gzip
 import os
 import ssl
@@ -7,11 +8,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zstandard
 from temporalio.activity import ActivityCancellationDetails
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
@@ -260,6 +263,46 @@ def test_a_transfer_goes_on_in_the_next_attempt(settings, web) -> None:
     assert files_of(settings, download(settings, f"{web.uri}/big")) == {"big": data}
     assert web.asked == [("/big", "bytes=2000000-")]
     assert scratch_of(settings) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "attempt", "keeps_parts", "is_left"),
+    [
+        (RetryPolicy(maximum_attempts=5), 4, True, True),
+        (RetryPolicy(maximum_attempts=5), 5, True, False),
+        (RetryPolicy(), 100, True, True),
+        (RetryPolicy(), 1, False, False),
+    ],
+)
+def test_the_parts_of_a_download_go_with_its_last_attempt(
+    settings, web, policy: RetryPolicy, attempt: int, keeps_parts: bool, is_left: bool
+) -> None:
+    web.pages["/big"] = Page(os.urandom(300_000), breaks=[200_000, 0, 0, 0])
+    environment = ActivityEnvironment()
+    environment.info = replace(environment.info, attempt=attempt, retry_policy=policy)
+    request = DownloadRequest(
+        run_id="sft-1", tenant="default", split="train", source=DatasetSource(uri=f"{web.uri}/big")
+    )
+    work = Download(settings, keeps_parts=False) if not keeps_parts else Download(settings)
+    with pytest.raises(StoreUnavailable):
+        environment.run(work.download, request)
+    assert bool(scratch_of(settings)) == is_left
+
+
+def test_parts_that_nobody_came_back_for_go_with_a_later_download_and_those_of_a_long_one_stay(settings, web) -> None:
+    web.pages["/big"] = Page(os.urandom(300_000), breaks=[200_000, 0, 0, 0] * 2)
+    for run_id in ("sft-1", "sft-2"):
+        with pytest.raises(StoreUnavailable):
+            download(settings, f"{web.uri}/big", run_id)
+    folders = sorted((settings.root_path / "scratch" / "downloads").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        os.utime(folder, (time.time() - 86_400,) * 2)
+    web.pages["/rows.jsonl"] = Page(ROWS)
+    with (folders[0] / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        download(settings, f"{web.uri}/rows.jsonl", "sft-3")
+    assert list((settings.root_path / "scratch" / "downloads").iterdir()) == folders[:1]
 
 
 def test_parts_that_were_damaged_since_are_fetched_again(settings, web) -> None:
@@ -537,6 +580,12 @@ def test_an_s3_object_that_changes_while_it_is_read_is_never_mixed(bucket) -> No
 
 
 # The disk
+
+
+def test_parts_leave_room_on_the_disk_for_others(settings, web, small_disk) -> None:
+    web.pages["/small"] = Page(os.urandom(100_000))
+    with pytest.raises(DiskFull, match=f"no space is left on the disk that holds {small_disk}"):
+        download(settings.model_copy(update={"root": small_disk}), f"{web.uri}/small")
 
 
 @pytest.fixture
