@@ -218,7 +218,18 @@ def test_pods_are_spoken_to_by_nobody_but_the_service_by_its_clients() -> None:
         for to in out.get("to", [])
         if "ipBlock" in to
     ]
-    assert blocks and all("169.254.0.0/16" in block["except"] for block in blocks)
+    wide = [block for block in blocks if block["cidr"] == "0.0.0.0/0"]
+    assert wide and all("169.254.0.0/16" in block["except"] for block in wide)
+
+
+@pytest.mark.parametrize("app", ["longshore-gpu-host", "longshore-sampler-host"])
+def test_gpu_and_sampler_hosts_reach_names_temporal_and_the_store_alone(app: str) -> None:
+    policies = [m["spec"] for m in manifests() if m["kind"] == "NetworkPolicy"]
+    rules = [out for policy in policies if app in _selected(policy) for out in policy.get("egress", [])]
+    anywhere = [port["port"] for out in rules if "to" not in out for port in out["ports"]]
+    assert anywhere == [53, 53]
+    blocks = [to["ipBlock"]["cidr"] for out in rules for to in out.get("to", []) if "ipBlock" in to]
+    assert blocks == ["192.0.2.1/32"], "the operator's S3 endpoint, to be filled in"
 
 
 def _selected(rule: dict) -> set[str]:
