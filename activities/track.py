@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -21,7 +22,7 @@ from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from activities.heartbeat import HOST_LEAVES
 from activities.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
-from activities.wandb_rows import History, Line, TrainStep
+from activities.wandb_rows import Done, History, Line, TrainStep
 from activities.wandb_writer import WriterStart
 from shared.artifacts import read_record
 from shared.errors import NotFound
@@ -38,7 +39,8 @@ _READERS = 4
 _EVENTS_A_PAGE = 1000
 _BEAT_S = 5.0
 _TURN_S = 60.0  # that an online run stays open in the writer while others wait for a place
-_TRIES = 3  # of one mode; a writer that ends takes along all runs that it has open, whichever was at fault
+_TRIES = 3  # of one mode in a row that bring nothing new to W&B
+_TRY_AGAIN = timedelta(minutes=5)  # when not even an offline run could be written
 _log = logging.getLogger(__name__)
 
 Mode = Literal["offline", "online"]
@@ -79,12 +81,16 @@ class Track:
 
     @activity.defn(name="track")
     async def track(self, request: TrackRequest) -> Tracked:
-        """Follow the run until its result stands. Trouble with W&B ends in a warning, never in an error.
+        """Follow the run until its result stands. Trouble with a W&B server ends in a warning.
 
         A run that is written offline is written at its end, from its first event, into a folder that takes the place
         of whatever stood there: so neither a retry nor a writer that was killed duplicates anything or loses it. A run
         on a W&B server goes on behind what the server has. When the server cannot be reached, the run is written
-        offline instead. A cancelled activity still writes what is there before it ends.
+        offline instead; when that fails too, all of it is tried again later. A cancelled activity still writes what is
+        there before it ends.
+
+        Raises:
+            ApplicationError: nothing could be written, or this host leaves.
         """
         if self._settings.wandb_mode == "disabled":
             return Tracked()
@@ -114,25 +120,24 @@ class Track:
 
     async def _in_some_mode(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
         modes: list[Mode] = ["online", "offline"] if self._settings.wandb_mode == "online" else ["offline"]
-        warning = None
+        warning, trouble = None, ""
         for mode in modes:
-            for attempt in range(_TRIES):
+            tries = Tries()
+            while tries.num_vain < _TRIES:
                 try:
-                    tracked = await self._follow(request, mode, asked_to_end)
+                    tracked = await self._follow(request, mode, asked_to_end, tries)
                     return tracked.model_copy(update={"warning": warning})
                 except (WriterLost, RunRefused) as error:
                     trouble = f"W&B could not be written {mode}: {error}"
                     _log.warning("run %s: %s", request.run_id, trouble)
+                    tries.failed(error)
                     if mode == "online" and isinstance(error, RunRefused):
-                        warning = trouble
                         break  # it waited for the server already
-                    if attempt == _TRIES - 1:
-                        warning = trouble
-                    else:
-                        await asyncio.sleep(POLL_S * 2**attempt)
-        return Tracked(warning=warning)
+                    await asyncio.sleep(POLL_S * 2**tries.num_vain if tries.num_vain < _TRIES else 0)
+            warning = trouble
+        raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
 
-    async def _follow(self, request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event) -> Tracked:
+    async def _follow(self, request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event, tries: "Tries") -> Tracked:
         """One attempt, from the first event on."""
         lines = await self._read(lambda: RunLines(open_store(self._settings.store, self._settings.s3), request))
         while mode == "offline" and not asked_to_end.is_set() and not await self._read(lines.has_ended):
@@ -144,6 +149,7 @@ class Track:
             if page.lines:
                 start = await self._read(lambda: self._start(request, mode))
                 async with self._writer.opened(start) as run:
+                    tries.opened(run.done)
                     history = history or History(run.done)
                     page = await self._visit(run, history, lines, page, asked_to_end)
                     await run.close(self._finish_timeout_s)
@@ -210,6 +216,24 @@ class Track:
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
         return folder
+
+
+class Tries:
+    """Of writing a run in one mode. `num_vain`: those in a row that failed by this run's own call, or by nobody's, and
+    brought nothing new to W&B."""
+
+    def __init__(self) -> None:
+        self.num_vain = 0
+        self._done = Done()
+
+    def opened(self, done: Done) -> None:
+        """What stands on the server now."""
+        if done != self._done:
+            self.num_vain, self._done = 0, done
+
+    def failed(self, error: WriterLost | RunRefused) -> None:
+        if not (isinstance(error, WriterLost) and error.by_another):
+            self.num_vain += 1
 
 
 async def _beat() -> None:

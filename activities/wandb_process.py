@@ -28,7 +28,14 @@ _LAST_BYTES = 4096
 
 
 class WriterLost(Exception):
-    """The writer process ended, or did not answer in time: the run is to be written anew."""
+    """The writer process ended, or did not answer in time: the run is to be written anew.
+
+    `by_another`: it was ended because another run's call got no answer in time.
+    """
+
+    def __init__(self, message: str, *, by_another: bool = False) -> None:
+        super().__init__(message)
+        self.by_another = by_another
 
 
 class RunRefused(Exception):
@@ -129,7 +136,7 @@ class _Process:
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._num_open = self._num_opened = 0
         self._idle: asyncio.TimerHandle | None = None
-        self._has_ended = self._is_retired = False
+        self._has_ended = self._is_retired = self._is_given_up = False
         self._sending = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
 
@@ -189,6 +196,7 @@ class _Process:
                 await self._drain()
                 answer = await answered
         except TimeoutError:
+            self._is_given_up = True
             self._kill()
             raise WriterLost(f"it did not {body.command} within {timeout_s:g} s") from None
         finally:
@@ -202,7 +210,7 @@ class _Process:
         """Send a command; nobody waits for its answer here."""
         if self._has_ended:
             if (answered := self._calls.get(number)) is not None and not answered.done():
-                answered.set_exception(WriterLost(self._last_words()))
+                answered.set_exception(WriterLost(self._last_words(), by_another=self._is_given_up))
             return
         assert self._process.stdin is not None
         self._process.stdin.write(Request(number=number, body=body).model_dump_json().encode() + b"\n")
@@ -227,7 +235,7 @@ class _Process:
         said = self._last_words()
         for answered in self._calls.values():
             if not answered.done():
-                answered.set_exception(WriterLost(said))
+                answered.set_exception(WriterLost(said, by_another=self._is_given_up))
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _end_if_idle(self) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.track import Track, Tracked, TrackRequest, TrainSteps
+from activities.track import Track, Tracked, TrackRequest, TrainSteps, Tries
 from activities.wandb_process import Writer, WriterLost
 from activities.wandb_rows import STEP, Done, History, Line, Row, TrainStep
 from activities.wandb_writer import WriterStart
@@ -455,15 +456,57 @@ def _writers() -> list[str]:
     return found
 
 
-def test_writer_that_cannot_write_is_a_warning(
+def test_a_run_that_cannot_be_written_at_all_is_tried_again_later(
     settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "not a number")  # wandb refuses its settings and ends
     put_log(store, "sft-7", FIRST, WHOLE_RUN)
     end_run(store, "sft-7")
-    tracked = track(Track(settings), "sft-7")
-    assert tracked.folder is None
-    assert tracked.warning is not None and "offline" in tracked.warning
+    with pytest.raises(ApplicationError, match="could not be written offline") as raised:
+        track(Track(settings), "sft-7")
+    assert not raised.value.non_retryable and raised.value.next_retry_delay
+
+
+def test_a_run_is_written_however_often_others_of_its_writer_get_no_answer(
+    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("activities.track.POLL_S", 0.01)
+    put_log(store, "sft-12", FIRST, WHOLE_RUN)
+    end_run(store, "sft-12")
+    activity = Track(settings)
+
+    async def follow() -> Tracked:
+        following = None
+        try:
+            for _ in range(4):
+                async with (await activity._writer._running()).used() as hanging:
+                    writer = psutil.Process(hanging._process._process.pid)
+                    writer.suspend()
+                    following = following or asyncio.ensure_future(
+                        ActivityEnvironment().run(activity.track, TrackRequest(run_id="sft-12", run=RUN))
+                    )
+                    while len(list(hanging.folder.parent.iterdir())) < 2:  # noqa: ASYNC110 - the other has no event
+                        await asyncio.sleep(0.01)
+                    with pytest.raises(WriterLost, match="did not close"):
+                        await hanging.close(0.05)
+                    await asyncio.to_thread(writer.wait)
+            return await following
+        finally:
+            await activity.close()
+
+    assert asyncio.run(follow()).warning is None
+    assert set(named(read_offline(settings.root_path / "wandb" / "sft-12")[1], "train/loss")) == {1, 2, 3, 4, 5}
+
+
+def test_only_tries_in_a_row_that_bring_nothing_new_are_counted() -> None:
+    tries = Tries()
+    for step in (1, 2, 3):
+        tries.opened(Done(step=step))
+        tries.failed(WriterLost("it did not write in time"))
+        assert tries.num_vain == 1
+    tries.opened(Done(step=3))
+    tries.failed(WriterLost("it did not write in time"))
+    assert tries.num_vain == 2
 
 
 def test_cancelled_activity_writes_what_is_there(settings: Settings, store: ObjectStore) -> None:
