@@ -14,7 +14,7 @@ from pydantic import Field
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
-from activities.dataset_sources import LocalSource, Source, find_sources
+from activities.dataset_sources import LocalSource, Source, StoreSource, find_sources
 from activities.decompress import compression_of, unpack
 from activities.heartbeat import beating, host_is_leaving
 from activities.transfer import Pace, fetch
@@ -22,10 +22,10 @@ from shared.artifacts import files_of, find, seal, upload
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.jobs import Artifact
 from shared.models import Frozen
-from shared.paths import HostPaths, RunKeys, content_key
+from shared.paths import HostPaths, RunKeys, content_key, tenant_folder
 from shared.runs import DatasetSource, RunId, Tenant
 from shared.settings import DownloadSettings, Settings
-from shared.store import ObjectStore, disk_errors, open_store
+from shared.store import LocalStore, ObjectStore, disk_errors, open_store, uri_of
 from shared.stored_bytes import Room
 
 _QUOTA = "what the quota stored_bytes leaves"
@@ -70,7 +70,8 @@ class Download:
         with beating():
             dataset = find(store, key) or self._bring(request, store, key, room)
             _, manifest = files_of(dataset, self._settings.s3)
-            room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
+            if not room.ledger.has_brought(request.run_id, request.split):  # an attempt died before it said so
+                room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
         return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
 
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
@@ -81,12 +82,30 @@ class Download:
         with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
-            num_bytes = _bring_files(sources, scratch, folder, _left(self._settings.download, room.left()))
+            own, left = _own_bytes(sources, store, request.tenant), room.left()
+            limits = _left(self._settings.download, None if left is None else left + own)
+            num_bytes = max(0, _bring_files(sources, scratch, folder, limits) - own)
             seal(folder)
             with room.reserving(num_bytes, request.source.uri):
                 dataset = upload(store, key, folder)
                 room.ledger.bring(request.run_id, request.split, num_bytes)
             return dataset
+
+
+def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> int:
+    """What of the sources lies in the tenant's own folder: that counts there, and not again in each run's copy."""
+    num_bytes, folder = 0, tenant_folder(tenant)
+    for source in sources.values():
+        match source:
+            case LocalSource(path) if isinstance(store, LocalStore):
+                if path.is_relative_to((store.root / folder).resolve()):
+                    num_bytes += path.stat().st_size
+            case StoreSource(place=place) if place.startswith(f"{uri_of(store, folder)}/"):
+                info = source.store.head(source.key)
+                num_bytes += info.size if info else 0
+            case _:
+                pass
+    return num_bytes
 
 
 def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: "_Left") -> int:

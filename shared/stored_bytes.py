@@ -73,6 +73,9 @@ class Ledger:
         """Put on record what a run has brought into the store outside its tenant's folder."""
         self._store.put_bytes(f"{paths.brought(self._tenant, run_id)}{name}/{num_bytes}", b"")
 
+    def has_brought(self, run_id: str, name: str) -> bool:
+        return any(True for _ in self._store.list(f"{paths.brought(self._tenant, run_id)}{name}/"))
+
     def forget(self, run_id: str) -> None:
         """What a run has brought is gone."""
         for item in list(self._store.list(paths.brought(self._tenant, run_id))):

@@ -22,7 +22,9 @@ from activities.download import Download, Downloaded, DownloadRequest
 from shared.artifacts import sha256_file, stage
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs import DatasetSource
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings, QuotaSettings, Settings
+from shared.store import LocalStore, uri_of
+from shared.stored_bytes import Room
 from tests.activities.web_server import Page, WebServer, serve_pages
 
 ROWS = b'{"prompt": "how many crates?", "completion": "42"}\n' * 50
@@ -56,9 +58,9 @@ def scratch_of(settings: Settings) -> list[Path]:
     return [path for path in (settings.root_path / "scratch").rglob("*") if path.is_file()]
 
 
-def refusal(settings: Settings, uri: str) -> str:
+def refusal(settings: Settings, uri: str, run_id: str = "sft-1") -> str:
     with pytest.raises(InvalidInput) as refused:
-        download(settings, uri)
+        download(settings, uri, run_id)
     assert scratch_of(settings) == []
     return str(refused.value)
 
@@ -577,6 +579,25 @@ def test_an_s3_object_that_changes_while_it_is_read_is_never_mixed(bucket) -> No
     finally:
         ended.set()
         thread.join()
+
+
+# The quota
+
+
+def test_a_copy_of_a_tenants_own_upload_does_not_count_again(settings) -> None:
+    """But for what it grows by when it is decompressed."""
+    store, packed = LocalStore(settings.root_path / "store"), gzip.compress(ROWS)
+    store.put_bytes("tenants/default/uploads/0/rows.jsonl", ROWS)
+    store.put_bytes("tenants/default/uploads/1/rows.jsonl.gz", packed)
+    uploaded = len(ROWS) + len(packed)
+    tight = settings.model_copy(update={"quotas": QuotaSettings(stored_bytes=uploaded + len(ROWS))})
+    room = Room(store, "default", tight.quotas)
+    for run_id in ("sft-1", "sft-2", "sft-2", "sft-3"):
+        assert download(tight, uri_of(store, "tenants/default/uploads/0/rows.jsonl"), run_id).num_bytes == len(ROWS)
+        assert room.left() == len(ROWS)
+    download(tight, uri_of(store, "tenants/default/uploads/1/rows.jsonl.gz"), "sft-4")
+    assert room.left() == len(packed)
+    assert "quota stored_bytes" in refusal(tight, uri_of(store, "tenants/default/uploads/1/rows.jsonl.gz"), "sft-5")
 
 
 # The disk
