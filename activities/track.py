@@ -31,7 +31,7 @@ from shared.paths import RunKeys
 from shared.run_events import EventCursor, RunEvent, read_run_events
 from shared.runs import Run, RunRecord, StepStatus, WandbRun
 from shared.settings import Settings
-from shared.store import ObjectStore, open_store
+from shared.store import ObjectInfo, ObjectStore, open_store
 
 POLL_S = 1.0
 _LOOKS_PER_S = 20.0  # at all runs together: a thousand are looked at more rarely than one
@@ -121,11 +121,13 @@ class Track:
     async def _in_some_mode(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
         modes: list[Mode] = ["online", "offline"] if self._settings.wandb_mode == "online" else ["offline"]
         warning, trouble = None, ""
+        store = open_store(self._settings.store, self._settings.s3)
+        before = await self._read(lambda: store.head(RunKeys(request.run_id).previous_result))
         for mode in modes:
             tries = Tries()
             while tries.num_vain < _TRIES:
                 try:
-                    tracked = await self._follow(request, mode, asked_to_end, tries)
+                    tracked = await self._follow(RunLines(store, request, before), request, mode, asked_to_end, tries)
                     return tracked.model_copy(update={"warning": warning})
                 except (WriterLost, RunRefused) as error:
                     trouble = f"W&B could not be written {mode}: {error}"
@@ -137,9 +139,10 @@ class Track:
             warning = trouble
         raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
 
-    async def _follow(self, request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event, tries: "Tries") -> Tracked:
+    async def _follow(
+        self, lines: "RunLines", request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event, tries: "Tries"
+    ) -> Tracked:
         """One attempt, from the first event on."""
-        lines = await self._read(lambda: RunLines(open_store(self._settings.store, self._settings.s3), request))
         while mode == "offline" and not asked_to_end.is_set() and not await self._read(lines.has_ended):
             await self._pause(asked_to_end)
         history: History | None = None
@@ -252,15 +255,21 @@ class Page:
 
 
 class RunLines:
-    """A run's events and train steps, read a page at a time."""
+    """A run's events and train steps, read a page at a time.
 
-    def __init__(self, store: ObjectStore, request: TrackRequest) -> None:
-        self._store, self._run_id = store, request.run_id
+    `before` is the previous result that stood when following began. Another one means that the run ended and was
+    resumed, before anybody here saw its result: whoever is started for the resumed run follows that.
+    """
+
+    def __init__(self, store: ObjectStore, request: TrackRequest, before: ObjectInfo | None) -> None:
+        self._store, self._keys, self._before = store, RunKeys(request.run_id), before
+        self._run_id = request.run_id
         self._cursor, self._steps = EventCursor(), TrainSteps(store, request)
         self.num_events = 0
 
     def has_ended(self) -> bool:
-        return self._store.head(RunKeys(self._run_id).result) is not None
+        keys = self._keys
+        return self._store.head(keys.result) is not None or self._store.head(keys.previous_result) != self._before
 
     def read(self, is_all: bool) -> Page:
         """The next ones. `is_all`: nothing is waited for that is not there yet."""

@@ -17,6 +17,7 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
+from activities.record_result import BeginRequest, RecordResult
 from activities.track import Track, Tracked, TrackRequest, TrainSteps, Tries
 from activities.wandb_process import Writer, WriterLost
 from activities.wandb_rows import STEP, Done, History, Line, Row, TrainStep
@@ -25,7 +26,8 @@ from shared.events import Evaluated, Event, Offloaded, Sample, Started, Step, Su
 from shared.jobs import Fence, Lora
 from shared.paths import RunKeys
 from shared.run_events import read_run_events
-from shared.runs import DatasetSource, RLRun, RunRecord, SFTRun, Source, StepStatus, WandbRun
+from shared.run_start import result_sha256
+from shared.runs import DatasetSource, RLRun, RunRecord, RunStatus, SFTRun, Source, StepStatus, WandbRun
 from shared.settings import Settings
 from shared.store import ObjectStore, open_store
 
@@ -496,6 +498,35 @@ def test_a_run_is_written_however_often_others_of_its_writer_get_no_answer(
 
     assert asyncio.run(follow()).warning is None
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-12")[1], "train/loss")) == {1, 2, 3, 4, 5}
+
+
+def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
+    settings: Settings, store: ObjectStore
+) -> None:
+    """The resumed run is followed by another one: two would write its steps twice."""
+    put_log(store, "sft-13", FIRST, WHOLE_RUN)
+    activity, record = Track(settings), RecordResult(settings)
+
+    async def follow() -> Tracked:
+        try:
+            request = TrackRequest(run_id="sft-13", run=RUN)
+            following = asyncio.ensure_future(ActivityEnvironment().run(activity.track, request))
+            await asyncio.sleep(0.5)
+            ended = RunStatus(run_id="sft-13", kind="sft", name="n", started_at=0.0)
+            store.put_bytes(RunKeys("sft-13").result, ended.model_dump_json().encode())
+            asked = BeginRequest(
+                run_id="sft-13",
+                start_id="again",
+                execution="second",
+                resumed=True,
+                goes_on_from=result_sha256(store, "sft-13"),
+            )
+            assert ActivityEnvironment().run(record.begin, asked).status == ended
+            return await asyncio.wait_for(following, 60)
+        finally:
+            await activity.close()
+
+    assert asyncio.run(follow()).num_events == len(WHOLE_RUN)
 
 
 def test_only_tries_in_a_row_that_bring_nothing_new_are_counted() -> None:
