@@ -23,6 +23,7 @@ from examples import arithmetic
 from examples.tiny_model import make_tiny_model, read_texts
 
 ROOT = Path(".demo")
+MODELS = ROOT / "models"  # opened to runs by name: nothing else of a stack's root is
 DATA = Path(__file__).parent / "data"
 NUM_SHOWN = 5
 
@@ -42,7 +43,7 @@ console = Console()
 
 def main() -> None:
     started = time.monotonic()
-    model, clerk = make_model(ROOT / "model"), make_clerk(ROOT / "clerk")
+    model, clerk = make_model(MODELS / "harbour"), make_clerk(MODELS / "clerk")
     start_stack()
     base = train("1. every weight, on the facts of the harbour", model.absolute().as_uri(), DATA / "harbour", BASE_RUN)
     radio = train(
@@ -83,7 +84,7 @@ def start_stack() -> None:
         console.print("The stack of an earlier demonstration is up.")
         return
     console.print("Starting the stack: Temporal, web service, hosts.")
-    longshore("dev", "--detach", "--ui", "--root", str(ROOT))
+    longshore("dev", "--detach", "--ui", "--root", str(ROOT), "--open", ".", "--open", str(MODELS))
 
 
 def is_up() -> bool:
