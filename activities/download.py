@@ -204,6 +204,9 @@ def _is_worth_resuming(error: BaseException) -> bool:
 
 
 def _is_last_attempt() -> bool:
+    """Outside an activity, as when it is called by hand, nobody counts attempts."""
+    if not activity.in_activity():
+        return False
     info = activity.info()
     most = info.retry_policy.maximum_attempts if info.retry_policy else 0  # 0: as many as it takes
     return 0 < most <= info.attempt
