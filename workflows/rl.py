@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -204,13 +203,13 @@ class RLWorkflow:
             return
         self._show(phase="waiting_for_groups")
         idle_s = self._start.run.idle_s
-        with suppress(TimeoutError):
+        try:
             await workflow.wait_condition(lambda: has_come() or self._is_wanted, timeout=timedelta(seconds=idle_s))
             if not has_come():
                 await workflow.wait_condition(has_come, timeout=timedelta(seconds=min(_GRACE_S, idle_s)))
-            return
-        self._training.release()
-        await workflow.wait_condition(has_come)
+        except TimeoutError:
+            self._training.release()
+            await workflow.wait_condition(has_come)
 
     @property
     def _is_wanted(self) -> bool:
