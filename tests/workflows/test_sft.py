@@ -357,21 +357,25 @@ async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_b
     assert steps == list(range(1, 161)), "no step was done twice"
 
 
-async def test_a_cancel_is_not_forgotten_when_the_host_dies_before_it_is_done(stack: Stack) -> None:
+async def test_a_cancel_is_not_forgotten_when_the_host_dies_before_it_is_done(
+    temporal_address: str, tmp_path: Path
+) -> None:
     """Its worker does not hear the cancel, and the grace is long: the host's heartbeat goes missing first."""
-    host = stack.spawn_gpu_host(step_s=0.05)
-    handle = await stack.start(steps=1000, seed=SEEDS["deaf"])
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
-    await handle.cancel()
-    await asyncio.sleep(1.0)
-    host.kill()
-    host.wait()
-    stack.spawn_gpu_host()
-    assert isinstance(await asyncio.wait_for(failure_of(handle), 30), CancelledError)
-    result = await stack.result(handle.id)
-    assert (result.state, result.epoch) == ("cancelled", 1)
-    assert result.checkpoint is not None
-    await eventually(lambda: not stack.worker_ids(), "the new host's tidying")
+    async with started(temporal_address, tmp_path, worker_idle_s=4.0) as stack:
+        host = stack.spawn_gpu_host(step_s=0.05)
+        handle = await stack.start(steps=1000, seed=SEEDS["deaf"])
+        await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+        await handle.cancel()
+        await asyncio.sleep(1.0)
+        host.kill()
+        host.wait()
+        stack.spawn_gpu_host()
+        assert isinstance(await asyncio.wait_for(failure_of(handle), 30), CancelledError)
+        result = await stack.result(handle.id)
+        assert (result.state, result.epoch) == ("cancelled", 1)
+        assert result.checkpoint is not None
+        # What it started for a run that did not come has the idle time of any worker.
+        await eventually(lambda: not stack.worker_ids(), "the new host's tidying")
 
 
 async def _says_when_it_ends(handle: WorkflowHandle) -> bool:
