@@ -26,7 +26,7 @@ from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
 from service.host import connect, control_workers
-from service.problems import Conflict, QuotaExceeded
+from service.problems import Conflict, QuotaExceeded, TemporalUnavailable
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
 from shared.paths import RunKeys, last_scheduled, published_version, schedule_record
@@ -376,7 +376,8 @@ async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: St
     deleting.add_done_callback(lambda _: store.go_on.set())
     await asyncio.wait([working, deleting])
     assert deleting.exception() is None
-    assert isinstance(working.exception(), NotFound | None)
+    # It may also have met Temporal's own workflow of the schedule as that ended, and asked it in vain.
+    assert isinstance(working.exception(), NotFound | TemporalUnavailable | None)
     assert stack.store.head(schedule_record(TENANT, name)) is None, "its record came back"
     async with stack.temporal.client() as client:
         with pytest.raises(RPCError, match="not found"):

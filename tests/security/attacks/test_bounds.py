@@ -17,6 +17,7 @@ def test_every_process_of_the_stack_is_bounded(stack: Stack) -> None:
 def test_two_tenants_are_apart(victim: Tenant, attacker: Tenant) -> None:
     uri = victim.upload("rows.jsonl", b'{"text": "ours"}\n')
     assert "/tenants/victim/" in uri
-    assert attacker.http.get("/api/v1/files").json()["files"] == []
+    seen = attacker.http.get("/api/v1/files").json()["files"]
+    assert {file["tenant"] for file in seen} <= {"attacker"}
     body = {"model": "org/tiny", "dataset": {"uri": uri}, "steps": 1, "batch_size": 1}
     assert "nothing of yours" in attacker.refusal("sft", **body)
