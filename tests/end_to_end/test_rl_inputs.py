@@ -56,4 +56,5 @@ def test_conversations_are_trained_and_the_adapter_is_another_runs_reference(
     far = submitted(stack, tiny_model, "--loss", json.dumps({"kind": "ppo", "kl": missing}))
     view = stack.cli("watch", far, "--timeout", "60", "--json", check=False)
     assert view.json["status"] == "failed"
-    assert "v000009: this is in Longshore's own store, but nothing was completed there" in view.json["problem"]["message"]
+    problem = "v000009: this is in Longshore's own store, but nothing was completed there"
+    assert problem in view.json["problem"]["message"]
