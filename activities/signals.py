@@ -9,7 +9,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
-from shared.models import Frozen
+from shared.contract import Frozen
 
 _TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.dev.connection import Connection
-from shared.jobs import Lora
-from shared.paths import HostPaths
-from shared.runs import DatasetSource, SFTRun
+from shared.jobs.job import Lora
+from shared.runs.requests import DatasetSource, SFTRun
+from shared.storage.paths import HostPaths
 
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
 ROWS = 64

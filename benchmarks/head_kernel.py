@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.machine import accelerator, provenance
 from megatron_worker.engine import Outputs
-from megatron_worker.head import score_targets, whole_vocabulary
-from megatron_worker.kernels.choice import policy
+from megatron_worker.head.kernel_choice import policy
+from megatron_worker.head.logprobs import score_targets, whole_vocabulary
 
 CASES = ("score", "frozen", "trained")
 # Products of [N, H] with [H, V] that a case cannot do without: what utilisation is counted by.

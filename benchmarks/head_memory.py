@@ -23,7 +23,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
     import torch
 
     from megatron_worker.engine import Outputs
-    from megatron_worker.head import score_targets, whole_vocabulary
+    from megatron_worker.head.logprobs import score_targets, whole_vocabulary
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

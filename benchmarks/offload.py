@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.machine import provenance
 from benchmarks.random_model import RandomFsdp, RandomMegatron, Sizes, described, write_config
-from shared.jobs import Full
-from shared.layout import Layout
+from shared.jobs.job import Full
+from shared.jobs.layout import Layout
 
 ENGINES = {"megatron": RandomMegatron, "fsdp": RandomFsdp}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -35,17 +35,17 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from activities.prefix_tree import SequenceRow, TreeUnit, build_tree
+from activities.packing.prefix_tree import SequenceRow, TreeUnit, build_tree
 from benchmarks.machine import provenance
 from benchmarks.random_model import Sizes, flops
 from examples.tiny_model import make_tiny_model
-from megatron_worker.batches import to_batch
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs import Adam, CrossEntropy, Lora
-from shared.layout import Layout
-from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from megatron_worker.training.batches import to_batch
+from shared.jobs.job import Adam, CrossEntropy, Lora
+from shared.jobs.layout import Layout
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, RANK = 256, 4, 4, 2, 64, 768, 16
 CPU = torch.device("cpu")

@@ -32,10 +32,10 @@ from benchmarks.control_plane import LONGSHORE, tiny_run
 from benchmarks.machine import provenance
 from service.dev.connection import Connection
 from shared.child_environment import STACK_MARK
-from shared.events import Step
-from shared.paths import HostPaths
-from shared.run_events import read_run_events
-from shared.store import LocalStore
+from shared.jobs.events import Step
+from shared.runs.events import read_run_events
+from shared.storage.paths import HostPaths
+from shared.storage.store import LocalStore
 
 _PATIENCE_S = 180.0
 _POLL_S = 0.05

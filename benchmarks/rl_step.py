@@ -24,9 +24,10 @@ from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.dev.connection import Connection
-from shared.events import Step
-from shared.jobs import PPO, Lora
-from shared.runs import RLRun, StepStatus
+from shared.jobs.events import Step
+from shared.jobs.job import PPO, Lora
+from shared.runs.requests import RLRun
+from shared.runs.status import StepStatus
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 32, 16
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from activities.sampler_client import Sampler
+from activities.sampling.client import Sampler
 from examples.tiny_model import make_tiny_model
-from shared.completions import SamplerReady, Sampling
+from shared.chat.completions import SamplerReady, Sampling
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 

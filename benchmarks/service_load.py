@@ -38,13 +38,14 @@ from benchmarks.control_plane import LONGSHORE, tiny_run
 from benchmarks.light_client import LightClient
 from benchmarks.machine import provenance
 from service.database.engine import open_database
-from service.database.run_rows import run_row
 from service.dev.connection import Connection
+from service.runs.rows import run_row
 from shared.child_environment import STACK_MARK
-from shared.paths import RunKeys
-from shared.runs import RunRecord, RunStatus, SFTRun
+from shared.runs.requests import RunRecord, SFTRun
+from shared.runs.status import RunStatus
 from shared.settings import Settings
-from shared.store import open_store
+from shared.storage.paths import RunKeys
+from shared.storage.store import open_store
 
 T = TypeVar("T")
 CLIENTS = 16

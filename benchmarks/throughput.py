@@ -28,8 +28,8 @@ from megatron_worker.engine import Batch
 from megatron_worker.greedy import sequences_as_batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs import LINEARS, Adam, CrossEntropy, Lora
-from shared.layout import Layout
+from shared.jobs.job import LINEARS, Adam, CrossEntropy, Lora
+from shared.jobs.layout import Layout
 
 VOCAB_SIZE = 32_000
 BIN_TOKENS = 1024

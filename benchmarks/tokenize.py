@@ -14,12 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from activities.tokenize import TokenizeRequest, write_units
-from activities.tokenizer import ModelTokenizer
+from activities.tokenizing.tokenize import TokenizeRequest, write_units
+from activities.tokenizing.tokenizer import ModelTokenizer
 from benchmarks.machine import provenance
 from examples.tiny_model import CHAT_TEMPLATE, train_tokenizer
-from shared.jobs import Artifact
-from shared.runs import DatasetSource
+from shared.contract import Artifact
+from shared.runs.requests import DatasetSource
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -17,31 +17,34 @@ from typing import Literal
 
 from pydantic import SecretStr
 
-from activities.download import Download, DownloadRequest
-from activities.follow import LogReader
-from activities.grade import Grade, Graded, GradeRequest
-from activities.group_samples import GroupSamples
-from activities.lease_sampler import SamplerCommand
-from activities.pack_trajectories import GroupsRequest, PackTrajectories
-from activities.prove_adapter import ProveAdapter
-from activities.publish import Publish, PublishRequest
-from activities.render_prompts import Prompts, RenderPrompts
-from activities.resolve_adapter import AdapterRequest, ResolveAdapter
-from activities.resolve_model import ModelRequest, ResolveModel
-from activities.sample import Sample, Sampled, SampleRequest
-from activities.samplers import Samplers, ServedSampler
-from activities.step_metrics import job_metrics
-from activities.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
-from shared.completions import SamplerReady
+from activities.grading.grade import Grade, Graded, GradeRequest
+from activities.hosts.follow import LogReader
+from activities.hosts.step_metrics import job_metrics
+from activities.hosts.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
+from activities.models.publish import Publish, PublishRequest
+from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter
+from activities.models.resolve_model import ModelRequest, ResolveModel
+from activities.sampling.lease_sampler import SamplerCommand
+from activities.sampling.prove_adapter import ProveAdapter
+from activities.sampling.sample import Sample, Sampled, SampleRequest
+from activities.sampling.samplers import Samplers, ServedSampler
+from activities.sources.download import Download, DownloadRequest
+from activities.tokenizing.render_prompts import Prompts, RenderPrompts
+from activities.trajectories.group_samples import GroupSamples
+from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
+from shared.chat.completions import SamplerReady
+from shared.contract import Artifact, Fence
 from shared.errors import WorkerLost
-from shared.events import Event, Probed, Saved, Step, Succeeded, Terminal
-from shared.jobs import Artifact, Fence, Job, JobPlan, reference_uri
-from shared.leases import ProcessKey, WorkerKey
-from shared.paths import HostPaths, write_atomically
-from shared.runs import CheckpointRef, DatasetSource, Policy, RLRun, RLStart, RLState, RunStatus, StepStatus
+from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
+from shared.jobs.job import Job, JobPlan, reference_uri
+from shared.jobs.leases import ProcessKey, WorkerKey
+from shared.runs.requests import DatasetSource, RLRun
+from shared.runs.start import RLStart
+from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
 from shared.settings import DownloadSettings, SamplingSettings, Settings
-from workflows import rollout_requests
-from workflows.job_plan import rl_job
+from shared.storage.paths import HostPaths, write_atomically
+from workflows.rollouts import requests as rollout_requests
+from workflows.training.job_plan import rl_job
 
 _FENCE = Fence(epoch=1)
 _PLACE = ServedSampler()  # the sampler that the settings name

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.trainer_rank import ForwardInput, TopK, TrainerRank, start
-from shared.jobs import Adam, Lora
+from shared.jobs.job import Adam, Lora
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank, start
-from shared.jobs import Adam, Lora
+from shared.jobs.job import Adam, Lora
 
 PROMPTS = [[5, 6, 7, 8], [30, 31, 32]]
 COMPLETION_TOKENS = 3

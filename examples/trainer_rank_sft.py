@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
-from shared.jobs import Adam, Lora
+from shared.jobs.job import Adam, Lora
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """The worker's entry point.
 
-    python -m megatron_worker.launcher N megatron_worker --root FOLDER          do jobs until told to stop
+    python -m megatron_worker.process.launcher N megatron_worker --root FOLDER          do jobs until told to stop
     torchrun --standalone --nproc_per_node N -m megatron_worker --once JOB.json [--into FOLDER]      do one, by hand
 
 Either way of starting N ranks does for both; for one rank, `python -m megatron_worker`. With `--once` the exit status
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from megatron_worker.vigil import keep_vigil
+from megatron_worker.process.watchdog import keep_vigil
 from shared.errors import InvalidInput
-from shared.jobs import Job
-from shared.paths import HostPaths, WorkerPaths
+from shared.jobs.job import Job
 from shared.settings import Settings
+from shared.storage.paths import HostPaths, WorkerPaths
 
 if TYPE_CHECKING:
     from megatron_worker.warm_engine import BuildEngine
@@ -42,9 +42,9 @@ def main(arguments: list[str] | None = None, build: "BuildEngine | None" = None)
 def _work(paths: WorkerPaths | None, job: Job | None, settings: Settings, build: "BuildEngine | None") -> int:
     """Join the group, then serve a folder or do one job."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
-    from megatron_worker.control import connect
-    from megatron_worker.kernels.choice import set_policy
-    from megatron_worker.staging import Staging
+    from megatron_worker.head.kernel_choice import set_policy
+    from megatron_worker.process.ranks import connect
+    from megatron_worker.process.staging import Staging
     from megatron_worker.warm_engine import build_engine
     from megatron_worker.worker import Worker
 

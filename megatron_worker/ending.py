@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_worker.control import Control
-from megatron_worker.report import Report
+from megatron_worker.process.event_log import Report
+from megatron_worker.process.ranks import Control
 from megatron_worker.runner import Outcome
 from megatron_worker.warm_engine import WarmEngine, collect_garbage
-from shared.events import Cancelled, Failed, Offloaded, Succeeded
-from shared.jobs import Job
+from shared.jobs.events import Cancelled, Failed, Offloaded, Succeeded
+from shared.jobs.job import Job
 
 
 def end_job(

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_worker.sums import COUNT, MAX, SUM
-from shared.jobs import Adam, Dtype, Full, Lora
-from shared.layout import Layout
+from shared.jobs.job import Adam, Dtype, Full, Lora
+from shared.jobs.layout import Layout
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One bin on the engine's device: the two tables of shared/packed.py. Indices int64, scores float32.
+    """One bin on the engine's device: the two tables of shared/jobs/packed.py. Indices int64, scores float32.
 
     `sampler_logprob_N` is the column `old_logprob`; `old_logprob_N` and `ref_logprob_N` are what the loss is against:
     the same columns, or what was scored at the start of the job.

@@ -13,25 +13,26 @@ from typing import Literal
 
 import torch
 
-from megatron_worker.batches import PackedBatches, Sums
-from megatron_worker.checkpoint import load_checkpoint, load_initial_checkpoint, read_state, save_checkpoint
-from megatron_worker.control import Control
 from megatron_worker.engine import Engine, LossFunction
-from megatron_worker.evaluation import Evaluator, held_out_loss, read_prompts
-from megatron_worker.faults import Fault, JobFailed, fault_of
 from megatron_worker.losses import loss_function
-from megatron_worker.losses.columns import check_columns
-from megatron_worker.probe import check_probe, probe
-from megatron_worker.report import Report
-from megatron_worker.schedule import learning_rate
-from megatron_worker.scoring import score, score_reference, turns
-from megatron_worker.staging import Staging
+from megatron_worker.losses.parts.columns import check_columns
+from megatron_worker.process.event_log import Report
+from megatron_worker.process.faults import Fault, JobFailed, fault_of
+from megatron_worker.process.ranks import Control
+from megatron_worker.process.staging import Staging
 from megatron_worker.sums import reported
+from megatron_worker.training.batches import PackedBatches, Sums
+from megatron_worker.training.checkpoint import load_checkpoint, load_initial_checkpoint, read_state, save_checkpoint
+from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts
+from megatron_worker.training.frozen_logprobs import score, score_reference, turns
+from megatron_worker.training.probe import check_probe, probe
+from megatron_worker.training.schedule import learning_rate
 from megatron_worker.warm_engine import WarmEngine
+from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.events import Evaluated, Probed, Saved, Started, Step
-from shared.jobs import Artifact, Full, Job, JobPlan, Lora, PackedData, reference_of, scores_old
-from shared.packed import Ints
+from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
+from shared.jobs.job import Full, Job, JobPlan, Lora, PackedData, reference_of, scores_old
+from shared.jobs.packed import Ints
 
 ADAPTER = "default"
 

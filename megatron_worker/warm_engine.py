@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megatron_worker.engine import Engine
-from shared.jobs import JobPlan
-from shared.leases import WorkerKey
+from shared.jobs.job import JobPlan
+from shared.jobs.leases import WorkerKey
 
 BuildEngine = Callable[[JobPlan, Path], Engine]
 

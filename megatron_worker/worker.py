@@ -5,17 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from megatron_worker.control import Control
 from megatron_worker.ending import end_job
-from megatron_worker.faults import Fault
-from megatron_worker.job_queue import Claim, JobQueue
-from megatron_worker.report import Report
+from megatron_worker.process.event_log import Report
+from megatron_worker.process.faults import Fault
+from megatron_worker.process.job_queue import Claim, JobQueue
+from megatron_worker.process.ranks import Control
+from megatron_worker.process.staging import Staging
 from megatron_worker.runner import Outcome, run_job
-from megatron_worker.staging import Staging
 from megatron_worker.warm_engine import BuildEngine, WarmEngine
-from shared.jobs import Job
-from shared.models import Frozen
-from shared.paths import WorkerPaths, write_atomically
+from shared.contract import Frozen
+from shared.jobs.job import Job
+from shared.storage.paths import WorkerPaths, write_atomically
 
 POLL_S = 0.05
 KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out

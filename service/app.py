@@ -16,38 +16,38 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from service import problems
 from service.accounts.principals import BEARER
 from service.accounts.rate_limits import RateLimit
-from service.art_api import models as art_models
-from service.art_api import training_jobs as art_jobs
+from service.apis import errors as problems
+from service.apis.art import models as art_models
+from service.apis.art import training_jobs as art_jobs
+from service.apis.edge import LOOPBACK_NAMES, Edge
+from service.apis.head_requests import HeadRequests
+from service.apis.listening import config
+from service.apis.native import graders as grader_api
+from service.apis.native import run_files as run_files_api
+from service.apis.native import runs as native_api
+from service.apis.native import schedules as schedule_api
+from service.apis.native import tenants as tenant_api
+from service.apis.native import webhooks as webhook_api
+from service.apis.openai import chat as openai_chat
+from service.apis.openai import files as openai_files
+from service.apis.openai import graders as openai_graders
+from service.apis.openai import retries
+from service.apis.openai import uploads as openai_uploads
+from service.apis.openai.fine_tuning import jobs as openai_jobs
+from service.apis.openai.fine_tuning.events import JobEvents
+from service.apis.openapi_document import DescribedApp
+from service.apis.page import pages
 from service.backend import Backend
-from service.data.files import uploads_folder
 from service.database import migrate
 from service.database.engine import open_database
-from service.database.rebuild import rebuild
-from service.description import DescribedApp
-from service.edge import LOOPBACK_NAMES, Edge
-from service.head_requests import HeadRequests
-from service.listening import config
-from service.native_api import graders as grader_api
-from service.native_api import run_files as run_files_api
-from service.native_api import runs as native_api
-from service.native_api import schedules as schedule_api
-from service.native_api import tenants as tenant_api
-from service.native_api import webhooks as webhook_api
-from service.openai_api import chat as openai_chat
-from service.openai_api import files as openai_files
-from service.openai_api import graders as openai_graders
-from service.openai_api import jobs as openai_jobs
-from service.openai_api import retries
-from service.openai_api import uploads as openai_uploads
-from service.openai_api.job_events import JobEvents
-from service.page import pages
+from service.files.files import uploads_folder
+from service.rebuild import rebuild
 from shared.errors import LongshoreError
-from shared.paths import private_folder
 from shared.settings import Settings
-from shared.store import open_store
+from shared.storage.paths import private_folder
+from shared.storage.store import open_store
 
 logger = logging.getLogger("longshore.service")
 MAX_BODY_BYTES = 1 << 20

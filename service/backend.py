@@ -10,31 +10,31 @@ from service.accounts.fair_shares import FairShare
 from service.accounts.keys import Keys
 from service.accounts.quotas import Quotas
 from service.accounts.rate_limits import SignInLimit
+from service.accounts.sessions import Sessions
 from service.accounts.tenants import Tenants
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
 from service.automation.webhooks import Webhooks
-from service.data.files import Files, uploads_folder
-from service.data.uploads import Uploads
 from service.database.engine import Database
-from service.database.run_rows import RunRows
-from service.models.art_models import ArtModels
-from service.models.inference import Inference
-from service.models.published_models import PublishedModels
-from service.models.room import Room
-from service.models.untrained_models import UntrainedModels
-from service.page.sessions import Sessions
+from service.files.files import Files, uploads_folder
+from service.files.uploads import Uploads
+from service.inference.art_models import ArtModels
+from service.inference.published_models import PublishedModels
+from service.inference.questions import Inference
+from service.inference.room import Room
+from service.inference.untrained_models import UntrainedModels
+from service.runs.files import RunFiles
 from service.runs.graders import Graders
 from service.runs.overview import Overviews
-from service.runs.run_files import RunFiles
-from service.runs.run_states import RunStates
-from service.runs.run_views import RunReader
+from service.runs.rows import RunRows
 from service.runs.runs import Runs
+from service.runs.states import RunStates
 from service.runs.train_steps import TrainSteps
+from service.runs.views import RunReader
 from service.runs.watch import Watch
 from service.temporal import Temporal
 from shared.settings import Settings
-from shared.store import ObjectStore
+from shared.storage.store import ObjectStore
 
 
 class Backend:

@@ -22,25 +22,25 @@ from temporalio.client import Client, Interceptor
 from temporalio.worker import Worker, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
-from activities import confined
-from activities.complete import Complete
-from activities.lease import Lease
-from activities.lease_sampler import LeaseSampler, SamplerCommand
-from activities.run_job import RunJob
-from activities.samplers import Samplers
+from activities.confined import calls as confined
+from activities.hosts.lease import Lease
+from activities.hosts.run_job import RunJob
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
+from activities.sampling.complete import Complete
+from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
+from activities.sampling.samplers import Samplers
 from activities.signals import WorkflowSignals
-from activities.worker_pool import WorkerPool
-from activities.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from service.host_record import HostRecord
 from service.seals import SealedRunner
 from service.temporal_client import connect_once
-from shared.paths import HostPaths, private_folder
 from shared.settings import Settings
-from shared.store import open_store
+from shared.storage.paths import HostPaths, private_folder
+from shared.storage.store import open_store
 from workflows.policies import Pool, pool_of, pool_queue
 
 if TYPE_CHECKING:
-    from activities.track import Track
+    from activities.tracking.track import Track
 
 Role = Literal["control", "gpu", "sampler"]
 
@@ -101,22 +101,22 @@ async def connect(
 
 def control_activities(settings: Settings, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
     """Every activity that needs no accelerator. A gpu host loads none of their modules."""
-    from activities.deliver import Deliver
-    from activities.download import Download
-    from activities.find_checkpoint import FindCheckpoint
-    from activities.grade import Grade
-    from activities.grade_one import GradeOne
-    from activities.group_samples import GroupSamples
-    from activities.pack import Pack
-    from activities.pack_trajectories import PackTrajectories
-    from activities.preview import PreviewDataset
-    from activities.publish import Publish
-    from activities.record_result import RecordResult
-    from activities.record_step import RecordStep
-    from activities.render_prompts import RenderPrompts
-    from activities.resolve_adapter import ResolveAdapter
-    from activities.resolve_model import ResolveModel
-    from activities.tokenize import Tokenize
+    from activities.grading.grade import Grade
+    from activities.grading.grade_one import GradeOne
+    from activities.models.publish import Publish
+    from activities.models.resolve_adapter import ResolveAdapter
+    from activities.models.resolve_model import ResolveModel
+    from activities.packing.pack import Pack
+    from activities.records.deliver import Deliver
+    from activities.records.find_checkpoint import FindCheckpoint
+    from activities.records.record_result import RecordResult
+    from activities.records.record_step import RecordStep
+    from activities.sources.download import Download
+    from activities.tokenizing.preview import PreviewDataset
+    from activities.tokenizing.render_prompts import RenderPrompts
+    from activities.tokenizing.tokenize import Tokenize
+    from activities.trajectories.group_samples import GroupSamples
+    from activities.trajectories.pack_trajectories import PackTrajectories
 
     record, steps, grade, deliver = RecordResult(settings), RecordStep(settings), Grade(settings), Deliver(settings)
     return [
@@ -148,16 +148,16 @@ def control_activities(settings: Settings, answers: Complete, track: "Track") ->
 
 def control_workflows() -> list[type]:
     """What a control host carries on. A gpu host loads none of their modules."""
-    from workflows.completion import CompletionWorkflow
-    from workflows.grader import GraderWorkflow
-    from workflows.preview import PreviewWorkflow
+    from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
-    from workflows.scheduled import ScheduledRunWorkflow
-    from workflows.serving import ServingWorkflow
+    from workflows.services.completion import CompletionWorkflow
+    from workflows.services.grader import GraderWorkflow
+    from workflows.services.preview import PreviewWorkflow
+    from workflows.services.scheduled import ScheduledRunWorkflow
+    from workflows.services.track import TrackWorkflow
+    from workflows.services.untrained_model import UntrainedModelWorkflow
+    from workflows.services.webhook import WebhookWorkflow
     from workflows.sft import SFTWorkflow
-    from workflows.track import TrackWorkflow
-    from workflows.untrained_model import UntrainedModelWorkflow
-    from workflows.webhook import WebhookWorkflow
 
     return [
         SFTWorkflow,
@@ -233,8 +233,8 @@ def sampler_workers(
 
 def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable[..., Any]]:
     """What is asked of samplers: by a sampler host of its own, by a control host of servers behind a URL."""
-    from activities.prove_adapter import ProveAdapter
-    from activities.sample import Sample
+    from activities.sampling.prove_adapter import ProveAdapter
+    from activities.sampling.sample import Sample
 
     return [Sample(settings, samplers).sample, ProveAdapter(settings, samplers).prove_adapter]
 
@@ -272,7 +272,7 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
         await record.report_lost(client)
         match role:
             case "control":
-                from activities.track import Track
+                from activities.tracking.track import Track
 
                 confined.prepare()
                 answers = stack.enter_context(closing(Complete(settings, Samplers(settings))))

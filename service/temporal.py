@@ -10,7 +10,7 @@ from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from service.problems import TemporalUnavailable
+from service.errors import TemporalUnavailable
 from service.seals import UNSEALED
 from service.temporal_client import connect_once
 from shared.settings import Settings

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
-from shared.leases import WORKER_ID_VARIABLE
+from shared.jobs.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
 Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb", "confined"]

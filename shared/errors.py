@@ -2,7 +2,7 @@
 
 import re
 
-# Below a tenant's folder of the store (shared/paths.py): behind an upload's hash is the name that its user gave.
+# Below a tenant's folder of the store (storage/paths.py): behind an upload's hash is the name that its user gave.
 _OF_TENANT = re.compile(r"/tenants/[a-z0-9-]+/(?:uploads/[0-9a-f]{64}/)?")
 
 

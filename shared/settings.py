@@ -47,7 +47,7 @@ class GradingSettings(BaseModel):
 
 
 class ConfinedSettings(BaseModel):
-    """What work on users' data may take, in a process of its own (activities/confined.py)."""
+    """What work on users' data may take, in a process of its own (activities/confined/calls.py)."""
 
     memory_bytes: int = Field(default=4 << 30, ge=512 << 20)
     step_cpu_s: int = Field(default=300, ge=1, description="of processor time, from one batch of rows to the next")

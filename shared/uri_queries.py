@@ -8,10 +8,10 @@ import hashlib
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.models import Frozen
-from shared.paths import query_record
-from shared.store import ObjectStore
+from shared.storage.paths import query_record
+from shared.storage.store import ObjectStore
 
 _NAME = "longshore-query="
 _LONGEST = 2048

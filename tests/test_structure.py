@@ -35,7 +35,7 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize("package", ["shared", "workflows", "activities"])
 def test_import_loads_nothing_heavy(package: str) -> None:
     heavy = ["torch", "transformers", "megatron", "pyarrow", "boto3", "wandb", "tokenizers", "fastapi"]
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / package).glob("[!_]*.py")]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / package).rglob("[!_]*.py")]
     assert modules
     code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
     code += f"print([name for name in {heavy} if name in sys.modules])"

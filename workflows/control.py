@@ -10,9 +10,10 @@ from temporalio.exceptions import ApplicationError
 with workflow.unsafe.imports_passed_through():
     from pydantic import BaseModel
 
-    from activities.record_result import BeginRequest, Begun
-    from shared.models import Frozen
-    from shared.runs import RunStatus, Start
+    from activities.records.record_result import BeginRequest, Begun
+    from shared.contract import Frozen
+    from shared.runs.start import Start
+    from shared.runs.status import RunStatus
     from workflows import policies
 
 Answer = TypeVar("Answer", bound=BaseModel)

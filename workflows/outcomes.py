@@ -13,7 +13,7 @@ from temporalio.exceptions import (
     is_cancelled_exception,
 )
 
-from shared.runs import Problem, RunStatus
+from shared.runs.status import Problem, RunStatus
 from workflows.policies import FINAL_ERRORS
 
 _KINDS = {

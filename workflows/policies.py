@@ -5,7 +5,7 @@ from typing import Literal
 
 from temporalio.common import RetryPolicy
 
-from shared.runs import RunTiming
+from shared.runs.start import RunTiming
 
 # The names of error types, as Temporal carries them, that are told at once: doing it again would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")

@@ -9,26 +9,29 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.lease import LeaseGrant
-    from activities.pack_trajectories import GroupsRequest, PackedGroups
-    from activities.progress import ProgressReport
-    from activities.publish import Published, PublishRequest
-    from activities.record_step import Recovered, RecoverRequest, StepRecordRequest
-    from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
-    from activities.resolve_model import ModelRequest, ResolvedModel
-    from shared.jobs import Artifact, reference_uri
-    from shared.runs import Policy, Problem, RLStart, RLState, RunStatus, StepRequest, StepStatus
-    from workflows import control, policies, rollouts
-    from workflows.glance import Glance
-    from workflows.interruption import Work
-    from workflows.job_plan import rl_job
+    from activities.hosts.lease import LeaseGrant
+    from activities.hosts.progress import ProgressReport
+    from activities.models.publish import Published, PublishRequest
+    from activities.models.resolve_adapter import AdapterRequest, ResolvedAdapter
+    from activities.models.resolve_model import ModelRequest, ResolvedModel
+    from activities.records.record_step import Recovered, RecoverRequest, StepRecordRequest
+    from activities.trajectories.pack_trajectories import GroupsRequest, PackedGroups
+    from shared.contract import Artifact
+    from shared.jobs.job import reference_uri
+    from shared.runs.start import RLStart
+    from shared.runs.status import Policy, Problem, RLState, RunStatus, StepRequest, StepStatus
+    from workflows import control, policies
     from workflows.outcomes import RunFailed, close, ended_early, problem_of, with_skipped
-    from workflows.pace import Pace
-    from workflows.rollout_requests import is_evaluated
-    from workflows.rollouts import RolloutSource
-    from workflows.sampling import Sampling
-    from workflows.steps import MAX_WAITING, Steps
-    from workflows.training import Training
+    from workflows.rollouts import rollouts
+    from workflows.rollouts.requests import is_evaluated
+    from workflows.rollouts.rollouts import RolloutSource
+    from workflows.rollouts.sampling import Sampling
+    from workflows.training.glance import Glance
+    from workflows.training.interruption import Work
+    from workflows.training.job_plan import rl_job
+    from workflows.training.pace import Pace
+    from workflows.training.steps import MAX_WAITING, Steps
+    from workflows.training.training import Training
 
 # A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60

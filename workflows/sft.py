@@ -6,23 +6,26 @@ from typing import Literal
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.download import Downloaded, DownloadRequest
-    from activities.lease import LeaseGrant
-    from activities.pack import Packed, PackRequest
-    from activities.progress import ProgressReport
-    from activities.publish import Published, PublishRequest
-    from activities.resolve_adapter import AdapterRequest, ResolvedAdapter
-    from activities.resolve_model import ModelRequest, ResolvedModel
-    from activities.tokenize import Tokenized, TokenizeRequest
-    from shared.jobs import Artifact, PackedData, Reference
-    from shared.layout import ModelShape
-    from shared.runs import DatasetSource, DPORun, RunStart, RunStatus
+    from activities.hosts.lease import LeaseGrant
+    from activities.hosts.progress import ProgressReport
+    from activities.models.publish import Published, PublishRequest
+    from activities.models.resolve_adapter import AdapterRequest, ResolvedAdapter
+    from activities.models.resolve_model import ModelRequest, ResolvedModel
+    from activities.packing.pack import Packed, PackRequest
+    from activities.sources.download import Downloaded, DownloadRequest
+    from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
+    from shared.contract import Artifact
+    from shared.jobs.job import PackedData, Reference
+    from shared.jobs.layout import ModelShape
+    from shared.runs.requests import DatasetSource, DPORun
+    from shared.runs.start import RunStart
+    from shared.runs.status import RunStatus
     from workflows import control, policies
-    from workflows.glance import Glance
-    from workflows.interruption import Work
-    from workflows.job_plan import dataset_job
     from workflows.outcomes import close, ended_early, with_skipped
-    from workflows.training import Training
+    from workflows.training.glance import Glance
+    from workflows.training.interruption import Work
+    from workflows.training.job_plan import dataset_job
+    from workflows.training.training import Training
 
 
 @workflow.defn

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Self
 
 from activities.grading.outcome import NotGraded, Outcome, attempt
+from activities.grading.python_sandbox import PythonSandbox
 from activities.grading.score_model import ScoreModel
 from activities.grading.string_check import string_check
 from activities.grading.text_similarity import text_similarity
-from activities.python_sandbox import PythonSandbox
+from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.expressions import Expression, ExpressionError, parse_expression
-from shared.graders import (
+from shared.grading.expressions import Expression, ExpressionError, parse_expression
+from shared.grading.graders import (
     Grader,
     MultiGrader,
     PythonGrader,
@@ -22,9 +23,8 @@ from shared.graders import (
     StringCheckGrader,
     TextSimilarityGrader,
 )
-from shared.models import Frozen
+from shared.grading.templates import TemplateError, render
 from shared.settings import GradingSettings, Settings
-from shared.templates import TemplateError, render
 
 GradeAll = Callable[[Sequence[SampledItem]], list[Outcome]]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from activities.fork_server import sign
+from activities.confined.fork_server import sign
 
 
 class NotGraded(Exception):

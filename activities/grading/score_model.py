@@ -9,11 +9,11 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from activities.grading.outcome import NotGraded, Outcome, attempt
-from activities.http_source import checked, open_connection, shown
+from activities.sources.http import checked, open_connection, shown
 from shared.errors import InvalidInput, StoreUnavailable
-from shared.graders import SampledItem, ScoreModelGrader
+from shared.grading.graders import SampledItem, ScoreModelGrader
+from shared.grading.templates import TemplateError, render
 from shared.settings import DownloadSettings, GradingSettings
-from shared.templates import TemplateError, render
 
 _PAUSES_S = (1.0, 4.0)  # before the second and the third try
 _LONGEST_PAUSE_S = 20.0

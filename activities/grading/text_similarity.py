@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from activities.grading.outcome import NotGraded
-from shared.graders import Metric
+from shared.grading.graders import Metric
 
 _MAX_CHARS = 100_000  # the comparison's time grows with the product of both lengths
 _WORD = re.compile(r"\w+|[^\w\s]")

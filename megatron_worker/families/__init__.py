@@ -7,7 +7,7 @@ from megatron_worker.families import llama, qwen2, qwen3, qwen3_moe
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.pieces import Piece
 from shared.errors import InvalidInput
-from shared.model_config import MixtureConfig, read_model_config
+from shared.models.config import MixtureConfig, read_model_config
 
 
 def read_architecture(folder: Path) -> Architecture:

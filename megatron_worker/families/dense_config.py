@@ -1,7 +1,7 @@
 """From the part of a Hugging Face `config.json` that the dense families share to an architecture."""
 
 from megatron_worker.families.architecture import Architecture, Llama3Scaling, Rope
-from shared.model_config import DenseConfig, RopeConfig
+from shared.models.config import DenseConfig, RopeConfig
 
 # What transformers takes for a file that names none, of every family.
 _DEFAULT_THETA = 10_000.0

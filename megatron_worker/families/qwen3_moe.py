@@ -5,7 +5,7 @@ import dataclasses
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import dense_architecture
 from megatron_worker.families.pieces import expert_pieces
-from shared.model_config import MixtureConfig
+from shared.models.config import MixtureConfig
 
 pieces = expert_pieces
 

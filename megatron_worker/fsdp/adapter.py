@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families.pieces import Piece
-from megatron_worker.flat import Flat
-from megatron_worker.fresh_adapter import kaiming_uniform
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks
-from shared.jobs import Lora
-from shared.peft_format import PREFIX
+from megatron_worker.tensors.flat_buffer import Flat
+from megatron_worker.tensors.lora_init import kaiming_uniform
+from shared.jobs.job import Lora
+from shared.models.peft import PREFIX
 
 
 class Adapter:

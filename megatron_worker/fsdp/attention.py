@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from megatron_worker.megatron.tree_attention import Forest, attend_forest
+from megatron_worker.tree_attention import Forest, attend_forest
 
 NAME = "longshore"
 

@@ -23,13 +23,13 @@ from megatron_worker.fsdp.state_files import (
     write_optimizer,
 )
 from megatron_worker.greedy import greedy, sequences_as_batch
-from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
-from megatron_worker.slots import Slots
+from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
-from shared import peft_format
+from megatron_worker.tensors.adapter_slots import Slots
 from shared.errors import InvalidInput
-from shared.jobs import Adam, Dtype, Full, Lora
-from shared.layout import Layout, broken_rule
+from shared.jobs.job import Adam, Dtype, Full, Lora
+from shared.jobs.layout import Layout, broken_rule
+from shared.models import peft as peft_format
 
 
 class FsdpEngine:

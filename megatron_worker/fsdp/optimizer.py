@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from megatron_worker.adamw import sum_of_squares, update
 from megatron_worker.engine import Norms
 from megatron_worker.families.pieces import Piece
-from megatron_worker.flat import Flat
 from megatron_worker.fsdp.ranks import Ranks
-from shared.jobs import Adam
+from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.flat_buffer import Flat
+from shared.jobs.job import Adam
 
 
 class Optimizer:

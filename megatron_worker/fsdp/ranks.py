@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_worker.agreement import agreement
 from megatron_worker.families.pieces import Piece
-from megatron_worker.process_group import join
-from shared.layout import Layout
+from megatron_worker.process.agreement import agreement
+from megatron_worker.process.process_group import join
+from shared.jobs.layout import Layout
 
 
 @dataclass(frozen=True)

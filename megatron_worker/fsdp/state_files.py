@@ -14,8 +14,8 @@ from megatron_worker.families.pieces import Piece
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks
-from megatron_worker.model_folder import write_beside_weights
-from megatron_worker.weights import (
+from megatron_worker.tensors.model_folder import write_beside_weights
+from megatron_worker.tensors.safetensors_files import (
     Entry,
     TensorFiles,
     all_drawn,
@@ -26,7 +26,7 @@ from megatron_worker.weights import (
     write_model,
     write_safetensors,
 )
-from shared import peft_format
+from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
 STEP = "step"

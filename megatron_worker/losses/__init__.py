@@ -4,7 +4,7 @@ from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
 from megatron_worker.losses.dpo import dpo_loss
 from megatron_worker.losses.policy import policy_loss
-from shared.jobs import DPO, CrossEntropy, Loss
+from shared.jobs.job import DPO, CrossEntropy, Loss
 
 
 def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
-from megatron_worker.losses.aggregation import sums_of_sequences
-from shared.jobs import DPO
+from megatron_worker.losses.parts.aggregation import sums_of_sequences
+from shared.jobs.job import DPO
 
 
 def dpo_loss(dpo: DPO) -> LossFunction:

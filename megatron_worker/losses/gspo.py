@@ -6,11 +6,11 @@ advantages may differ between tokens. Where they do not, and sequences are avera
 
 from torch import Tensor
 
-from megatron_worker.losses.aggregation import sums_of_sequences
-from megatron_worker.losses.clipping import clipped_surrogate
-from megatron_worker.losses.divergence import bounded
-from megatron_worker.losses.targets import Surrogate, Targets
-from shared.jobs import GSPO
+from megatron_worker.losses.parts.aggregation import sums_of_sequences
+from megatron_worker.losses.parts.clipping import clipped_surrogate
+from megatron_worker.losses.parts.divergence import bounded
+from megatron_worker.losses.parts.targets import Surrogate, Targets
+from shared.jobs.job import GSPO
 
 
 def surrogate(gspo: GSPO, targets: Targets, advantage_N: Tensor) -> Surrogate:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.losses import cispo, dro, gspo, ppo, reinforce
-from megatron_worker.losses.aggregation import aggregate
-from megatron_worker.losses.divergence import bounded, divergence
-from megatron_worker.losses.targets import Surrogate, Targets, live_targets, shaped_advantages
-from shared.jobs import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
+from megatron_worker.losses.parts.aggregation import aggregate
+from megatron_worker.losses.parts.divergence import bounded, divergence
+from megatron_worker.losses.parts.targets import Surrogate, Targets, live_targets, shaped_advantages
+from shared.jobs.job import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
 
 
 def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from megatron_worker.losses.clipping import clipped_surrogate
-from megatron_worker.losses.targets import Surrogate, Targets
-from shared.jobs import PPO
+from megatron_worker.losses.parts.clipping import clipped_surrogate
+from megatron_worker.losses.parts.targets import Surrogate, Targets
+from shared.jobs.job import PPO
 
 
 def surrogate(ppo: PPO, targets: Targets, advantage_N: Tensor) -> Surrogate:

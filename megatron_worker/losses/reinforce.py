@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megatron_worker.losses.targets import Surrogate, Targets
-from shared.jobs import Reinforce
+from megatron_worker.losses.parts.targets import Surrogate, Targets
+from shared.jobs.job import Reinforce
 
 
 def surrogate(_: Reinforce, targets: Targets, advantage_N: Tensor) -> Surrogate:

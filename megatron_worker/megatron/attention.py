@@ -18,9 +18,9 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_worker.megatron.collectives import gather_rows
-from megatron_worker.megatron.mesh import Group
-from megatron_worker.megatron.tree_attention import Forest, attend_forest, plan_forest
+from megatron_worker.megatron.parallel.collectives import gather_rows
+from megatron_worker.megatron.parallel.mesh import Group
+from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 
 
 @dataclass(frozen=True)

@@ -12,28 +12,30 @@ from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.pieces import linears_of
 from megatron_worker.greedy import greedy
-from megatron_worker.head import VocabShard
-from megatron_worker.lora import Adapter
+from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
-from megatron_worker.megatron.mesh import Mesh, join_mesh
+from megatron_worker.megatron.lora import Adapter
 from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.optimizer import Optimizer
+from megatron_worker.megatron.parallel.mesh import Mesh, join_mesh
+from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import Passes
-from megatron_worker.megatron.stages import placed
 from megatron_worker.megatron.state_files import (
     read_adapter,
     read_optimizer,
+    read_pieces,
+    whole_tensor,
     write_adapter,
     write_full,
     write_optimizer,
 )
-from megatron_worker.optimizer import Optimizer
-from megatron_worker.slots import Slots
 from megatron_worker.sums import over_ranks
-from megatron_worker.weights import model_files, read_pieces, refuse_unknown, whole_tensor
-from shared import peft_format
+from megatron_worker.tensors.adapter_slots import Slots
+from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
-from shared.jobs import Adam, Dtype, Full, Lora
-from shared.layout import Layout, ModelShape, check_layout
+from shared.jobs.job import Adam, Dtype, Full, Lora
+from shared.jobs.layout import Layout, ModelShape, check_layout
+from shared.models import peft as peft_format
 
 
 class MegatronEngine:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.lora import ExpertLinear
-from megatron_worker.megatron.dispatch import added, copied, dispatch
-from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.megatron.lora import ExpertLinear
+from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
+from megatron_worker.megatron.parallel.mesh import Mesh
 
 
 class Router(torch.nn.Module):

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from megatron_worker.greedy import sequences_as_batch
-from megatron_worker.megatron.mesh import Mesh
 from megatron_worker.megatron.model import Model
+from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.passes import Passes
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch
 from megatron_worker.megatron.attention import BinPlan, Context, plan_bin
-from megatron_worker.megatron.collectives import sum_alike
-from megatron_worker.megatron.mesh import Mesh
+from megatron_worker.megatron.parallel.collectives import sum_alike
+from megatron_worker.megatron.parallel.mesh import Mesh
 
 _CUDA_CHUNK = 128  # tokens: a chunk is whole blocks of flex_attention's mask
 

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
-from megatron_worker.head import VocabShard
-from megatron_worker.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Adapter
+from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
-from megatron_worker.megatron.collectives import gather_alike, own_rows
 from megatron_worker.megatron.experts import Experts
 from megatron_worker.megatron.local_bins import LocalBin
-from megatron_worker.megatron.mesh import Holding, Mesh
-from megatron_worker.megatron.stages import LAYERS, layers_of
-from megatron_worker.regions import arrange
+from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Adapter
+from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
+from megatron_worker.megatron.parallel.mesh import Holding, Mesh
+from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
+from megatron_worker.megatron.regions import arrange
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"

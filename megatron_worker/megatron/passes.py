@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
-from megatron_worker.head import score_targets
+from megatron_worker.head.logprobs import score_targets
 from megatron_worker.megatron.local_bins import LocalBin, localised
-from megatron_worker.megatron.mesh import Mesh
 from megatron_worker.megatron.model import Model
-from megatron_worker.megatron.pipeline import Link, one_forward_one_backward
+from megatron_worker.megatron.parallel.mesh import Mesh
+from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
 
 Learned = tuple[Batch, dict[str, Tensor]]
 

@@ -3,7 +3,7 @@
 Rank 0 writes what all ranks gather, a tensor at a time. Everybody reads its own slices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 
 from megatron_worker.families.pieces import Piece
-from megatron_worker.flat import Flat
-from megatron_worker.lora import Adapter
-from megatron_worker.megatron.mesh import Mesh
-from megatron_worker.model_folder import write_beside_weights
-from megatron_worker.optimizer import Optimizer, State
-from megatron_worker.weights import (
+from megatron_worker.megatron.lora import Adapter
+from megatron_worker.megatron.optimizer import Optimizer, State
+from megatron_worker.megatron.parallel.mesh import Mesh
+from megatron_worker.tensors.flat_buffer import Flat
+from megatron_worker.tensors.model_folder import write_beside_weights
+from megatron_worker.tensors.safetensors_files import (
     Entry,
+    TensorFiles,
     all_drawn,
     check_names,
-    read_pieces,
     single_file,
-    whole_tensor,
     write_model,
     write_safetensors,
 )
-from shared import peft_format
+from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
 STEP = "step"
@@ -101,3 +100,34 @@ def _states(master: bool) -> tuple[State, ...]:
 
 def _whole(pieces: Sequence[Piece], flat: Flat, mesh: Mesh) -> Iterator[Tensor]:
     return (whole_tensor(p, flat.views, mesh) for p in pieces)
+
+
+def read_pieces(
+    files: TensorFiles, pieces: Iterable[Piece], parameters: Mapping[str, Tensor], mesh: Mesh, prefix: str = ""
+) -> None:
+    """Fill this rank's parameters from whole tensors named `prefix + piece.name`; other ranks' pieces are left out."""
+    for piece in pieces:
+        if piece.parameter in parameters:
+            group = mesh.splitting(piece.expert)
+            piece.write(parameters[piece.parameter], files.local(piece, prefix + piece.name, group.rank, group.size))
+
+
+def whole_tensor(piece: Piece, parameters: Mapping[str, Tensor], mesh: Mesh) -> Tensor:
+    """A whole tensor on every rank, gathered from those that hold it. Collective. `parameters`: all of one dtype."""
+    if piece.parameter in parameters:
+        whole = _gathered(piece, parameters[piece.parameter].detach(), mesh)
+    else:
+        whole = next(iter(parameters.values())).new_empty(piece.shape)
+    if piece.expert is not None and piece.stage == mesh.pp.rank:
+        mesh.ep.broadcast(whole, piece.ep_rank)
+    mesh.pp.broadcast(whole, piece.stage)
+    return whole
+
+
+def _gathered(piece: Piece, parameter: Tensor, mesh: Mesh) -> Tensor:
+    group = mesh.splitting(piece.expert)
+    share = piece.shape[0] if piece.split != 0 else -(-piece.shape[0] // group.size)
+    local = piece.read(parameter, share)
+    if piece.split is None:
+        return local
+    return torch.cat(group.gather(local), dim=piece.split).narrow(piece.split, 0, piece.shape[piece.split])

@@ -17,11 +17,11 @@ import threading
 from pathlib import Path
 from typing import get_args
 
-from megatron_worker.vigil import keep_vigil
-from shared.completions import LogprobsMode, SamplerReady
+from megatron_worker.process.watchdog import keep_vigil
+from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
-from shared.jobs import Dtype
-from shared.paths import write_atomically
+from shared.jobs.job import Dtype
+from shared.storage.paths import write_atomically
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,11 +42,11 @@ def serve(options: argparse.Namespace) -> None:
     import torch
     from tokenizers import Tokenizer
 
-    from megatron_worker.evaluation import read_stop_ids
     from megatron_worker.sampler.answers import Answers, Limits
     from megatron_worker.sampler.decoder import Decoder
     from megatron_worker.sampler.generation import Generator
     from megatron_worker.sampler.server import Server
+    from megatron_worker.training.evaluation import read_stop_ids
 
     torch.set_num_threads(options.threads)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

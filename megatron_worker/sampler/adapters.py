@@ -11,9 +11,9 @@ import torch
 
 from megatron_worker.families.pieces import Piece
 from megatron_worker.sampler.decoder import Beside, Decoder, FusedLinear
-from megatron_worker.weights import TensorFiles, check_names, single_file
-from shared import peft_format
-from shared.jobs import Lora
+from megatron_worker.tensors.safetensors_files import TensorFiles, check_names, single_file
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
 
 
 @dataclass(frozen=True, eq=False)

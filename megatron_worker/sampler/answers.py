@@ -16,8 +16,7 @@ from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.ending import Ending
 from megatron_worker.sampler.generation import Generator, Sequence, Ticket
-from shared import peft_format
-from shared.completions import (
+from shared.chat.completions import (
     MAX_SAMPLES,
     Choice,
     CompletionRequest,
@@ -34,6 +33,7 @@ from shared.completions import (
     Usage,
 )
 from shared.errors import InvalidInput
+from shared.models import peft as peft_format
 
 _CANCEL_PERIOD_S = 0.5
 R = TypeVar("R", bound=Request)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.pieces import Piece
-from megatron_worker.weights import model_files, refuse_unknown
+from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
 
 BLOCK = 128

@@ -6,7 +6,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from shared.completions import Sampling
+from shared.chat.completions import Sampling
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron_worker.sampler.adapters import Adapter
 from megatron_worker.sampler.decoder import BLOCK, Beside, Cache, Decoder, Prefilled
 from megatron_worker.sampler.drawing import Drawn, draw, uniform
 from megatron_worker.sampler.ending import End, Ending
-from shared.completions import Sampling
+from shared.chat.completions import Sampling
 
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pydantic import BaseModel
 
 from megatron_worker.sampler.answers import Answers, Refused
-from shared.completions import ErrorDetail, ErrorResponse
+from shared.chat.completions import ErrorDetail, ErrorResponse
 
 _MAX_BODY_BYTES = 32 << 20
 _POST = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Outputs
-from megatron_worker.head import NO_LABEL, VocabShard, score_targets
+from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
 from megatron_worker.trainer_rank.heads import logits_of, ranked
 from megatron_worker.trainer_rank.inputs import ForwardOutput, Ints, Request, TopK
 from megatron_worker.trainer_rank.packing import Pack, pack

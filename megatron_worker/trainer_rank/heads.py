@@ -1,13 +1,14 @@
 """The light heads on hidden states that the trunk has made once: several labels a position, top-k, whole logits.
 
-All probabilities come from the scan of `megatron_worker.head`: Triton's kernels on CUDA, chunks of torch elsewhere, the
+All probabilities come from the scan of `head.logprobs`: Triton's kernels on CUDA, chunks of torch elsewhere, the
 shards of a vocabulary merged. One label a position is that head as it is. Several, and the top ids, are one scan for no
 label, which gives minus the logsumexp (and keeps its gradient's one row, [N, H] in float32), and the logits of their
 own ids, from rows of the output embedding that are gathered for some rows at a time:
 
     logprob_nk = h_n . W[id_nk] / t - lse_n
 
-The gradient of the hidden states comes out summed over the group, as in head.py. The output embedding is frozen.
+The gradient of the hidden states comes out summed over the group, as in head/logprobs.py. The output embedding is
+frozen.
 
 Shape suffixes: N rows, H hidden size, V rows of this rank's shard, C rows of a chunk, K ids a row.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head import NO_LABEL, VocabShard, score_targets
+from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
 
 CHUNK_ROWS = 256
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_worker.agreement import agreement, everyone
+from megatron_worker.process.agreement import agreement, everyone
 from megatron_worker.trainer_rank.graphs import Graphs
 from shared.errors import InvalidInput
 

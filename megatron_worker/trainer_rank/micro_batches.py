@@ -2,23 +2,24 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from megatron_worker.agreement import everyone
-from megatron_worker.head import kernels_do
-from megatron_worker.trainer_rank.head_costs import Head
+from megatron_worker.engine import Facts
+from megatron_worker.head.logprobs import kernels_do
+from megatron_worker.process.agreement import everyone
 from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, TopK
-from megatron_worker.trainer_rank.memory import free_bytes, new_meter
+from megatron_worker.trainer_rank.memory.head_costs import Head
+from megatron_worker.trainer_rank.memory.meter import free_bytes, new_meter
+from megatron_worker.trainer_rank.memory.planner import Experience, Height, Planner, Share, Slots
+from megatron_worker.trainer_rank.memory.trunk_costs import Trunk, TrunkCost, measure_trunk
 from megatron_worker.trainer_rank.packing import PackSize
-from megatron_worker.trainer_rank.planner import Experience, Height, Planner, Share, Slots
-from megatron_worker.trainer_rank.trunk_costs import Trunk, TrunkCost, measure_trunk
+from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from megatron_worker.trainer_rank.rank import TrainerRank
+from shared.jobs.job import Lora
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,21 @@ class MicroBatch:
     planning: Planning
 
 
+class Forwards(Protocol):
+    """What this loop needs of a TrainerRank."""
+
+    engine: SlotEngine
+    min_shared_tokens: int
+
+    @property
+    def facts(self) -> Facts: ...
+    def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]: ...
+    def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]: ...
+    def lora_of(self, name: str | None) -> tuple[Lora | None, bool]: ...
+    def adapter(self, name: str | None) -> AbstractContextManager[None]: ...
+    def agreement(self) -> AbstractContextManager[None]: ...
+
+
 class MemoryModel:
     """What a TrainerRank has learnt of memory, from one loop to the next."""
 
@@ -56,7 +72,7 @@ class MemoryModel:
 
 
 def micro_batches(
-    rank: "TrainerRank", items: Sequence[Sequence[ForwardInput]], budget_bytes: int | None, model: MemoryModel
+    rank: Forwards, items: Sequence[Sequence[ForwardInput]], budget_bytes: int | None, model: MemoryModel
 ) -> Iterator[MicroBatch]:
     """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: what is free."""
     requests = _agreed_requests(rank, items)
@@ -97,9 +113,7 @@ def micro_batches(
             meter.stop()
 
 
-def _forward(
-    rank: "TrainerRank", items: Sequence[Sequence[ForwardInput]], own: Share, planning: Planning
-) -> MicroBatch:
+def _forward(rank: Forwards, items: Sequence[Sequence[ForwardInput]], own: Share, planning: Planning) -> MicroBatch:
     inputs = tuple(tuple(items[place]) for place in own.items)
     outputs = iter(rank.forward([asked for item in inputs for asked in item]))
     by_item = tuple(tuple(next(outputs) for _ in item) for item in inputs)
@@ -114,7 +128,7 @@ def _bytes_of(micro_batch: MicroBatch) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _learn(rank: "TrainerRank", experience: Experience, own: Share, height: int) -> None:
+def _learn(rank: Forwards, experience: Experience, own: Share, height: int) -> None:
     for heights in everyone(
         rank.facts.layout.world_size, Height(own.kind, own.estimated_bytes, height) if own.items else None
     ):
@@ -122,7 +136,7 @@ def _learn(rank: "TrainerRank", experience: Experience, own: Share, height: int)
             experience.learn(heights)
 
 
-def _agreed_requests(rank: "TrainerRank", items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:
+def _agreed_requests(rank: Forwards, items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:
     """Checked items. Raises InvalidInput on every rank when they differ between ranks, or one of them is wrong."""
     with rank.agreement():
         requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
@@ -143,9 +157,7 @@ def _digest(requests: list[list[Request]]) -> int:
     return digest
 
 
-def _new_planner(
-    rank: "TrainerRank", requests: list[list[Request]], model: MemoryModel, budget_bytes: float
-) -> Planner:
+def _new_planner(rank: Forwards, requests: list[list[Request]], model: MemoryModel, budget_bytes: float) -> Planner:
     """With the cost of every trunk that may be met, measured where it is not known yet."""
     keeps_graph = torch.is_grad_enabled()
     slots: Slots = {}
@@ -167,7 +179,7 @@ def _new_planner(
     return Planner(_head(rank), slots, model.costs, model.experience, rank.facts.dp_size, min_shared, in_step)
 
 
-def _head(rank: "TrainerRank") -> Head:
+def _head(rank: Forwards) -> Head:
     weight_VH, shard = rank.engine.output_head
     return Head(
         hidden_size=weight_VH.shape[1],

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_worker.agreement import agreement
 from megatron_worker.engine import Facts, Norms
+from megatron_worker.process.agreement import agreement
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.in_step import InStep
@@ -23,9 +23,9 @@ from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Req
 from megatron_worker.trainer_rank.micro_batches import MemoryModel, MicroBatch, micro_batches
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
-from shared import peft_format
 from shared.errors import InvalidInput
-from shared.jobs import Adam, Lora
+from shared.jobs.job import Adam, Lora
+from shared.models import peft as peft_format
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Engine, Norms
-from megatron_worker.head import VocabShard
-from shared.jobs import Adam
+from megatron_worker.head.logprobs import VocabShard
+from shared.jobs.job import Adam
 
 
 class SlotEngine(Engine, Protocol):

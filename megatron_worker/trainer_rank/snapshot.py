@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_worker.weights import Entry, write_safetensors
-from shared import peft_format
-from shared.jobs import Lora
+from megatron_worker.tensors.safetensors_files import Entry, write_safetensors
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_worker.process_group import backend, start_group
+from megatron_worker.process.process_group import backend, start_group
 from megatron_worker.trainer_rank.rank import TrainerRank
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
-from shared.jobs import Dtype
-from shared.layout import EngineName, Layout
+from shared.jobs.job import Dtype
+from shared.jobs.layout import EngineName, Layout
 
 
 def start(

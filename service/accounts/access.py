@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pydantic import BaseModel, JsonValue
 
 from shared.errors import InvalidInput
-from shared.places import Places
 from shared.settings import Settings
-from shared.store import ObjectStore
+from shared.storage.places import Places
+from shared.storage.store import ObjectStore
 
 _MODEL_FIELDS = ("model", "model_uri", "initial_adapter", "reference")
 

@@ -8,9 +8,10 @@ from typing import Any
 from sqlalchemy import delete, select
 
 from service.accounts.rate_limits import RateLimit
-from service.database.engine import Database, DatabaseUnavailable
+from service.database.engine import Database
 from service.database.tables import AuditRow
-from shared.models import Frozen
+from service.errors import DatabaseUnavailable
+from shared.contract import Frozen
 
 logger = logging.getLogger("longshore.service")
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.problems import Busy
+from service.errors import Busy
 
 
 class FairShare:

@@ -13,14 +13,15 @@ from sqlalchemy import select, update
 
 from service.accounts import audit
 from service.accounts.principals import ALL_SCOPES, Principal, Scope
-from service.database.engine import Database, DatabaseUnavailable
+from service.database.engine import Database
 from service.database.tables import KeyRow
-from shared import paths
+from service.errors import DatabaseUnavailable
+from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.models import Frozen
-from shared.runs import FIRST_TENANT, Tenant
+from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import Settings
-from shared.store import ObjectStore
+from shared.storage import paths
+from shared.storage.store import ObjectStore
 
 logger = logging.getLogger("longshore.service")
 

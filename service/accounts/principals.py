@@ -9,9 +9,9 @@ from typing import Annotated, Literal, get_args
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 
-from service.problems import Forbidden
-from shared.models import Frozen
-from shared.runs import FIRST_TENANT, Tenant
+from service.errors import Forbidden
+from shared.contract import Frozen
+from shared.runs.requests import FIRST_TENANT, Tenant
 
 Scope = Literal["read", "write", "inference", "admin"]
 """`admin`: the tenant's keys and audit log; in the first tenant also tenants and quotas. No scope contains another."""

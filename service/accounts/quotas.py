@@ -9,14 +9,14 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from service.database.engine import Database
+from service.database.locks import Turns
 from service.database.tables import RunRow, TenantRow
-from service.problems import QuotaExceeded
-from service.turns import Turns
-from shared.models import Frozen
-from shared.runs import Tenant
+from service.errors import QuotaExceeded
+from shared.contract import Frozen
+from shared.runs.requests import Tenant
 from shared.settings import QuotaSettings
-from shared.store import ObjectStore
-from shared.stored_bytes import Ledger, Reservation, Standing, no_room
+from shared.storage.store import ObjectStore
+from shared.storage.stored_bytes import Ledger, Reservation, Standing, no_room
 
 WINDOW_S = 30 * 86_400
 _BYTES_TRUSTED_S = 60.0

@@ -9,13 +9,13 @@ from sqlalchemy.orm import Session
 from service.accounts import audit
 from service.database.engine import Database
 from service.database.tables import TenantRow
-from service.problems import Conflict
-from shared import paths
+from service.errors import Conflict
+from shared.contract import Frozen
 from shared.errors import NotFound
-from shared.models import Frozen
-from shared.runs import FIRST_TENANT, Tenant
+from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
-from shared.store import ObjectStore
+from shared.storage import paths
+from shared.storage.store import ObjectStore
 
 
 class TenantRecord(Frozen):

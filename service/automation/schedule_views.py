@@ -4,9 +4,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.models import Frozen
-from shared.schedules import Action, Overlap, ScheduledRun
+from shared.runs.schedules import Action, Overlap, ScheduledRun
 
 _MOST_BACKFILLED_S = 31 * 86_400
 _MOST_BACKFILLED = 200

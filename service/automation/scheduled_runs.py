@@ -10,20 +10,20 @@ from contextlib import suppress
 from temporalio import activity
 from temporalio.worker import Worker
 
-from service.models.published_models import PublishedModels
-from service.problems import QuotaExceeded
-from service.runs.run_states import RunStates
+from service.errors import QuotaExceeded
+from service.inference.published_models import PublishedModels
 from service.runs.runs import Runs
+from service.runs.states import RunStates
 from service.temporal import Temporal
+from shared.contract import Artifact
 from shared.errors import NotFound
-from shared.jobs import Artifact
-from shared.paths import RunKeys, content_key, last_scheduled
-from shared.run_start import workflow_of
-from shared.runs import RunRecord, Source
-from shared.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
+from shared.runs.requests import RunRecord, Source
+from shared.runs.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
+from shared.runs.start import workflow_of
 from shared.settings import Settings
-from shared.store import ObjectStore
-from shared.stored_bytes import Ledger
+from shared.storage.paths import RunKeys, content_key, last_scheduled
+from shared.storage.store import ObjectStore
+from shared.storage.stored_bytes import Ledger
 from workflows.policies import service_queue
 
 

@@ -29,13 +29,11 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.accounts import audit
 from service.accounts.access import Access
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
-from service.problems import Conflict, TemporalUnavailable
+from service.database.locks import Turns
+from service.errors import Conflict, TemporalUnavailable
 from service.temporal import PATIENCE, Temporal, share_of
-from service.turns import Turns
 from shared.errors import InvalidInput, NotFound
-from shared.paths import last_scheduled, schedule_record
-from shared.run_start import check_parallelism
-from shared.schedules import (
+from shared.runs.schedules import (
     ACTION_MEMO,
     Action,
     Overlap,
@@ -44,8 +42,10 @@ from shared.schedules import (
     ScheduleRecord,
     schedule_id,
 )
+from shared.runs.start import check_parallelism
 from shared.settings import Settings
-from shared.store import ObjectStore
+from shared.storage.paths import last_scheduled, schedule_record
+from shared.storage.store import ObjectStore
 from shared.uri_queries import without_queries
 
 logger = logging.getLogger("longshore.service")

@@ -17,17 +17,14 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from service.accounts import audit
 from service.database.engine import Database
+from service.database.locks import Turns
 from service.database.tables import OutboxRow
-from service.problems import Conflict
+from service.errors import Conflict
 from service.temporal import PATIENCE, Temporal, share_of
-from service.turns import Turns
 from shared.addresses import is_plainly_private, private_host
+from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.models import Frozen
-from shared.paths import delivery_record, webhook_record
-from shared.settings import Settings
-from shared.store import ObjectStore
-from shared.webhooks import (
+from shared.runs.webhooks import (
     Delivery,
     Notice,
     NoticeId,
@@ -38,7 +35,10 @@ from shared.webhooks import (
     new_notice_id,
     new_secret,
 )
-from workflows.webhook import WebhookRequest
+from shared.settings import Settings
+from shared.storage.paths import delivery_record, webhook_record
+from shared.storage.store import ObjectStore
+from workflows.services.webhook import WebhookRequest
 
 logger = logging.getLogger("longshore.service")
 

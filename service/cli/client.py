@@ -11,15 +11,16 @@ import httpx
 from pydantic import BaseModel, TypeAdapter
 
 from service.cli.exits import FAILED, NOT_FOUND, Refused, Stop, Unreachable
-from service.runs.run_views import EventPage, Metrics, RunPage, RunView, StepPage
-from shared.run_events import RunEvent
-from shared.runs import CheckpointRef, Run, StepStatus
+from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage
+from shared.runs.events import RunEvent
+from shared.runs.requests import Run
+from shared.runs.status import CheckpointRef, StepStatus
 
 if TYPE_CHECKING:
     from service.automation.schedule_views import ScheduleView
-    from shared.graders import Grader
-    from shared.schedules import ScheduledRun
-    from workflows.preview import Preview, PreviewRequest
+    from shared.grading.graders import Grader
+    from shared.runs.schedules import ScheduledRun
+    from workflows.services.preview import Preview, PreviewRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 _checkpoints = TypeAdapter(tuple[CheckpointRef, ...])
@@ -175,13 +176,13 @@ class Client:
         return {**answer.json(), "is_new": answer.status_code == 201}
 
     def preview(self, request: "PreviewRequest") -> "Preview":
-        from workflows.preview import Preview
+        from workflows.services.preview import Preview
 
         answer = self._call("POST", "/preview", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
         return Preview.model_validate(answer)
 
     def validate(self, request: "PreviewRequest") -> "Preview":
-        from workflows.preview import Preview
+        from workflows.services.preview import Preview
 
         answer = self._call("POST", "/validate", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
         return Preview.model_validate(answer)

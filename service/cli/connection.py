@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from service.cli.client import Client
-    from shared.runs import Run
+    from shared.runs.requests import Run
     from shared.settings import Settings
 
 _MEND = "mend the LONGSHORE_ variable, ./longshore.toml or the user's configuration file"

@@ -13,7 +13,7 @@ from typing import Literal
 
 from shared.errors import LongshoreError
 from shared.settings import Settings
-from shared.store import open_store
+from shared.storage.store import open_store
 
 _WORKER_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 _CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")

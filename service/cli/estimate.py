@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.connection import Globals, Json, connect, wants_json
-from service.cli.durations import span
 from service.cli.exits import FAILED, USAGE, Stop
-from service.cli.render import plain, print_json, print_table, say
+from service.cli.output.durations import span
+from service.cli.output.render import plain, print_json, print_table, say
 
 if TYPE_CHECKING:
     from service.cli.client import Client
-    from service.runs.run_views import RunView
-    from shared.runs import DatasetRun, Run
-    from workflows.preview import Preview, PreviewRequest
+    from service.runs.views import RunView
+    from shared.runs.requests import DatasetRun, Run
+    from workflows.services.preview import Preview, PreviewRequest
 
 _EXAMPLES = """\b
 Examples:
@@ -70,7 +70,7 @@ def estimate(
     A local dataset is uploaded, and its rows (the first 100,000) are counted. Exit code 100 if a run would refuse it.
     """
     run = _run_of(context, command)
-    from service.cli.submit_commands import naming_options
+    from service.cli.commands.submit import naming_options
 
     with connect(context, patience_s=20) as client:
         with naming_options(run.model):
@@ -103,7 +103,7 @@ def estimate(
 
 
 def course_of(run: "DatasetRun", num_examples: int, tokens: int) -> Course:
-    """Steps and tokens of a run on so many examples, of so many tokens together: packing's (activities/pack.py)."""
+    """Steps and tokens of a run on so many examples, of so many tokens together: packing's (activities/packing)."""
     if not num_examples:
         return Course(0.0, 0, 0, True)
     if run.batch_size is not None:
@@ -164,7 +164,7 @@ def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
 
 def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
     """The run that the command would start. Its files are uploaded, and all its options checked."""
-    from service.cli import submit_commands
+    from service.cli.commands import submit as submit_commands
 
     if command[0] not in ("sft", "dpo"):
         advice = "an RL run takes as long as its rollouts: `longshore steps RUN` shows what its steps take"
@@ -182,7 +182,7 @@ def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
 
 
 def _request(run: "DatasetRun") -> "PreviewRequest":
-    from workflows.preview import PreviewRequest
+    from workflows.services.preview import PreviewRequest
 
     return PreviewRequest(
         source=run.dataset,

@@ -6,26 +6,24 @@ from typing import Annotated
 
 import typer
 
-from service.cli import (
-    account_commands,
-    data_commands,
-    db_commands,
-    estimate,
-    file_commands,
-    grader_commands,
-    rl_commands,
-    run_commands,
-    schedule_commands,
-    sign_in_commands,
-    stack_commands,
-    submit_commands,
-    webhook_commands,
-)
+from service.cli import estimate
+from service.cli.commands import account as account_commands
+from service.cli.commands import data as data_commands
+from service.cli.commands import db as db_commands
+from service.cli.commands import files as file_commands
+from service.cli.commands import graders as grader_commands
+from service.cli.commands import rl as rl_commands
+from service.cli.commands import runs as run_commands
+from service.cli.commands import schedules as schedule_commands
+from service.cli.commands import sign_in as sign_in_commands
+from service.cli.commands import stack as stack_commands
+from service.cli.commands import submit as submit_commands
+from service.cli.commands import webhooks as webhook_commands
 from service.cli.completion import profile_names
 from service.cli.connection import Globals, Json
 from service.cli.exits import FAILED, INTERRUPTED, Stop
 from service.cli.help_groups import HeadedHelp
-from service.cli.render import say
+from service.cli.output.render import say
 
 _EXAMPLES = """\b
 Examples:

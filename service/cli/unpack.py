@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli.exits import Stop
-from shared.artifacts import Manifest, sha256_file
-from shared.paths import MANIFEST
+from shared.storage.artifacts import Manifest, sha256_file
+from shared.storage.paths import MANIFEST
 
 if TYPE_CHECKING:
     from service.cli.client import Client

@@ -15,7 +15,8 @@ from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModul
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from shared.errors import InvalidInput, LongshoreError
+from service.errors import DatabaseUnavailable
+from shared.errors import InvalidInput
 from shared.settings import Settings
 
 Answer = TypeVar("Answer")
@@ -23,10 +24,6 @@ Answer = TypeVar("Answer")
 _THREADS = 8
 _BUSY_MS = 10_000
 _CONNECT_S = 5
-
-
-class DatabaseUnavailable(LongshoreError):
-    """The database cannot be reached, or is locked for too long. The store and Temporal go on without it."""
 
 
 class Database:

@@ -9,16 +9,17 @@ from typing import Literal
 from sqlalchemy import func, select
 
 from service.database.engine import Database
-from service.database.run_rows import IndexedRun
 from service.database.tables import KeyRow, RunRow
-from service.runs.run_states import SHARED_S
-from service.runs.run_views import IN_QUEUE
-from shared.events import Step
-from shared.models import Frozen
-from shared.paths import RunKeys
-from shared.run_events import BEGINNING, read_run_events
-from shared.runs import RunId, State, StepStatus
-from shared.store import ObjectStore
+from service.runs.rows import IndexedRun
+from service.runs.states import SHARED_S
+from service.runs.views import IN_QUEUE
+from shared.contract import Frozen
+from shared.jobs.events import Step
+from shared.runs.events import BEGINNING, read_run_events
+from shared.runs.requests import RunId
+from shared.runs.status import State, StepStatus
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
 
 _POINTS = 48
 _PIECE = 5000

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from shared.jobs import Dtype, Linear
-from shared.layout import EngineName, Layout
-from shared.models import Frozen
+from shared.contract import Frozen
+from shared.jobs.job import Dtype, Linear
+from shared.jobs.layout import EngineName, Layout
 
 
 class OwnSettings(Frozen):

@@ -25,21 +25,22 @@ from service.accounts import audit
 from service.accounts.access import Access
 from service.accounts.fair_shares import FairShare
 from service.accounts.principals import Principal
-from service.database.run_rows import IndexedRun, RunFilter, RunRows
-from service.problems import Conflict, TemporalUnavailable
-from service.runs.run_states import RunStates, queued
-from service.runs.run_views import RunPage, RunView
+from service.database.locks import Turns
+from service.errors import Conflict, TemporalUnavailable
+from service.runs.rows import IndexedRun, RunFilter, RunRows
+from service.runs.states import RunStates, queued
+from service.runs.views import RunPage, RunView
 from service.temporal import PATIENCE, Temporal, share_of
-from service.turns import Turns
-from shared import paths
+from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
-from shared.models import Frozen
-from shared.run_start import check_parallelism, result_sha256, threads_per_rank, workflow_of
-from shared.runs import Run, RunRecord, RunStatus, Source, State
+from shared.runs.requests import Run, RunRecord, Source
+from shared.runs.start import check_parallelism, result_sha256, threads_per_rank, workflow_of
+from shared.runs.status import RunStatus, State
 from shared.settings import Settings
-from shared.store import ObjectStore
+from shared.storage import paths
+from shared.storage.store import ObjectStore
 from shared.uri_queries import without_queries
-from workflows.preview import Preview, PreviewRequest, PreviewStart
+from workflows.services.preview import Preview, PreviewRequest, PreviewStart
 
 logger = logging.getLogger("longshore.service")
 F = TypeVar("F", bound=Frozen)

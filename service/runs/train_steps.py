@@ -10,15 +10,16 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts import audit
-from service.problems import Conflict, TemporalUnavailable
-from service.runs.run_views import RunView
+from service.errors import Conflict, TemporalUnavailable
 from service.runs.runs import Runs, causes_of
+from service.runs.views import RunView
 from service.temporal import LOST_UPDATES
-from shared import paths
+from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.models import Frozen
-from shared.runs import RunRecord, StepRequest, StepStatus
-from shared.store import ObjectStore
+from shared.runs.requests import RunRecord
+from shared.runs.status import StepRequest, StepStatus
+from shared.storage import paths
+from shared.storage.store import ObjectStore
 
 _QUERY_PATIENCE = timedelta(seconds=2)
 _UPDATE_PATIENCE = timedelta(seconds=20)

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 
-from service.database.run_rows import IndexedRun, RunRows
-from service.runs.run_states import RunStates
+from service.runs.rows import IndexedRun, RunRows
+from service.runs.states import RunStates
 from service.temporal import LIST_PATIENCE, Temporal
 from shared.errors import NotFound
-from shared.run_start import RL_WORKFLOW, SFT_WORKFLOW
-from shared.runs import STATUS_MEMO, RunStatus
+from shared.runs.start import RL_WORKFLOW, SFT_WORKFLOW
+from shared.runs.status import STATUS_MEMO, RunStatus
 
 logger = logging.getLogger("longshore.service")
 

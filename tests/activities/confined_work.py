@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from activities.fork_server import sign
+from activities.confined.fork_server import sign
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
 
 

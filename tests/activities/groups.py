@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.jobs import PPO
-from shared.runs import RLRun
+from shared.jobs.job import PPO
+from shared.runs.requests import RLRun
 
 
 def rl_run(**changes: Any) -> RLRun:

@@ -8,16 +8,16 @@ from typing import Any, Self
 
 from temporalio.testing import ActivityEnvironment
 
-from activities.lease import Lease, LeaseGrant, LeaseRequest
-from activities.lease_sampler import LeaseSampler, SamplerLeaseRequest
-from activities.worker_pool import WorkerPool
-from activities.worker_process import WorkerCommand, processes_of
-from shared.jobs import JobPlan
-from shared.leases import SamplerKey, WorkerKey
-from shared.models import Frozen
-from shared.paths import HostPaths
+from activities.hosts.lease import Lease, LeaseGrant, LeaseRequest
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import WorkerCommand, processes_of
+from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
+from shared.contract import Frozen
+from shared.jobs.job import JobPlan
+from shared.jobs.leases import SamplerKey, WorkerKey
 from shared.settings import Settings
-from shared.store import LocalStore, ObjectStore
+from shared.storage.paths import HostPaths
+from shared.storage.store import LocalStore, ObjectStore
 from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand, wait_until
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from activities.tokenizer import ModelTokenizer
+from activities.tokenizing.tokenizer import ModelTokenizer
 
 CHATML = (
     "{% for message in messages %}"

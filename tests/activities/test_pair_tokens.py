@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from activities.pack import PackRequest, write_plan
-from activities.preview import PreviewRequest, preview_of
-from activities.report import Report
-from activities.tokenize import PROMPTS, write_units
-from activities.tokenizer import ModelTokenizer
+from activities.packing.pack import PackRequest, write_plan
+from activities.tokenizing.preview import PreviewRequest, preview_of
+from activities.tokenizing.report import Report
+from activities.tokenizing.tokenize import PROMPTS, write_units
+from activities.tokenizing.tokenizer import ModelTokenizer
 from shared.errors import InvalidInput
-from shared.packed import Plan, Units
-from shared.runs import DatasetSource
+from shared.jobs.packed import Plan, Units
+from shared.runs.requests import DatasetSource
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model
-from tests.activities.test_tokenize import ARTIFACT, request_of, rows_in, units_in
+from tests.activities.tokenizing.test_tokenize import ARTIFACT, request_of, rows_in, units_in
 
 BEFORE = [("user", "How many?"), ("assistant", "12 sacks."), ("user", "And crates?")]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}]}

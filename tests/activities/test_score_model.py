@@ -8,7 +8,7 @@ import pytest
 from activities.grading.outcome import NotGraded
 from activities.grading.score_model import ScoreModel, score_in
 from shared.errors import InvalidInput, StoreUnavailable
-from shared.graders import SampledItem, ScoreModelGrader
+from shared.grading.graders import SampledItem, ScoreModelGrader
 from shared.settings import GradingSettings
 from tests.activities.scoring_server import Judge, completion, scoring_server
 

@@ -11,10 +11,10 @@ from typing import TypeVar
 from service.cli.client import Client
 from service.cli.exits import Stop, Unreachable
 from service.dev.connection import Connection
-from service.runs.run_views import RunView
-from shared.jobs import PPO, Full, Lora
-from shared.layout import Layout
-from shared.runs import DatasetSource, DPORun, RLRun, Run, SFTRun
+from service.runs.views import RunView
+from shared.jobs.job import PPO, Full, Lora
+from shared.jobs.layout import Layout
+from shared.runs.requests import DatasetSource, DPORun, RLRun, Run, SFTRun
 from tests.activities.groups import random_groups
 from tests.end_to_end.conftest import LETTERS
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.tiny_model import make_tiny_model
-from service.runs.run_views import RunView
-from shared.runs import Run
+from service.runs.views import RunView
+from shared.runs.requests import Run
 from tests.chaos.disturbances import Disturber
 from tests.chaos.runs import CLIENT_DRIVEN, drive, ended, seven_kinds, submit, weights_sha256
 from tests.conftest import CORPUS

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import psutil
 
-from shared.artifacts import sha256_file
-from shared.paths import HostPaths
+from shared.storage.artifacts import sha256_file
+from shared.storage.paths import HostPaths
 
 T = TypeVar("T")
 LONGSHORE = str(Path(sys.executable).parent / "longshore")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from service.dev.connection import Connection
-from shared.jobs import Job
-from shared.packed import Units
+from shared.jobs.job import Job
+from shared.jobs.packed import Units
 from tests.end_to_end.stack import Stack
 
 pytestmark = pytest.mark.slow

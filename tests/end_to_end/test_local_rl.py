@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from examples import demo, local_rl
-from shared.artifacts import sha256_file
-from shared.runs import RLRun, RunRecord, StepStatus
+from shared.runs.requests import RLRun, RunRecord
+from shared.runs.status import StepStatus
+from shared.storage.artifacts import sha256_file
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Stack
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from service.dev.connection import Connection
-from shared.artifacts import sha256_file
+from shared.storage.artifacts import sha256_file
 from tests.end_to_end.stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ KINDS = {
     "sampler": "-m megatron_worker.sampler ",
     "worker": "-m megatron_worker",
     "W&B writer": "wandb",
-    "data step": "-m activities.fork_server",
+    "data step": "-m activities.confined.fork_server",
     "Temporal": "server start-dev",
     "web service": "-m service.app",
     "control host": "-m service.host --role control",

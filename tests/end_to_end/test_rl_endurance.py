@@ -17,8 +17,9 @@ import pytest
 
 from service.cli.client import Client
 from service.dev.connection import Connection
-from shared.jobs import Lora, Reinforce
-from shared.runs import RLRun, StepStatus
+from shared.jobs.job import Lora, Reinforce
+from shared.runs.requests import RLRun
+from shared.runs.status import StepStatus
 from tests.activities.groups import random_groups, write_groups
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.stack import Stack, started, wait_until

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.artifacts import sha256_file
-from shared.store import open_store
+from shared.storage.artifacts import sha256_file
+from shared.storage.store import open_store
 from tests.conftest import S3Server
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.stack import Answer, started

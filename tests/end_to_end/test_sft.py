@@ -79,7 +79,7 @@ def test_an_archived_job_run_by_hand_gives_the_same_bits(stack: Stack, undisturb
     import subprocess
     import sys
 
-    from shared.artifacts import sha256_file
+    from shared.storage.artifacts import sha256_file
 
     run_id = undisturbed.json["run_id"]
     job = next((stack.root / "store" / "runs" / run_id / "logs").rglob("job.json"))

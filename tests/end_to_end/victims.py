@@ -7,7 +7,7 @@ import psutil
 
 from tests.end_to_end.stack import Stack, wait_until
 
-LAUNCHER = "megatron_worker.launcher"
+LAUNCHER = "megatron_worker.process.launcher"
 SAMPLER = "megatron_worker.sampler"
 
 Victim = Callable[[Stack], list[psutil.Process]]
@@ -27,7 +27,7 @@ def launcher(stack: Stack) -> list[psutil.Process]:
 
 
 def wandb_writer(stack: Stack) -> list[psutil.Process]:
-    return stack.processes("activities.wandb_writer")
+    return stack.processes("activities.tracking.wandb_writer")
 
 
 def gpu_host(stack: Stack) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ from service.cli.main import app
 
 @pytest.mark.parametrize("options", [demo.BASE_RUN, demo.RADIO_RUN])
 def test_options_are_those_of_the_command(options: list[str]) -> None:
-    from service.cli.submit_commands import _checked, _trainable  # the command's own check, before anything is sent
+    from service.cli.commands.submit import _checked, _trainable  # the command's own check, before anything is sent
 
     command = typer.main.get_command(app).commands["submit"].commands["sft"]  # type: ignore[attr-defined]
     context = command.make_context("sft", ["--model", "m", "--dataset", "d", *options])

@@ -9,7 +9,7 @@ import torch
 
 from examples import trainer_rank_distil, trainer_rank_grpo, trainer_rank_sft
 from megatron_worker.trainer_rank import Snapshot, start
-from shared.jobs import Lora
+from shared.jobs.job import Lora
 from tests.megatron_worker.launch import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

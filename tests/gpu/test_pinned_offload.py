@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.offload import HostCopy
-from shared.layout import Layout
+from megatron_worker.tensors.offload import HostCopy
+from shared.jobs.layout import Layout
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.rows import distinct_model
 

@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_worker.kernels import tiles
-from megatron_worker.kernels.workspace import blocks_for
+from megatron_worker.head import triton_tiles as tiles
+from megatron_worker.head.workspace import blocks_for
 
 CAPABILITY = 90
 POINTERS = {"label": "i64", "top_id": "i32"}

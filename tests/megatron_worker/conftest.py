@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from shared.layout import EngineName
+from shared.jobs.layout import EngineName
 from tests.megatron_worker.rows import distinct_model
 
 

@@ -4,8 +4,8 @@ import sys
 import time
 from datetime import timedelta
 
-from megatron_worker.control import Control, connect
-from megatron_worker.faults import JobFailed
+from megatron_worker.process.faults import JobFailed
+from megatron_worker.process.ranks import Control, connect
 from shared.errors import InvalidInput
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from shared.layout import Layout
+from shared.jobs.layout import Layout
 
 GRADIENTS = "gradients.safetensors"
 

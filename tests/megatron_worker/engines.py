@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from megatron_worker.engine import Engine
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs import Adam, Full, Lora
-from shared.layout import EngineName, Layout
+from shared.jobs.job import Adam, Full, Lora
+from shared.jobs.layout import EngineName, Layout
 
 ENGINES: dict[EngineName, Callable[..., Engine]] = {
     "megatron": MegatronEngine,

@@ -1,6 +1,6 @@
 """What each rank of an FSDP engine does in test_fsdp_ranks.py, under the launcher; on one rank, what to compare with.
 
-python -m megatron_worker.launcher N tests.megatron_worker.fsdp_ranks MODEL OUT SINGLE
+python -m megatron_worker.process.launcher N tests.megatron_worker.fsdp_ranks MODEL OUT SINGLE
 """
 
 import json
@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_worker.engine import Outputs
 from megatron_worker.fsdp.ranks import Ranks
-from megatron_worker.process_group import start_group
+from megatron_worker.process.process_group import start_group
 from shared.errors import InvalidInput
-from shared.layout import Layout
+from shared.jobs.layout import Layout
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, gradient, start
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows

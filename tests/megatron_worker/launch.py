@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def ranks_command(module: str, *arguments: str, num_ranks: int = 1) -> list[str]:
-    launcher = ["megatron_worker.launcher", str(num_ranks)] if num_ranks > 1 else []
+    launcher = ["megatron_worker.process.launcher", str(num_ranks)] if num_ranks > 1 else []
     return [sys.executable, "-m", *launcher, module, *arguments]
 
 

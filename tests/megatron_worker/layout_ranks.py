@@ -1,6 +1,6 @@
 """What the ranks of the table of layouts do.
 
-`python -m megatron_worker.launcher N tests.megatron_worker.layout_ranks OUT TRIALS`
+`python -m megatron_worker.process.launcher N tests.megatron_worker.layout_ranks OUT TRIALS`
 
 One rank's results, made with the same functions, are what they are compared with (layout_table.py). Everybody begins at
 the same checkpoint of one rank and has the same bins, from one file.
@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from activities.preference_pairs import pair_unit
-from activities.prefix_tree import TreeUnit
+from activities.packing.prefix_tree import TreeUnit
+from activities.tokenizing.preference_units import pair_unit
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
-from shared.layout import Layout
+from shared.jobs.job import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
+from shared.jobs.layout import Layout
 from tests.megatron_worker.parallel_ranks import (
     KINDS,
     LEARNING_RATES,

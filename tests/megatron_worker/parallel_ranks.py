@@ -1,6 +1,6 @@
 """What the ranks of a parallel test do.
 
-`python -m megatron_worker.launcher N tests.megatron_worker.parallel_ranks OUT TRIALS`
+`python -m megatron_worker.process.launcher N tests.megatron_worker.parallel_ranks OUT TRIALS`
 
 `TRIALS` is JSON: model folder, layout, names of faults. Every layout's results go to `OUT/<model>/<layout>/`; the test
 compares them with those of one rank, which it makes with the same functions in its own process.
@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.pieces import Piece
 from megatron_worker.losses import loss_function
-from megatron_worker.megatron import collectives
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.megatron.mesh import Group
 from megatron_worker.megatron.model import Model
-from megatron_worker.weights import whole_tensor
+from megatron_worker.megatron.parallel import collectives
+from megatron_worker.megatron.parallel.mesh import Group
+from megatron_worker.megatron.state_files import whole_tensor
 from shared.errors import InvalidInput
-from shared.jobs import Adam, CrossEntropy, Dtype, Full, Lora
-from shared.layout import Layout
+from shared.jobs.job import Adam, CrossEntropy, Dtype, Full, Lora
+from shared.jobs.layout import Layout
 from tests.megatron_worker.differences import GRADIENTS
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows
 from tests.megatron_worker.trees import LOSS as TREE_LOSS

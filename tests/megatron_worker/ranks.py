@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
-from shared.jobs import Lora
-from shared.layout import Layout
+from shared.jobs.job import Lora
+from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE
 
 LORAS = {

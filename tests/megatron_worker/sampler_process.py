@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.completions import SamplerReady
+from shared.chat.completions import SamplerReady
 
 ROOT = Path(__file__).parents[2]
 NAME = "tiny"

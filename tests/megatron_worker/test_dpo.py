@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
-from megatron_worker.losses.columns import check_columns
+from megatron_worker.losses.parts.columns import check_columns
 from shared.errors import InvalidInput
-from shared.jobs import DPO, PPO, CrossEntropy, Reinforce
-from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
-from tests.megatron_worker.test_batches import a_batch
+from shared.jobs.job import DPO, PPO, CrossEntropy, Reinforce
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from tests.megatron_worker.training.test_batches import a_batch
 
 Columns = dict[str, np.ndarray]
 

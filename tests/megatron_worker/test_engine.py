@@ -10,8 +10,8 @@ import torch
 
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
-from shared.jobs import Adam, Full
-from shared.layout import EngineName
+from shared.jobs.job import Adam, Full
+from shared.jobs.layout import EngineName
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, LOSS, accumulate, train
 from tests.megatron_worker.engines import ENGINES, checkpoint_bytes, furthest, gradient, moments, start
 from tests.megatron_worker.rows import (

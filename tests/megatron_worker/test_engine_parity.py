@@ -84,7 +84,7 @@ def test_the_fsdp_engine_needs_no_megatron(model):
 import sys
 from pathlib import Path
 from megatron_worker.fsdp.engine import FsdpEngine
-from shared.layout import Layout
+from shared.jobs.layout import Layout
 FsdpEngine(Path({str(model)!r}), Layout(), "float32").greedy([[5, 6]], 2, frozenset())
 print(sorted(name for name in sys.modules if name.split(".")[0] in ("megatron", "peft")))
 """

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
-from shared.jobs import Full, Lora
+from shared.jobs.job import Full, Lora
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows

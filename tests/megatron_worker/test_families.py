@@ -12,9 +12,9 @@ from megatron_worker.engine import Outputs
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Rope
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.weights import Entry, TensorFiles, all_drawn, shards_of, write_model
+from megatron_worker.tensors.safetensors_files import Entry, TensorFiles, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
-from shared.layout import Layout
+from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
 FAMILIES = [(family, tied) for family in ("qwen3", "qwen3_moe", "qwen2", "llama") for tied in (True, False)]

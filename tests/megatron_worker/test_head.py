@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from tests.megatron_worker.launch import run_ranks
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12

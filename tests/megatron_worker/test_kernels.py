@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_worker import top_k
 from megatron_worker.engine import Outputs
-from megatron_worker.head import VocabShard, score_targets, whole_vocabulary
-from megatron_worker.kernels.choice import policy
-from megatron_worker.kernels.head import Scan, add_weight_gradient, scan
-from megatron_worker.kernels.workspace import Blocks, blocks_for, scan_bytes
+from megatron_worker.head import top_k
+from megatron_worker.head.kernel_choice import policy
+from megatron_worker.head.kernels import Scan, add_weight_gradient, scan
+from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.head.workspace import Blocks, blocks_for, scan_bytes
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import REPOSITORY, run_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -328,7 +328,7 @@ def test_on_the_cpu_torch_does_the_work_and_nobody_is_warned():
 
 def test_a_fallback_on_cuda_says_why_once_and_is_an_error_when_strict():
     """float64, which the kernels do not know; a fake tensor is of CUDA without any."""
-    from megatron_worker.head import kernels_do
+    from megatron_worker.head.logprobs import kernels_do
 
     with FakeTensorMode():
         on_cuda = torch.empty(3, 4, dtype=torch.float64, device="cuda")
@@ -347,8 +347,8 @@ def test_strict_without_cuda_and_without_the_interpreter_is_an_error():
     code = """
 import torch
 from megatron_worker.engine import Outputs
-from megatron_worker.head import score_targets, whole_vocabulary
-from megatron_worker.kernels.choice import set_policy
+from megatron_worker.head.logprobs import score_targets, whole_vocabulary
+from megatron_worker.head.kernel_choice import set_policy
 set_policy("strict")
 score_targets(torch.ones(2, 4), torch.ones(3, 4), torch.zeros(2, dtype=torch.int64), Outputs(), whole_vocabulary(3))
 """

@@ -2,11 +2,11 @@
 
 import torch
 
-from megatron_worker.batches import Sums
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
-from shared.jobs import CrossEntropy
-from tests.megatron_worker.test_batches import a_batch
+from megatron_worker.training.batches import Sums
+from shared.jobs.job import CrossEntropy
+from tests.megatron_worker.training.test_batches import a_batch
 
 LOSS = loss_function(CrossEntropy())
 

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_worker.control import Control
-from megatron_worker.staging import Staging
+from megatron_worker.process.ranks import Control
+from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
-from shared.artifacts import sha256_file
-from shared.events import Evaluated, Offloaded, Saved, Step, Succeeded
-from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
+from shared.contract import Artifact
+from shared.jobs.events import Evaluated, Offloaded, Saved, Step, Succeeded
+from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
 from shared.settings import S3Settings
+from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 NUM_STEPS = 4

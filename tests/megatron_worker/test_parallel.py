@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.layout import Layout
+from shared.jobs.layout import Layout
 from tests.megatron_worker import parallel_ranks
 from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of
 from tests.megatron_worker.parallel_ranks import KINDS, Trial

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
-from shared.events import Evaluated, Saved, Step, Succeeded
-from shared.jobs import Adam, Artifact, Checkpointing, Evaluation, Full, Job, Lora, Schedule
-from shared.layout import Layout
+from shared.contract import Artifact
+from shared.jobs.events import Evaluated, Saved, Step, Succeeded
+from shared.jobs.job import Adam, Checkpointing, Evaluation, Full, Job, Lora, Schedule
+from shared.jobs.layout import Layout
 from tests.megatron_worker.differences import furthest
 from tests.megatron_worker.launch import run_ranks
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids

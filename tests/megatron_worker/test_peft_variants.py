@@ -10,9 +10,9 @@ import torch
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import InvalidInput
-from shared.jobs import Lora
-from shared.layout import Layout
-from shared.peft_format import config_of, lora_of, read_config
+from shared.jobs.job import Lora
+from shared.jobs.layout import Layout
+from shared.models.peft import config_of, lora_of, read_config
 from tests.megatron_worker.rows import bin_of, random_rows
 
 ROWS = random_rows([31])

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_worker.batches import PackedBatches
 from megatron_worker.engine import Batch, Outputs, Scores
-from megatron_worker.scoring import turns
-from shared.events import Saved, Step, Succeeded
-from shared.jobs import (
+from megatron_worker.training.batches import PackedBatches
+from megatron_worker.training.frozen_logprobs import turns
+from shared.contract import Artifact
+from shared.jobs.events import Saved, Step, Succeeded
+from shared.jobs.job import (
     DPO,
     PPO,
-    Artifact,
     Checkpointing,
     Evaluation,
     Full,
@@ -29,7 +29,7 @@ from shared.jobs import (
     Reinforce,
     Schedule,
 )
-from shared.packed import UnitsWriter
+from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_runner import adapter_sha256, checkpoint, do, failure, losses, new_worker
 from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan

@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_worker.batches import Sums
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from megatron_worker.losses.divergence import divergence
+from megatron_worker.losses.parts.divergence import divergence
 from megatron_worker.sums import reported
-from shared.jobs import CISPO, DRO, GSPO, PPO, Artifact, Kl, Loss, PolicyLoss, Reinforce
-from shared.loss_presets import PRESETS, preset
-from tests.megatron_worker.test_batches import a_batch
+from megatron_worker.training.batches import Sums
+from shared.contract import Artifact
+from shared.jobs.job import CISPO, DRO, GSPO, PPO, Kl, Loss, PolicyLoss, Reinforce
+from shared.jobs.loss_presets import PRESETS, preset
+from tests.megatron_worker.training.test_batches import a_batch
 
 ROWS = dict[str, np.ndarray]
 

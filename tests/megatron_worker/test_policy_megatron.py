@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from activities.preference_pairs import pair_unit
-from megatron_worker.batches import to_batch
+from activities.tokenizing.preference_units import pair_unit
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.events import Probed, Saved, Step, Succeeded
-from shared.jobs import (
+from megatron_worker.training.batches import to_batch
+from shared.contract import Artifact
+from shared.jobs.events import Probed, Saved, Step, Succeeded
+from shared.jobs.job import (
     CISPO,
     DPO,
     DRO,
     GSPO,
     PPO,
     Adam,
-    Artifact,
     Checkpointing,
     Full,
     Job,
@@ -33,8 +33,8 @@ from shared.jobs import (
     Reinforce,
     Schedule,
 )
-from shared.layout import Layout
-from shared.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from shared.jobs.layout import Layout
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.launch import run_ranks
 from tests.megatron_worker.rows import Row, bin_of, random_rows
 from tests.megatron_worker.test_megatron_job import new_worker

@@ -9,23 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from activities.preference_pairs import COLUMNS, pair_unit
-from megatron_worker.evaluation import held_out_loss
-from shared.events import Evaluated, Saved
-from shared.jobs import (
-    DPO,
-    PPO,
-    Artifact,
-    Checkpointing,
-    CrossEntropy,
-    Evaluation,
-    Full,
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
-from shared.packed import UnitsWriter
+from activities.tokenizing.preference_units import COLUMNS, pair_unit
+from megatron_worker.training.evaluation import held_out_loss
+from shared.contract import Artifact
+from shared.jobs.events import Evaluated, Saved
+from shared.jobs.job import DPO, PPO, Checkpointing, CrossEntropy, Evaluation, Full, Job, JobPlan, PackedData, Schedule
+from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_policy_jobs import PlainLoop, metrics_of
 from tests.megatron_worker.test_runner import adapter_sha256, do, failure, losses
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE

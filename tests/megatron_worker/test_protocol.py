@@ -11,13 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_worker.vigil import is_alive
-from shared.artifacts import sha256_file
-from shared.events import Cancelled, Failed, Saved, Started, Step, Succeeded
-from shared.jobs import Artifact, Fence, Job
-from shared.layout import Layout
-from shared.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
-from shared.paths import WorkerPaths, write_atomically
+from megatron_worker.process.watchdog import is_alive
+from shared.contract import Artifact, Fence
+from shared.jobs.events import Cancelled, Failed, Saved, Started, Step, Succeeded
+from shared.jobs.job import Job
+from shared.jobs.layout import Layout
+from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
+from shared.storage.artifacts import sha256_file
+from shared.storage.paths import WorkerPaths, write_atomically
 from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command, torchrun
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
 

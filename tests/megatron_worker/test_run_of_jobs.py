@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.events import Saved, Started, Step, Succeeded
-from shared.jobs import Checkpointing, Full, Job, JobPlan, PackedData, Schedule
-from shared.packed import Plan
+from shared.jobs.events import Saved, Started, Step, Succeeded
+from shared.jobs.job import Checkpointing, Full, Job, JobPlan, PackedData, Schedule
+from shared.jobs.packed import Plan
 from tests.megatron_worker.test_runner import adapter_sha256, checkpoint, do, failure, losses
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 

@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_worker.control import Control
 from megatron_worker.engine import Batch, LossFunction
-from megatron_worker.report import Report
-from megatron_worker.staging import Staging
+from megatron_worker.process.event_log import Report
+from megatron_worker.process.ranks import Control
+from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Worker
-from shared.artifacts import seal, sha256_file
+from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
-from shared.jobs import Artifact, Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
-from shared.layout import Layout
-from shared.packed import UnitsWriter
+from shared.jobs.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
+from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.layout import Layout
+from shared.jobs.packed import UnitsWriter
 from shared.settings import S3Settings
+from shared.storage.artifacts import seal, sha256_file
 from tests.megatron_worker.tiny_engine import TinyEngine, build
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan, write_units
 

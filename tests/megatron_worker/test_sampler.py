@@ -17,19 +17,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from activities.sampler_client import Sampler
+from activities.sampling.client import Sampler
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.probe import probe
 from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.ending import Ending
 from megatron_worker.sampler.generation import Generator, Sequence, Ticket, reliable_width
-from shared.completions import CompletionResponse, Sampling
+from megatron_worker.training.probe import probe
+from shared.chat.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput
-from shared.jobs import LINEARS, Reinforce
-from shared.layout import Layout
+from shared.jobs.job import LINEARS, Reinforce
+from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, ROOT, ready, running, start, write_adapter
 
@@ -489,7 +489,7 @@ def test_a_model_that_cannot_be_used_is_exit_2(place, tmp_path, missing):
 
 
 def test_it_starts_without_megatron():
-    modules = "megatron_worker.sampler.answers, megatron_worker.evaluation"
+    modules = "megatron_worker.sampler.answers, megatron_worker.training.evaluation"
     code = f"import sys, {modules}; print('megatron.core' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from activities.sampler_client import Sampler
-from shared.completions import CompletionResponse, Sampling
+from activities.sampling.client import Sampler
+from shared.chat.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.sampler_process import NAME, running

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from activities.pack_trajectories import GroupsRequest, rows_of, sharing_sets, write_step
-from activities.prefix_tree import split_tree
-from activities.read_groups import Group, GroupsRead, GroupsReport, Scored
-from megatron_worker.batches import to_batch
+from activities.packing.prefix_tree import split_tree
+from activities.trajectories.pack_trajectories import GroupsRequest, rows_of, sharing_sets, write_step
+from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
 from megatron_worker.losses import loss_function
-from shared.jobs import CISPO, GSPO, PPO, Loss
-from shared.packed import Plan, Units
-from shared.runs import RLRun, StepStatus
-from shared.trajectories import Trajectory
+from megatron_worker.training.batches import to_batch
+from shared.chat.trajectories import Trajectory
+from shared.jobs.job import CISPO, GSPO, PPO, Loss
+from shared.jobs.packed import Plan, Units
+from shared.runs.requests import RLRun
+from shared.runs.status import StepStatus
 from tests.activities.groups import rl_run
 from tests.megatron_worker.rows import VOCAB_SIZE
 from tests.megatron_worker.test_policy_megatron import fresh, gradient

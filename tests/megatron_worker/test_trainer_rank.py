@@ -13,13 +13,13 @@ from benchmarks import trainer_rank_step
 from benchmarks.random_model import TINY
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Scores
-from megatron_worker.kernels.choice import policy
+from megatron_worker.head.kernel_choice import policy
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
-from shared.jobs import PPO, Adam, Lora
-from shared.layout import Layout
+from shared.jobs.job import PPO, Adam, Lora
+from shared.jobs.layout import Layout
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import (
     LORAS,

@@ -18,8 +18,8 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.trainer_rank.packing import PackSize, pack
 from shared.errors import InvalidInput
-from shared.jobs import Adam
-from shared.layout import Layout
+from shared.jobs.job import Adam
+from shared.jobs.layout import Layout
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import (
     gradient,

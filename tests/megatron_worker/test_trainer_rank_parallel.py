@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared.layout import Layout
+from shared.jobs.layout import Layout
 from tests.megatron_worker import trainer_ranks
 from tests.megatron_worker.ranks import write_adapters
 from tests.megatron_worker.rows import distinct_model

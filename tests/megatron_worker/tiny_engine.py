@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megatron_worker.__main__ import main
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
-from megatron_worker.head import score_targets, whole_vocabulary
+from megatron_worker.head.logprobs import score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.jobs import Adam, Full, JobPlan, Lora
-from shared.layout import Layout
+from shared.jobs.job import Adam, Full, JobPlan, Lora
+from shared.jobs.layout import Layout
 
 VOCAB_SIZE, HIDDEN_SIZE = 64, 16
 SINGLE = Layout()

@@ -1,6 +1,6 @@
 """What the ranks of a parallel TrainerRank do.
 
-`python -m megatron_worker.launcher N tests.megatron_worker.trainer_ranks OUT TRIALS`
+`python -m megatron_worker.process.launcher N tests.megatron_worker.trainer_ranks OUT TRIALS`
 
 The test compares what they leave with the same functions in its own process.
 """
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_worker.agreement import everyone
+from megatron_worker.process.agreement import everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs import Adam
-from shared.layout import EngineName, Layout
-from shared.models import Frozen
+from shared.jobs.job import Adam
+from shared.jobs.layout import EngineName, Layout
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
 from tests.megatron_worker.trials import given_trials

@@ -1,5 +1,5 @@
-"""Trials of a rank program, `python -m megatron_worker.launcher N MODULE OUT TRIALS`: a test asks for them in JSON, and
-each rank does them."""
+"""Trials of a rank program, which launcher.py starts as `MODULE OUT TRIALS`: a test asks for them in JSON, and each
+rank does them."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from megatron_worker.process_group import start_group
+from megatron_worker.process.process_group import start_group
 from tests.megatron_worker.launch import run_ranks
 
 Trial = TypeVar("Trial", bound=BaseModel)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.artifacts import seal
-from shared.events import Event, parse_event
-from shared.jobs import Artifact, Fence, Job, JobPlan, Lora, PackedData, Schedule
-from shared.packed import PlanWriter, Units, UnitsWriter
-from shared.paths import WorkerPaths, write_atomically
+from shared.contract import Artifact, Fence
+from shared.jobs.events import Event, parse_event
+from shared.jobs.job import Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.packed import PlanWriter, Units, UnitsWriter
+from shared.storage.artifacts import seal
+from shared.storage.paths import WorkerPaths, write_atomically
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE, write_tiny_weights
 
 FIRST = Fence(epoch=1)

@@ -5,14 +5,15 @@ import math
 import random
 from pathlib import Path
 
-from shared import artifacts
-from shared.events import Evaluated, Sample, Saved, Started, Step, Succeeded
-from shared.jobs import Adam, Artifact, CrossEntropy, Fence, Job, JobPlan, Lora, PackedData, Schedule
-from shared.packed import PlanHeader
-from shared.paths import RunKeys, grouped
-from shared.runs import CheckpointRef, PhaseSpan, RunStatus, StepStatus
-from shared.store import ObjectStore, uri_of
-from shared.trajectories import Trajectory, TrajectoryGroup
+from shared.chat.trajectories import Trajectory, TrajectoryGroup
+from shared.contract import Artifact, Fence
+from shared.jobs.events import Evaluated, Sample, Saved, Started, Step, Succeeded
+from shared.jobs.job import Adam, CrossEntropy, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.packed import PlanHeader
+from shared.runs.status import CheckpointRef, PhaseSpan, RunStatus, StepStatus
+from shared.storage import artifacts
+from shared.storage.paths import RunKeys, grouped
+from shared.storage.store import ObjectStore, uri_of
 
 XSS = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 """Shown as the text that it is, or else noticed by the browser."""

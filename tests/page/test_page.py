@@ -15,17 +15,18 @@ from pydantic import SecretStr
 from sqlalchemy import delete
 from tokenizers import Tokenizer
 
+from service.accounts.sessions import COOKIE, CSRF_HEADER
 from service.database.engine import open_database
-from service.database.run_rows import run_row
 from service.database.tables import RunRow
-from service.page.sessions import COOKIE, CSRF_HEADER
-from shared import artifacts
-from shared.artifacts import FileEntry, Manifest, refer
-from shared.events import Step
-from shared.jobs import Fence
-from shared.paths import RunKeys
-from shared.runs import Problem, RunRecord, RunStatus, SFTRun
+from service.runs.rows import run_row
+from shared.contract import Fence
+from shared.jobs.events import Step
+from shared.runs.requests import RunRecord, SFTRun
+from shared.runs.status import Problem, RunStatus
 from shared.settings import DownloadSettings, Settings
+from shared.storage import artifacts
+from shared.storage.artifacts import FileEntry, Manifest, refer
+from shared.storage.paths import RunKeys
 from tests.conftest import S3Server
 from tests.page import measured
 from tests.service.conftest import (  # noqa: F401 - fixtures

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from shared.artifacts import seal, upload
-from shared.store import ObjectStore
+from shared.storage.artifacts import seal, upload
+from shared.storage.store import ObjectStore
 from tests.service.conftest import Service, sft
 from tests.service.stand_in import SUCCEEDS, WAITS
 from tests.workflows.published import publish

@@ -1,6 +1,6 @@
 """Where our own requests go for users: not into our network, by redirect, by DNS rebinding or by any spelling.
 
-Downloads have tests of their own (tests/activities/test_download.py). Here: webhooks, judges and samplers.
+Downloads have tests of their own (tests/activities/sources/test_download.py). Here: webhooks, judges and samplers.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.deliver import Deliver, DeliverRequest, NotDelivered
 from activities.grading.score_model import ScoreModel
-from activities.samplers import Samplers, ServedSampler
+from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
+from activities.sampling.samplers import Samplers, ServedSampler
 from service.automation.webhooks import WebhookChoice, Webhooks
 from service.temporal import Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
-from shared.graders import SampledItem, ScoreModelGrader
+from shared.grading.graders import SampledItem, ScoreModelGrader
+from shared.runs.webhooks import Notice
 from shared.settings import GradingSettings, Settings, WebhookSettings
-from shared.store import open_store
-from shared.webhooks import Notice
+from shared.storage.store import open_store
 
 PUBLIC = "93.184.216.34"
 SPELLINGS = ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0")

@@ -18,28 +18,28 @@ import httpx
 import pytest
 import uvicorn
 
-from activities.deliver import Deliver
-from activities.download import Download
-from activities.grade_one import GradeOne
-from activities.preview import PreviewDataset
-from activities.record_result import RecordResult
-from activities.resolve_model import ResolveModel
+from activities.grading.grade_one import GradeOne
+from activities.models.resolve_model import ResolveModel
+from activities.records.deliver import Deliver
+from activities.records.record_result import RecordResult
+from activities.sources.download import Download
+from activities.tokenizing.preview import PreviewDataset
+from service.apis.listening import config
 from service.app import create_app
 from service.database.engine import open_database
-from service.database.rebuild import rebuild
 from service.host import connect, control_workers
-from service.listening import config
-from shared.artifacts import seal, upload
-from shared.paths import published_version, version_claim
+from service.rebuild import rebuild
 from shared.settings import DownloadSettings, RateLimitSettings, Settings
-from shared.store import ObjectStore, open_store
+from shared.storage.artifacts import seal, upload
+from shared.storage.paths import published_version, version_claim
+from shared.storage.store import ObjectStore, open_store
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
-from workflows.grader import GraderWorkflow
-from workflows.preview import PreviewWorkflow
-from workflows.scheduled import ScheduledRunWorkflow
-from workflows.untrained_model import UntrainedModelWorkflow
-from workflows.webhook import WebhookWorkflow
+from workflows.services.grader import GraderWorkflow
+from workflows.services.preview import PreviewWorkflow
+from workflows.services.scheduled import ScheduledRunWorkflow
+from workflows.services.untrained_model import UntrainedModelWorkflow
+from workflows.services.webhook import WebhookWorkflow
 
 KEY = "ls-test-key"
 LONGSHORE = str(Path(sys.executable).parent / "longshore")

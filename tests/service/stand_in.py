@@ -7,11 +7,12 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.record_result import Recorded
-    from shared.models import Frozen
-    from shared.runs import Problem, RLStart, RunStart, RunStatus, StepRequest, StepStatus
+    from activities.records.record_result import Recorded
+    from shared.contract import Frozen
+    from shared.runs.start import RLStart, RunStart
+    from shared.runs.status import Problem, RunStatus, StepRequest, StepStatus
     from workflows import control
-    from workflows.interruption import Work
+    from workflows.training.interruption import Work
 
 SUCCEEDS, FAILS, WAITS, QUEUES, MUTE = 0, 1, 2, 3, 4
 """Seeds of runs: what the stand-in does with them. A resumed run succeeds. A mute one waits, and cannot be queried."""

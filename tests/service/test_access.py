@@ -6,9 +6,9 @@ import pytest
 
 from service.accounts.access import Access
 from shared.errors import InvalidInput
-from shared.runs import SFTRun
+from shared.runs.requests import SFTRun
 from shared.settings import S3Settings, Settings
-from shared.store import open_store
+from shared.storage.store import open_store
 from tests.service.conftest import sft
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service.art_api.job_events import TrainStep
-from service.art_api.job_request import ExperimentalConfig, SftConfig, SftRequest
-from service.art_api.job_runs import rl_run, sft_run
-from service.art_api.sent_groups import split
-from service.models.art_models import ArtModel, ArtName, ArtSettings, new_model
+from service.apis.art.job_events import TrainStep
+from service.apis.art.job_request import ExperimentalConfig, SftConfig, SftRequest
+from service.apis.art.job_runs import rl_run, sft_run
+from service.apis.art.sent_groups import split
+from service.inference.art_models import ArtModel, ArtName, ArtSettings, new_model
+from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput
-from shared.jobs import CISPO, GSPO, PPO
-from shared.runs import Problem, StepStatus
-from shared.trajectories import ChatTrajectory, SentGroup
+from shared.jobs.job import CISPO, GSPO, PPO
+from shared.runs.status import Problem, StepStatus
 
 QUESTION = {"role": "user", "content": "How many crates?"}
 CHOICE = {"finish_reason": "stop", "index": 0, "logprobs": {"content": []}, "message": {"role": "assistant"}}

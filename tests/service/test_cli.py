@@ -13,13 +13,13 @@ from typing import get_args
 
 import pytest
 
-from service.cli.submit_commands import EngineChoice
-from shared import artifacts
-from shared.events import Step
-from shared.jobs import Fence
-from shared.layout import EngineName
-from shared.paths import RunKeys
-from shared.runs import RunStatus
+from service.cli.commands.submit import EngineChoice
+from shared.contract import Fence
+from shared.jobs.events import Step
+from shared.jobs.layout import EngineName
+from shared.runs.status import RunStatus
+from shared.storage import artifacts
+from shared.storage.paths import RunKeys
 from tests.service.conftest import LONGSHORE, Service, wait_until
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 

@@ -13,9 +13,9 @@ import typer
 
 from service.cli.help_groups import HEADINGS
 from service.cli.main import app
-from shared.events import Cancelled, Evaluated, Event, Step
-from shared.jobs import Fence
-from shared.paths import RunKeys
+from shared.contract import Fence
+from shared.jobs.events import Cancelled, Evaluated, Event, Step
+from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Cli, Service, reaches, started, wait_until
 from tests.service.stand_in import FAILS, QUEUES, WAITS
 

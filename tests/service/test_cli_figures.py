@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from activities.pack import PackRequest, write_plan
-from service.cli.durations import seconds_of, span
+from activities.packing.pack import PackRequest, write_plan
 from service.cli.estimate import course_of
 from service.cli.exits import Stop
-from service.cli.live import Bar
-from service.cli.render import summary
-from service.cli.timeline import phases, took
-from service.runs.run_views import RunView, seconds_left
-from shared.events import Step
-from shared.jobs import Artifact, Fence
-from shared.run_events import RunEvent
-from shared.runs import SFTRun
-from workflows.pace import Pace
+from service.cli.output.durations import seconds_of, span
+from service.cli.output.live import Bar
+from service.cli.output.render import summary
+from service.cli.output.timeline import phases, took
+from service.runs.views import RunView, seconds_left
+from shared.contract import Artifact, Fence
+from shared.jobs.events import Step
+from shared.runs.events import RunEvent
+from shared.runs.requests import SFTRun
+from workflows.training.pace import Pace
 
 
 def sft(**changes: object) -> SFTRun:

@@ -13,15 +13,15 @@ from sqlalchemy.orm import Session
 
 from service.accounts.quotas import Quotas
 from service.database import migrate
-from service.database.engine import Database, DatabaseUnavailable
-from service.database.run_rows import RunRows, run_row
+from service.database.engine import Database
 from service.database.tables import OutboxRow, RunRow, TenantRow
-from service.problems import QuotaExceeded
-from service.runs.run_states import queued
+from service.errors import DatabaseUnavailable, QuotaExceeded
+from service.runs.rows import RunRows, run_row
+from service.runs.states import queued
 from shared.errors import InvalidInput
-from shared.runs import RunRecord, SFTRun, Source
+from shared.runs.requests import RunRecord, SFTRun, Source
 from shared.settings import QuotaSettings
-from shared.store import LocalStore
+from shared.storage.store import LocalStore
 from tests.conftest import free_port
 from tests.service.conftest import sft
 

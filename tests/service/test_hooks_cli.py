@@ -10,11 +10,11 @@ import httpx
 import pytest
 from standardwebhooks import Webhook as Verifier
 
-from shared.paths import RunKeys
-from shared.runs import RunRecord
+from shared.runs.requests import RunRecord
 from shared.settings import DownloadSettings, Settings, WebhookSettings
+from shared.storage.paths import RunKeys
+from tests.service.apis.native.test_webhooks import Receiver, receiving
 from tests.service.conftest import Answer, Cli, Service, sft, wait_until
-from tests.service.test_webhooks import Receiver, receiving
 
 
 @pytest.fixture(scope="module")

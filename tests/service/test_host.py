@@ -19,18 +19,18 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.complete import Complete
-from activities.download import Downloaded, DownloadRequest
-from activities.samplers import Samplers
-from activities.track import Track
+from activities.sampling.complete import Complete
+from activities.sampling.samplers import Samplers
+from activities.sources.download import Downloaded, DownloadRequest
+from activities.tracking.track import Track
 from service.host import activity_name, connect, control_activities, serve
 from service.host_record import HostRecord
-from shared.layout import Layout
-from shared.leases import ProcessKey, WorkerKey, WorkerRecord
-from shared.paths import HostPaths, write_atomically
-from shared.runs import DatasetSource
+from shared.jobs.layout import Layout
+from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
+from shared.runs.requests import DatasetSource
 from shared.settings import Settings
-from shared.store import LocalStore
+from shared.storage.paths import HostPaths, write_atomically
+from shared.storage.store import LocalStore
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.workflows.stand_in import artifact

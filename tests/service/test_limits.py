@@ -9,8 +9,8 @@ import pytest
 
 from service.accounts.rate_limits import SignInLimit
 from service.accounts.tenants import TenantRecord
-from shared.paths import tenant_record
 from shared.settings import QuotaSettings, RateLimitSettings
+from shared.storage.paths import tenant_record
 from tests.service.conftest import KEY, Service, new_key, reaches, serving, sft, started
 from tests.service.stand_in import SUCCEEDS, WAITS
 

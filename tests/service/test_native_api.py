@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from service.runs.run_views import RunView
-from shared import artifacts
-from shared.events import Evaluated, Saved, Started, Step, Succeeded
-from shared.jobs import Fence
-from shared.paths import RunKeys, run_index
-from shared.runs import DPORun, RunRecord, RunStatus, SFTRun
+from service.runs.views import RunView
+from shared.contract import Fence
+from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
+from shared.runs.requests import DPORun, RunRecord, SFTRun
+from shared.runs.status import RunStatus
+from shared.storage import artifacts
+from shared.storage.paths import RunKeys, run_index
 from tests.files_below import files_below
 from tests.service.conftest import KEY, Service, sft, wait_until
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS

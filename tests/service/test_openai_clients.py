@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from service.backend import Backend
-from service.data.uploads import UploadRecord
 from service.database.engine import open_database
-from shared import paths
-from shared.paths import RunKeys
-from shared.runs import RunRecord
+from service.files.uploads import UploadRecord
+from shared.runs.requests import RunRecord
+from shared.storage import paths
+from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Service, new_key, started
 
 ROOT = Path(__file__).parents[2]

@@ -14,24 +14,27 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.accounts.principals import Principal
-from service.openai_api import automatic, retries
-from service.openai_api.examples import count_examples
-from service.openai_api.files import MAX_NAME, plain_name
-from service.openai_api.forms import FileForm
-from service.openai_api.job_events import JobEvents
-from service.openai_api.job_request import Hyperparameters, JobRequest
-from service.openai_api.job_runs import Examples, StartingPoint, published_name, run_of
-from service.openai_api.job_views import status_of
-from service.openai_api.results import metrics_csv
-from service.runs.run_views import EvaluationMetrics, Metrics, RunReader, RunView, StepMetrics
-from shared import paths
+from service.apis.openai import retries
+from service.apis.openai.examples import count_examples
+from service.apis.openai.files import MAX_NAME, plain_name
+from service.apis.openai.fine_tuning import automatic
+from service.apis.openai.fine_tuning.events import JobEvents
+from service.apis.openai.fine_tuning.request import Hyperparameters, JobRequest
+from service.apis.openai.fine_tuning.results import metrics_csv
+from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, published_name, run_of
+from service.apis.openai.fine_tuning.views import status_of
+from service.apis.openai.forms import FileForm
+from service.runs.views import EvaluationMetrics, Metrics, RunReader, RunView, StepMetrics
+from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
-from shared.events import Evaluated, Saved, Started, Step, Succeeded
-from shared.jobs import Artifact, Fence, Lora
-from shared.paths import RunKeys
-from shared.runs import DPORun, PhaseSpan, RLRun, SFTRun, StepStatus
+from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
+from shared.jobs.job import Lora
+from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.status import PhaseSpan, StepStatus
 from shared.settings import S3Settings
-from shared.store import ObjectStore, open_store
+from shared.storage import paths
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore, open_store
 
 CHECK = {
     "type": "string_check",

@@ -17,15 +17,15 @@ from temporalio.api.workflowservice.v1 import PollWorkflowTaskQueueRequest, Resp
 from temporalio.client import Client
 
 from service.backend import Backend
-from service.data.files import uploads_folder
 from service.database import migrate
 from service.database.engine import open_database
-from service.runs.run_views import RunView
+from service.files.files import uploads_folder
+from service.runs.views import RunView
 from shared.errors import StoreUnavailable
-from shared.paths import RunKeys, run_index
-from shared.runs import RunRecord, SFTRun, Source
+from shared.runs.requests import RunRecord, SFTRun, Source
 from shared.settings import S3Settings, Settings
-from shared.store import LocalStore, open_store
+from shared.storage.paths import RunKeys, run_index
+from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.service.conftest import polling, serving, sft, wait_until
 from tests.service.stand_in import MUTE, SUCCEEDS, WAITS

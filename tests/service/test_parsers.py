@@ -15,24 +15,24 @@ from pydantic import TypeAdapter, ValidationError
 from service.accounts.access import Access
 from service.accounts.keys import Keys
 from service.accounts.quotas import Quotas
-from service.data.files import FilePage, Files
+from service.accounts.sessions import Sessions
+from service.apis.openai.files import plain_name
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
-from service.database.run_rows import RunRows
-from service.models.checkpoint_adapters import CheckpointName
-from service.openai_api.files import plain_name
-from service.page.sessions import Sessions
+from service.files.files import FilePage, Files
+from service.inference.checkpoint_adapters import CheckpointName
+from service.runs.rows import RunRows
+from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.events import Step
-from shared.jobs import Fence
-from shared.models import Frozen
-from shared.paths import RunKeys
-from shared.run_events import EventCursor, read_run_events
-from shared.runs import MetadataKey, MetadataValue, Name, RunId, RunRecord, RunStatus, SFTRun, Source, Tenant
-from shared.schedules import ScheduledRun
+from shared.jobs.events import Step
+from shared.runs.events import EventCursor, read_run_events
+from shared.runs.requests import MetadataKey, MetadataValue, Name, RunId, RunRecord, SFTRun, Source, Tenant
+from shared.runs.schedules import ScheduledRun
+from shared.runs.status import RunStatus
+from shared.runs.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret
 from shared.settings import QuotaSettings, Settings
-from shared.store import LocalStore, open_store
-from shared.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret
+from shared.storage.paths import RunKeys
+from shared.storage.store import LocalStore, open_store
 
 # Letters that mean something to somebody: to paths, to SQL, to JSON, to headers, to terminals.
 ODD = st.text(st.sampled_from("a0-_./\\%\"'`$*?[]{}():;@#&=+,~ \t\r\n\0\x1b\u202e٣é😀"), max_size=40)

@@ -21,24 +21,26 @@ from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.common import RetryPolicy
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.complete import CompleteRequest
-from activities.deliver import DeliverRequest
-from activities.download import DownloadRequest
-from activities.find_checkpoint import FindCheckpointRequest
-from activities.pack_trajectories import GroupsRequest
-from activities.preview import PreviewRequest, PreviewStart
-from activities.record_step import StepRecordRequest
-from activities.samplers import ServedSampler
-from activities.track import TrackRequest
+from activities.records.deliver import DeliverRequest
+from activities.records.find_checkpoint import FindCheckpointRequest
+from activities.records.record_step import StepRecordRequest
+from activities.sampling.complete import CompleteRequest
+from activities.sampling.samplers import ServedSampler
+from activities.sources.download import DownloadRequest
+from activities.tokenizing.preview import PreviewRequest, PreviewStart
+from activities.tracking.track import TrackRequest
+from activities.trajectories.pack_trajectories import GroupsRequest
 from service.host import _AT_ONCE, connect, serve
-from shared.completions import CompletionRequest
-from shared.jobs import Artifact, Lora
-from shared.models import Frozen
-from shared.paths import RunKeys, webhook_record
-from shared.runs import DatasetSource, RLRun, RunStart, RunStatus, SFTRun, StepStatus
+from shared.chat.completions import CompletionRequest
+from shared.contract import Artifact, Frozen
+from shared.jobs.job import Lora
+from shared.runs.requests import DatasetSource, RLRun, SFTRun
+from shared.runs.start import RunStart
+from shared.runs.status import RunStatus, StepStatus
+from shared.runs.webhooks import Notice, Webhook
 from shared.settings import DownloadSettings, Settings, WebhookSettings
-from shared.store import LocalStore, open_store
-from shared.webhooks import Notice, Webhook
+from shared.storage.paths import RunKeys, webhook_record
+from shared.storage.store import LocalStore, open_store
 from tests.service.conftest import serving, sft, wait_until
 from workflows.policies import pool_of, queue_of
 from workflows.sft import SFTWorkflow

@@ -12,15 +12,15 @@ import pytest
 from service.accounts.keys import Keys
 from service.accounts.quotas import Quotas
 from service.accounts.tenants import Tenants
-from service.data.files import FileRecord, Files
-from service.data.uploads import UploadRecord, Uploads
 from service.database import migrate
 from service.database.engine import Database
-from service.database.rebuild import rebuild
-from shared import paths
+from service.files.files import FileRecord, Files
+from service.files.uploads import UploadRecord, Uploads
+from service.rebuild import rebuild
 from shared.errors import NotFound
 from shared.settings import QuotaSettings, Settings
-from shared.store import LocalStore, ObjectInfo
+from shared.storage import paths
+from shared.storage.store import LocalStore, ObjectInfo
 
 CONTENT = b'{"text": "a"}\n'
 

@@ -19,16 +19,16 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError
 from temporalio.worker import Worker
 
-from activities.lease import LeaseGrant
-from activities.lease_sampler import SamplerLeaseRequest
-from activities.worker_process import processes_of
+from activities.hosts.lease import LeaseGrant
+from activities.hosts.worker_process import processes_of
+from activities.sampling.lease_sampler import SamplerLeaseRequest
 from service.host import connect
-from shared.artifacts import seal, upload
-from shared.completions import SamplerReady
-from shared.leases import SamplerKey, WorkerRecord
-from shared.paths import HostPaths
+from shared.chat.completions import SamplerReady
+from shared.jobs.leases import SamplerKey, WorkerRecord
 from shared.settings import Settings
-from shared.store import open_store
+from shared.storage.artifacts import seal, upload
+from shared.storage.paths import HostPaths
+from shared.storage.store import open_store
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.workflows.stand_in import wait_until
 

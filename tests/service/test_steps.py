@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from activities.record_step import RecordStep, StepRecordRequest
-from service.cli.step_table import step_line
-from shared.events import Event, Started, Step, Succeeded
-from shared.jobs import Fence
-from shared.paths import RunKeys
-from shared.runs import Problem, StepStatus
+from activities.records.record_step import RecordStep, StepRecordRequest
+from service.cli.output.step_table import step_line
+from shared.contract import Fence
+from shared.jobs.events import Event, Started, Step, Succeeded
+from shared.runs.status import Problem, StepStatus
+from shared.storage.paths import RunKeys
 from tests.service.conftest import LONGSHORE, Service, sft, wait_until
 
 FENCE = Fence(epoch=1)

@@ -14,13 +14,13 @@ from service.automation.schedule_views import Backfill
 from service.database import migrate
 from service.database.engine import Database
 from service.database.tables import TenantRow
-from service.problems import QuotaExceeded
-from shared import paths, stored_bytes
+from service.errors import QuotaExceeded
 from shared.errors import InvalidInput
-from shared.schedules import ScheduledRun
+from shared.runs.schedules import ScheduledRun
 from shared.settings import QuotaSettings
-from shared.store import LocalStore, ObjectInfo
-from shared.stored_bytes import Ledger, Reservation, Room
+from shared.storage import paths, stored_bytes
+from shared.storage.store import LocalStore, ObjectInfo
+from shared.storage.stored_bytes import Ledger, Reservation, Room
 from tests.service.conftest import sft
 
 QUOTAS = QuotaSettings(stored_bytes=100)

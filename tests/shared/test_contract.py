@@ -5,15 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.chat import ChatRequest
+from shared.chat.messages import ChatRequest
+from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
-from shared.events import Probed, Started, Step, Succeeded, parse_event
 from shared.field_rules import rule_in_words
-from shared.jobs import DPO, PPO, Artifact, CrossEntropy, Fence, Job, JobPlan, Lora, PackedData, Schedule
-from shared.layout import Layout, ModelShape, check_layout
-from shared.paths import RunKeys, content_key, write_atomically
-from shared.peft_format import CONFIG
-from shared.runs import DatasetSource, SFTRun
+from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
+from shared.jobs.job import DPO, PPO, CrossEntropy, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.layout import Layout, ModelShape, check_layout
+from shared.models.peft import CONFIG
+from shared.runs.requests import DatasetSource, SFTRun
+from shared.storage.paths import RunKeys, content_key, write_atomically
 
 ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)
 SHAPE = ModelShape(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import S3Settings, Settings, user_config_path
-from shared.store import LocalStore, open_store
+from shared.storage.store import LocalStore, open_store
 
 
 def test_the_nearer_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

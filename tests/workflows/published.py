@@ -3,12 +3,13 @@
 import uuid
 from pathlib import Path
 
-from activities.publish import Claim, claim_version
-from shared.artifacts import seal, upload
-from shared.jobs import Artifact, Fence, Full, Job
-from shared.paths import RunKeys, published_version
-from shared.runs import DatasetSource, RunRecord, SFTRun
-from shared.store import ObjectStore
+from activities.models.publish import Claim, claim_version
+from shared.contract import Artifact, Fence
+from shared.jobs.job import Full, Job
+from shared.runs.requests import DatasetSource, RunRecord, SFTRun
+from shared.storage.artifacts import seal, upload
+from shared.storage.paths import RunKeys, published_version
+from shared.storage.store import ObjectStore
 from tests.workflows.stand_in import job_plan
 
 BASE = "file:///models/tiny"

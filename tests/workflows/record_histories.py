@@ -20,25 +20,26 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 
-from activities.grade_one import GradeOneRequest
-from activities.preview import PreviewRequest, PreviewStart
-from activities.resolve_model import ModelRequest
-from activities.track import TrackRequest
-from activities.worker_process import processes_of
+from activities.grading.grade_one import GradeOneRequest
+from activities.hosts.worker_process import processes_of
+from activities.models.resolve_model import ModelRequest
+from activities.tokenizing.preview import PreviewRequest, PreviewStart
+from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
 from service.host import connect, serve
-from shared.graders import SampledItem, StringCheckGrader
-from shared.models import Frozen
-from shared.runs import DatasetSource, SFTRun
+from shared.contract import Frozen
+from shared.grading.graders import SampledItem, StringCheckGrader
+from shared.runs.requests import DatasetSource, SFTRun
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
 from tests.end_to_end.stack import started as whole_stack
 from tests.end_to_end.victims import a_rank, kill, sampler
-from tests.service import test_schedules, test_webhooks
-from tests.workflows import test_rl, test_serving
+from tests.service.apis.native import test_schedules, test_webhooks
+from tests.workflows import test_rl
+from tests.workflows.leases import test_serving
 from tests.workflows.test_sft import Stack, eventually, failure_of, has_checkpoint, started
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from shared.artifacts import seal, upload
-from shared.jobs import Artifact, Checkpointing, JobPlan, Lora, PackedData, Schedule
-from shared.leases import WorkerKey
-from shared.models import Frozen
-from shared.store import ObjectStore
+from shared.contract import Artifact, Frozen
+from shared.jobs.job import Checkpointing, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.leases import WorkerKey
+from shared.storage.artifacts import seal, upload
+from shared.storage.store import ObjectStore
 
 T = TypeVar("T")
 REPOSITORY = Path(__file__).parents[2]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from temporalio import activity
 
-from activities.download import Downloaded, DownloadRequest
-from activities.pack import Packed, PackRequest
-from activities.resolve_model import ModelRequest, ResolvedModel
-from activities.tokenize import Tokenized, TokenizeRequest
-from activities.track import Tracked, TrackRequest
+from activities.models.resolve_model import ModelRequest, ResolvedModel
+from activities.packing.pack import Packed, PackRequest
+from activities.sources.download import Downloaded, DownloadRequest
+from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
+from activities.tracking.track import Tracked, TrackRequest
+from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs import Artifact
-from shared.layout import ModelShape
-from shared.paths import RunKeys
-from shared.store import ObjectStore, uri_of
+from shared.jobs.layout import ModelShape
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore, uri_of
 from tests.workflows.stand_in import artifact
 
 SHAPE = ModelShape(

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import psutil
 
-from shared.artifacts import seal, stage
-from shared.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
-from shared.jobs import Job
-from shared.leases import LeaseMark, WorkerRecord
-from shared.paths import WorkerPaths, write_atomically
+from shared.jobs.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
+from shared.jobs.job import Job
+from shared.jobs.leases import LeaseMark, WorkerRecord
 from shared.settings import S3Settings
+from shared.storage.artifacts import seal, stage
+from shared.storage.paths import WorkerPaths, write_atomically
 
 SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905}
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-MODULES = sorted(Path(__file__).parents[2].joinpath("workflows").glob("*.py"))
+MODULES = sorted(Path(__file__).parents[2].joinpath("workflows").rglob("*.py"))
 # A replay must find what the run found: no clock, no chance, no files, no threads, no environment.
 REPLAYABLE = {"asyncio", "collections", "dataclasses", "datetime", "hashlib", "math", "typing"}
 HEAVY = ("torch", "transformers", "pyarrow", "boto3", "tokenizers", "wandb", "httpx", "megatron")
 
 
 def test_importing_the_workflows_loads_nothing_heavy() -> None:
-    modules = "workflows.sft, workflows.preview, workflows.track, workflows.training"
+    modules = "workflows.sft, workflows.services.preview, workflows.services.track, workflows.training.training"
     code = f"import sys, {modules}; print(' '.join(name for name in {HEAVY!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -9,16 +9,16 @@ from temporalio.client import WorkflowHistory
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import Replayer
 
-from workflows.completion import CompletionWorkflow
-from workflows.grader import GraderWorkflow
-from workflows.preview import PreviewWorkflow
+from workflows.leases.serving import ServingWorkflow
 from workflows.rl import RLWorkflow
-from workflows.scheduled import ScheduledRunWorkflow
-from workflows.serving import ServingWorkflow
+from workflows.services.completion import CompletionWorkflow
+from workflows.services.grader import GraderWorkflow
+from workflows.services.preview import PreviewWorkflow
+from workflows.services.scheduled import ScheduledRunWorkflow
+from workflows.services.track import TrackWorkflow
+from workflows.services.untrained_model import UntrainedModelWorkflow
+from workflows.services.webhook import WebhookWorkflow
 from workflows.sft import SFTWorkflow
-from workflows.track import TrackWorkflow
-from workflows.untrained_model import UntrainedModelWorkflow
-from workflows.webhook import WebhookWorkflow
 
 WORKFLOWS = [
     SFTWorkflow,

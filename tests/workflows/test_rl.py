@@ -14,31 +14,33 @@ from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner
 
-from activities.find_checkpoint import FindCheckpoint
-from activities.pack_trajectories import PackTrajectories
-from activities.publish import Publish
-from activities.record_result import RecordResult
-from activities.record_step import RecordStep
-from activities.worker_process import processes_of
+from activities.hosts.worker_process import processes_of
+from activities.models.publish import Publish
+from activities.records.find_checkpoint import FindCheckpoint
+from activities.records.record_result import RecordResult
+from activities.records.record_step import RecordStep
+from activities.trajectories.pack_trajectories import PackTrajectories
 from service.accounts.quotas import Quotas
 from service.database import migrate
 from service.database.engine import Database
-from service.database.run_rows import RunRows, run_row
 from service.host import connect, control_workers
-from service.models.room import Room
-from service.runs.run_states import queued
+from service.inference.room import Room
+from service.runs.rows import RunRows, run_row
+from service.runs.states import queued
 from service.temporal import Temporal
-from shared.events import Started, Step
-from shared.run_events import read_events
-from shared.runs import RLStart, RunRecord, RunTiming, StepRequest, StepStatus
+from shared.jobs.events import Started, Step
+from shared.runs.events import read_events
+from shared.runs.requests import RunRecord
+from shared.runs.start import RLStart, RunTiming
+from shared.runs.status import StepRequest, StepStatus
 from shared.settings import DownloadSettings, QuotaSettings, Settings
-from shared.store import open_store, open_uri
+from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.test_sft import Stack, eventually
 from workflows import rl
 from workflows.rl import RLWorkflow
-from workflows.track import TrackWorkflow
+from workflows.services.track import TrackWorkflow
 
 
 class RLStack(Stack):

@@ -27,32 +27,33 @@ from temporalio.client import (
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from activities.find_checkpoint import FindCheckpoint
-from activities.lease import LeaseRecord
-from activities.progress import ProgressReport
-from activities.publish import Publish
-from activities.record_result import RecordResult
-from activities.resolve_model import ModelRequest
-from activities.run_job import JobRequest
-from activities.worker_pool import WorkerPool
-from activities.worker_process import processes_of
+from activities.hosts.lease import LeaseRecord
+from activities.hosts.progress import ProgressReport
+from activities.hosts.run_job import JobRequest
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import processes_of
+from activities.models.publish import Publish
+from activities.models.resolve_model import ModelRequest
+from activities.records.find_checkpoint import FindCheckpoint
+from activities.records.record_result import RecordResult
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers
 from service.seals import seal_key
-from shared.events import Step
-from shared.jobs import Fence
-from shared.layout import Layout
-from shared.paths import HostPaths, RunKeys
-from shared.run_events import read_events
-from shared.run_start import result_sha256
-from shared.runs import STATUS_MEMO, DatasetSource, RunStart, RunStatus, RunTiming, SFTRun
+from shared.contract import Fence
+from shared.jobs.events import Step
+from shared.jobs.layout import Layout
+from shared.runs.events import read_events
+from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.start import RunStart, RunTiming, result_sha256
+from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.settings import Settings
-from shared.store import ObjectStore, open_store, open_uri
+from shared.storage.paths import HostPaths, RunKeys
+from shared.storage.store import ObjectStore, open_store, open_uri
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
+from workflows.services.track import TrackWorkflow
 from workflows.sft import SFTWorkflow
-from workflows.track import TrackWorkflow
 
 
 @dataclass

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from service.dev.connection import Connection
-from shared.artifacts import seal, upload
-from shared.paths import published_version
-from shared.store import LocalStore
+from shared.storage.artifacts import seal, upload
+from shared.storage.paths import published_version
+from shared.storage.store import LocalStore
 from tests.end_to_end.stack import Stack, started
 from tests.security.attacks.bounds import Bounds, bounded
 from tests.security.attacks.tenants import Tenant

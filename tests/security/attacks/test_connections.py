@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service import edge, listening
+from service.apis import edge, listening
 from shared.settings import RateLimitSettings, Settings
 from tests.security.belongings import Belongings
 from tests.security.conftest import client

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.accounts.fair_shares import FairShare
-from service.problems import Busy
+from service.errors import Busy
 from shared.settings import Settings
 from tests.activities.web_server import Page, WebServer, serve_pages
 from tests.end_to_end.stack import wait_until

@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from activities.worker_process import launch
+from activities.hosts.worker_process import launch
+from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs import Artifact
-from shared.layout import Layout
-from shared.leases import WorkerKey
-from shared.paths import HostPaths
+from shared.jobs.layout import Layout
+from shared.jobs.leases import WorkerKey
+from shared.storage.paths import HostPaths
 from tests.security.belongings import DATA, ROLLOUTS
 from tests.service.conftest import Service, sft
 

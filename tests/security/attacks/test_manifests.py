@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from shared.artifacts import manifest_of
+from shared.storage.artifacts import manifest_of
 from tests.end_to_end.stack import Stack
 from tests.security.attacks.tenants import Tenant
 from tests.security.attacks.test_places import ROWS, refused

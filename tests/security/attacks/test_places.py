@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.paths import MANIFEST
+from shared.storage.paths import MANIFEST
 from tests.end_to_end.stack import Stack
 from tests.security.attacks.tenants import Tenant
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from activities.dataset_sources import find_sources
+from activities.sources.datasets import find_sources
 from service.temporal import Temporal
 from shared.errors import InvalidInput
 from shared.settings import Settings
-from shared.store import open_store
+from shared.storage.store import open_store
 from shared.uri_queries import with_query
 from tests.files_below import files_below
 from tests.security.belongings import TENANT, Belongings

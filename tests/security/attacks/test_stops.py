@@ -12,9 +12,9 @@ import pytest
 from fastapi import FastAPI
 from pydantic import field_validator
 
+from service.apis.json_bodies import MAX_FIELDS, SMALL_BYTES, JsonBody, JsonRoute
 from service.app import ART_ROUTERS, NATIVE_ROUTERS, OPENAI_ROUTERS, ROUTERS
-from service.json_bodies import MAX_FIELDS, SMALL_BYTES, JsonBody, JsonRoute
-from shared.models import Frozen
+from shared.contract import Frozen
 from tests.security.attacks.tenants import Tenant
 
 ROOT = Path(__file__).parents[3]
@@ -63,16 +63,17 @@ def test_a_pattern_that_is_not_is_found(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from shared.expressions import *\ntry: parse_expression('1' * 3990 + 'e1x')\nexcept ExpressionError: pass",
-        "from shared.expressions import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
+        "from shared.grading.expressions import *"
+        "\ntry: parse_expression('1' * 3990 + 'e1x')\nexcept ExpressionError: pass",
+        "from shared.grading.expressions import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
         "\nexcept ExpressionError: pass",
         "from activities.grading.score_model import score_in\n"
         "for said in ('```' + ' ' * 500_000, '```' + ' \\n' * 200_000 + 'x', '```json' * 100_000):\n"
         "  try: score_in({'choices': [{'message': {'content': said + 'x```'}}]}, (0, 1))\n"
         "  except Exception as error: assert type(error).__name__ == 'NotGraded'",
-        "from activities.tool_calls import told_calls\n"
+        "from activities.tokenizing.tool_calls import told_calls\n"
         "for said in ('<tool_call>' * 200_000, '<tool_call></tool_call' * 100_000): told_calls(said, 'a')",
-        "from shared.templates import *\n"
+        "from shared.grading.templates import *\n"
         "for said in ('{{' * 30_000, '{{ ' + 'a.' * 30_000 + '}}', '{{' + ' ' * 60_000 + '}}'):\n"
         "  try: parse_template(said)\n"
         "  except TemplateError: pass",

@@ -27,13 +27,15 @@ from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.lease import LeaseRequest
+from activities.hosts.lease import LeaseRequest
 from service.dev.connection import Connection
 from service.seals import UNSEALED
-from shared.jobs import Artifact
-from shared.layout import Layout
-from shared.leases import WorkerKey
-from shared.runs import RunStart, RunStatus, SFTRun, StepRequest
+from shared.contract import Artifact
+from shared.jobs.layout import Layout
+from shared.jobs.leases import WorkerKey
+from shared.runs.requests import SFTRun
+from shared.runs.start import RunStart
+from shared.runs.status import RunStatus, StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
 from workflows.control import NOT_STARTED

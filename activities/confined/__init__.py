@@ -1,0 +1,1 @@
+"""Functions on strangers' data, each call in a child process under limits."""

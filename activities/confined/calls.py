@@ -1,0 +1,316 @@
+"""Our own functions on strangers' data, each call in a child of its own, under limits: what breaks is the child.
+
+    host ──a socket a call──► fork server (imports done, one thread) ──fork──► child: the call, then its end
+
+A tokenizer, a Parquet reader or a JSON parser that is fed what a stranger made may take any amount of memory, loop, or
+abort its process. Whatever happens to the child by its own doing is its input's error: InvalidInput, and final. A child
+that somebody killed says nothing of its input, and the call may be tried again. So may one that the kernel ended for
+want of memory, which ends such children first, unless this child took much of it itself.
+
+Requests, signs and results are JSON, which pydantic reads (no pickle). Of the environment the child has what
+reaches the store (AWS_*): it runs our own code, and what runs a stranger's has a sandbox and none of this. The child
+dies with the fork server, which dies with its host, and is what the kernel ends first when memory runs out.
+"""
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+from pydantic import TypeAdapter
+
+from activities.confined.fork_server import HEAD, Limits, types_of
+from shared import errors
+from shared.child_environment import child_environment
+from shared.errors import InvalidInput
+from shared.settings import ConfinedSettings
+
+AskT = TypeVar("AskT")
+AnswerT = TypeVar("AnswerT")
+
+_MAX_FRAME_BYTES = 256 << 20
+_SLICE_S = 0.5  # a cancellation reaches a thread between two waits
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GRACE_S = 10.0
+_MUCH = 0.5  # of the memory that a child may take: from there on its own input is why the host has none left
+_GRADING = 4  # times as many as others: they take little, and judges that are slow must not keep everybody waiting
+
+Kind = Literal["short", "dataset", "grading"]
+
+
+def call(
+    function: Callable[[AskT], AnswerT], ask: AskT, settings: ConfinedSettings, *, kind: Kind = "short"
+) -> AnswerT:
+    """The result of a module's own function, called in a child, when there is a place for one more.
+
+    Args:
+        function: of one annotated argument, which JSON can carry, and so its result.
+        kind: `dataset` for what reads all of one, which leaves a place to others; `grading`, which mostly waits for
+            judges, has places of its own.
+
+    Raises:
+        LongshoreError, OSError: what the function raised. InvalidInput also where the child broke a limit, or broke.
+        RuntimeError: somebody killed the child, or the function has a bug.
+    """
+    _, answer = types_of(function)
+    [frame] = _frames(function, ask, settings, kind)
+    result: AnswerT = TypeAdapter(answer).validate_json(frame)
+    return result
+
+
+def stream(
+    function: Callable[[AskT], Iterator[AnswerT]], ask: AskT, settings: ConfinedSettings, *, kind: Kind = "short"
+) -> Generator[AnswerT, None, None]:
+    """What a generator function yields in a child, as it comes. Raises as `call` does. Close it to end the child."""
+    _, answer = types_of(function)
+    adapter: TypeAdapter[AnswerT] = TypeAdapter(answer)
+    for frame in _frames(function, ask, settings, kind):
+        yield adapter.validate_json(frame)
+
+
+def prepare() -> None:
+    """Start this process's fork server, which the first call would else wait for."""
+    threading.Thread(target=_server.start, daemon=True).start()
+
+
+def _frames(function: Callable[..., Any], ask: Any, settings: ConfinedSettings, kind: Kind) -> Iterator[bytes]:
+    argument, _ = types_of(function)
+    limits = Limits(settings.memory_bytes, settings.step_cpu_s, settings.file_bytes)
+    opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits.__dict__}
+    with _places.one(settings, kind):
+        data, status = _server.fork()
+        child = _Child(data, status, settings)
+        try:
+            child.send(json.dumps(opening).encode())
+            child.send(TypeAdapter(argument).dump_json(ask))
+            yield from child.results()
+        finally:
+            child.close()
+
+
+class _Places:
+    """How many children this process has at once: their memory is the machine's. Who waits holds its thread alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: dict[object, Kind] = {}
+
+    @contextmanager
+    def one(self, settings: ConfinedSettings, kind: Kind) -> Iterator[None]:
+        mine = object()
+        try:
+            with self._changed:
+                while not self._is_free(kind, settings.at_once or _room(settings.memory_bytes)):
+                    self._changed.wait(_SLICE_S)
+                self._held[mine] = kind
+            yield
+        finally:
+            with self._changed:
+                self._held.pop(mine, None)
+                self._changed.notify_all()
+
+    def _is_free(self, kind: Kind, at_once: int) -> bool:
+        held = Counter(self._held.values())
+        match kind:
+            case "grading":
+                return held["grading"] < _GRADING * at_once
+            case "dataset" if held["dataset"] >= at_once - 1:
+                return False
+            case _:
+                return held["short"] + held["dataset"] < at_once
+
+
+@cache
+def _room(memory_bytes: int) -> int:
+    """How many times so much memory this machine has, or the container that we are in; 2 at least."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such container, or "max"
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(2, available // memory_bytes)
+
+
+class _Child:
+    """One call's child, seen from its host. `place`: where in the input it last said that it was."""
+
+    def __init__(self, data: socket.socket, status: int, settings: ConfinedSettings) -> None:
+        self._data = data
+        self._status = status
+        self._settings = settings
+        self._place: str | None = None
+
+    def close(self) -> None:
+        """The fork server ends the child when nobody listens any more."""
+        self._data.close()
+        os.close(self._status)
+
+    def send(self, frame: bytes) -> None:
+        with suppress(BrokenPipeError):  # how it ended is told below
+            self._data.sendall(HEAD.pack(b"q", len(frame)) + frame)
+
+    def results(self) -> Iterator[bytes]:
+        """The frames of results, until the last one. Raises what the child raised, or what became of it."""
+        while True:
+            kind, frame = self._receive()
+            match kind:
+                case b"s":
+                    self._place = json.loads(frame) or self._place
+                case b"r":
+                    yield frame
+                case b"e":
+                    return
+                case _:
+                    _raise(json.loads(frame), self._place)
+
+    def _receive(self) -> tuple[bytes, bytes]:
+        deadline = time.monotonic() + self._settings.silence_s
+        kind, num_bytes = HEAD.unpack(self._read(HEAD.size, deadline))
+        if num_bytes > _MAX_FRAME_BYTES:
+            raise InvalidInput("what it comes to is larger than may be handed on", self._place)
+        return kind, self._read(num_bytes, deadline)
+
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
+        found = bytearray()
+        while len(found) < num_bytes:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise InvalidInput(f"it takes longer than {self._settings.silence_s:g} s", self._place)
+            if not select.select([self._data], [], [], min(left_s, _SLICE_S))[0]:
+                continue
+            try:
+                piece = self._data.recv(min(num_bytes - len(found), 1 << 20))
+            except ConnectionResetError:
+                piece = b""
+            if not piece:
+                self._ended()
+            found += piece
+        return bytes(found)
+
+    def _ended(self) -> NoReturn:
+        """Why it ended without a last word."""
+        if not select.select([self._status], [], [], _GRACE_S)[0] or not (told := os.read(self._status, 4096)):
+            raise RuntimeError("the fork server ended, and the process of this call with it")
+        status, out_of_memory, peak_bytes = json.loads(told)
+        limits = self._settings
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number == signal.SIGXCPU:
+                raise InvalidInput(f"it takes more than {limits.step_cpu_s} s of processor time", self._place)
+            if number == signal.SIGKILL and out_of_memory and peak_bytes >= _MUCH * limits.memory_bytes:
+                raise InvalidInput("it takes more memory than this host has left", self._place)
+            if number in _FROM_OUTSIDE:
+                raise RuntimeError(f"the process of this call was killed by signal {number}")
+            raise InvalidInput(
+                f"reading it aborts its process ({signal.Signals(number).name}), as too much memory does: "
+                f"the limit is {_in_words(limits.memory_bytes)}",
+                self._place,
+            )
+        raise RuntimeError(f"the process of this call ended with status {os.waitstatus_to_exitcode(status)}")
+
+
+def _in_words(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.3g} GiB"
+
+
+def _raise(told: dict[str, Any], place: str | None) -> NoReturn:
+    """What the function raised, as it would have been raised here."""
+    match told:
+        case {"error": "InvalidInput" | "CorruptArtifact" as name, "message": message, "place": where}:
+            raise getattr(errors, name)(message, where)
+        case {"error": name, "message": message}:
+            raise getattr(errors, name)(message)
+        case {"memory": limit}:
+            raise InvalidInput(f"reading it takes more memory than the {_in_words(limit)} that it may", place)
+        case {"panic": message}:
+            raise InvalidInput(f"it cannot be read: {message}", place)
+        case {"errno": number, "strerror": text, "filename": filename}:
+            raise OSError(number, text, filename)
+        case _:
+            raise RuntimeError(f"in a process of its own:\n{told['bug']}")
+
+
+class _ForkServer:
+    """This process's fork server, started when it is first needed, and again when it was lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            self._started()
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """A new child's socket, and where the fork server tells how it ended."""
+        ours, childs = socket.socketpair()
+        told, tells = os.pipe()
+        try:
+            self._hand_over(childs.fileno(), tells)
+        except BaseException:
+            ours.close()
+            os.close(told)
+            raise
+        finally:
+            childs.close()
+            os.close(tells)
+        return ours, told
+
+    def _hand_over(self, data: int, status: int) -> None:
+        with self._lock:
+            for is_last_try in (False, True):
+                try:
+                    socket.send_fds(self._started(), [b"f"], [data, status])
+                    return
+                except OSError as error:  # it was killed: one more is started
+                    if is_last_try or error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                        raise
+                    self._forget()
+
+    def _started(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()
+        if self._control is None:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "activities.confined.fork_server"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    cwd=Path(__file__).parents[2],
+                    start_new_session=True,  # a terminal's Ctrl-C is for the host
+                    env={
+                        **child_environment("confined"),
+                        "LANG": "C.UTF-8",
+                        "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
+                        "OMP_NUM_THREADS": "1",
+                        "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve more than they use, which counts
+                        "MALLOC_ARENA_MAX": "2",
+                    },
+                )
+        return self._control
+
+    def _forget(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+
+
+_server = _ForkServer()
+_places = _Places()
+os.register_at_fork(after_in_child=_server.__init__)  # type: ignore[misc]
+os.register_at_fork(after_in_child=_places.__init__)  # type: ignore[misc]

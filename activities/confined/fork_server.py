@@ -1,0 +1,293 @@
+"""The other side of calls.py: a server that has everything imported, and forks a child for each call.
+
+It has one thread and reads nothing of a stranger's. Standard input is its host's socket: two descriptors a call, one
+end of the call's own socket and a pipe that tells how the child ended. That its host has gone it hears from that
+socket too (a signal of the parent's death would come with the end of the thread that started it), and its children go
+with it.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+HEAD = struct.Struct("!cQ")
+"""Before every frame: its kind (q: question, s: sign, r: result, e: end, x: exception), and its bytes."""
+
+# What calls need, imported once. Whatever is missing here is imported in the child, each time.
+_PRELOADED = (
+    "numpy",
+    "tokenizers",
+    "pyarrow",
+    "pyarrow.parquet",
+    "activities.grading.grade",
+    "activities.models.files",
+    "activities.trajectories.pack_trajectories",
+    "activities.tokenizing.preview",
+    "activities.tokenizing.render_prompts",
+    "activities.tokenizing.tokenize",
+)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one child. `step_cpu_s`: of processor time from one sign of progress to the next."""
+
+    memory_bytes: int
+    step_cpu_s: int
+    file_bytes: int
+
+
+def types_of(function: Callable[..., Any]) -> tuple[Any, Any]:
+    """The types of a function's one argument and of its result, or of what it yields."""
+    hints = get_type_hints(function)
+    answer = hints.pop("return")
+    [argument] = hints.values()
+    return argument, get_args(answer)[0] if get_origin(answer) in (Iterator, Generator) else answer
+
+
+_sign: Callable[[str | None], None] | None = None
+
+
+def sign(place: str | None = None) -> None:
+    """Say that work goes on, and where in the input where that is another place: the limits of time begin anew.
+
+    Nothing happens outside such a child.
+    """
+    if _sign is not None:
+        _sign(place)
+
+
+# The server.
+
+
+@dataclass(frozen=True)
+class _Running:
+    """`status`: where its end is told, and whose other end the host closes to end it. `kills`: as _oom_kills."""
+
+    status: int
+    kills: int
+
+
+def _serve() -> None:
+    control = socket.socket(fileno=os.dup(0))
+    wakes, wakened = os.pipe()
+    for end in (wakes, wakened):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with_s3 = ("boto3",) if any(name.startswith("AWS_") for name in os.environ) else ()
+    for name in (*_PRELOADED, *with_s3):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that collections in children copy no pages
+    running: dict[int, _Running] = {}
+    watched = select.poll()
+    watched.register(control, select.POLLIN)
+    watched.register(wakes, select.POLLIN)
+    while True:
+        for descriptor, _ in watched.poll():
+            if descriptor == control.fileno():
+                _, given, _, _ = socket.recv_fds(control, 1, 2)
+                if len(given) != 2:  # the host is gone
+                    _leave(running)
+                data, status = given
+                running[_fork(data)] = _Running(status, _oom_kills())
+                watched.register(status, 0)  # an error is always told: nobody reads the other end
+            elif descriptor == wakes:
+                with suppress(BlockingIOError):
+                    os.read(wakes, 4096)
+            else:
+                watched.unregister(descriptor)
+                for pid, child in running.items():
+                    if child.status == descriptor:
+                        os.kill(pid, signal.SIGKILL)
+        _reap(running, watched)
+
+
+def _fork(data: int) -> int:
+    pid = os.fork()
+    if not pid:
+        _child(data)
+    os.close(data)
+    return pid
+
+
+def _reap(running: dict[int, _Running], watched: select.poll) -> None:
+    while running:
+        pid, status, used = os.wait4(-1, os.WNOHANG)
+        if not pid:
+            return
+        child = running.pop(pid)
+        with suppress(KeyError):
+            watched.unregister(child.status)
+        told = json.dumps([status, _oom_kills() > child.kills, used.ru_maxrss << 10])
+        with suppress(BrokenPipeError):
+            os.write(child.status, told.encode())
+        os.close(child.status)
+
+
+def _leave(running: dict[int, _Running]) -> NoReturn:
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _oom_kills() -> int:
+    """How many processes this machine's kernel has ended for want of memory."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _die_with_parent(expected: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != expected:  # it went before we asked
+        os._exit(1)
+
+
+# The child. It runs our own code, on data that may be anything.
+
+
+def _child(data: int) -> NoReturn:
+    status = 1
+    try:
+        server = os.getppid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.dup2(data, 3)
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in (0, 1):
+            os.dup2(null, descriptor)
+        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _die_with_parent(server)
+        channel = socket.socket(fileno=3)
+        opening = json.loads(_frame(channel))
+        limits = Limits(**opening["limits"])
+        _limit(limits)
+        _work(channel, opening["module"], opening["function"], limits)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _limit(limits: Limits) -> None:
+    bounds = {
+        resource.RLIMIT_DATA: limits.memory_bytes,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, bound in bounds.items():
+        hard = resource.getrlimit(kind)[1]
+        bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(kind, (bound, bound))
+    with suppress(OSError):  # where there is no such thing
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _work(channel: socket.socket, module: str, name: str, limits: Limits) -> None:
+    global _sign
+    reserve: list[bytes] = [bytes(1 << 20)]  # given back when memory has run out, so that this can be told
+    question = _frame(channel)
+    turn = threading.Lock()  # threads of the call's own may say where they are
+
+    def tell(place: str | None) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        bound = int(used.ru_utime + used.ru_stime) + limits.step_cpu_s + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
+        with turn:
+            _send(channel, b"s", json.dumps(place).encode())
+
+    tell(None)
+    _sign = tell
+    try:
+        for frame in _results(module, name, question):
+            with turn:
+                _send(channel, b"r", frame)
+        with turn:
+            _send(channel, b"e", b"")
+    except MemoryError:
+        reserve.clear()
+        turn.acquire()
+        _send(channel, b"x", json.dumps({"memory": limits.memory_bytes}).encode())
+    except BaseException as error:
+        turn.acquire()
+        _send(channel, b"x", json.dumps(_told(error)).encode())
+
+
+def _results(module: str, name: str, question: bytes) -> Iterator[bytes]:
+    from pydantic import TypeAdapter
+
+    function = getattr(importlib.import_module(module), name)
+    argument, answer = types_of(function)
+    adapter: TypeAdapter[Any] = TypeAdapter(answer)
+    result = function(TypeAdapter(argument).validate_json(question))
+    if not isinstance(result, types.GeneratorType):
+        result = [result]
+    for each in result:
+        yield adapter.dump_json(each)
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """An exception, for confined._raise to raise again."""
+    from shared.errors import InvalidInput, LongshoreError
+
+    match error:
+        case InvalidInput():
+            return {"error": type(error).__name__, "message": error.message, "place": error.place}
+        case LongshoreError():
+            return {"error": type(error).__name__, "message": str(error)}
+        case OSError(errno=int(number)):
+            return {"errno": number, "strerror": error.strerror, "filename": str(error.filename or "")}
+    if type(error).__name__ == "PanicException":  # of libraries in Rust, and no Exception of Python's
+        return {"panic": str(error)}
+    return {"bug": "".join(traceback.format_exception(error))[-8000:]}
+
+
+def _frame(channel: socket.socket) -> bytes:
+    _, num_bytes = HEAD.unpack(_exactly(channel, HEAD.size))
+    return _exactly(channel, num_bytes)
+
+
+def _exactly(channel: socket.socket, num_bytes: int) -> bytes:
+    found = bytearray()
+    while len(found) < num_bytes:
+        piece = channel.recv(min(num_bytes - len(found), 1 << 20))
+        if not piece:
+            os._exit(0)  # nobody wants an answer any more
+        found += piece
+    return bytes(found)
+
+
+def _send(channel: socket.socket, kind: bytes, frame: bytes) -> None:
+    channel.sendall(HEAD.pack(kind, len(frame)) + frame)
+
+
+if __name__ == "__main__":
+    # As the module that others import, so that `sign` speaks for the child that it is called in.
+    from activities.confined import fork_server
+
+    fork_server._serve()

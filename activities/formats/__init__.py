@@ -1,0 +1,1 @@
+"""Rows of users' files as typed examples, preference pairs and prompts."""

@@ -1,0 +1,134 @@
+"""Rows of preference pairs: one prompt, the answer that is preferred and the one that is not.
+
+Each answer becomes an example of its own, so that it is rendered and encoded as it would be alone.
+"""
+
+from typing import Any
+
+from activities.formats.examples import Chat, Pair, PromptCompletion
+from activities.formats.fields import list_of_objects, message_of, text_of, tools_of, type_name
+from activities.formats.rows import Row
+from shared.errors import InvalidInput
+
+Messages = list[dict[str, Any]]
+
+
+def preference(row: Row) -> Pair:
+    """`chosen` and `rejected`, with a `prompt` or none, as TRL has them: texts or messages.
+
+    Two conversations without a prompt of their own are asked what both begin with. A text beside such conversations
+    says the same again, as some datasets do, and has to be one of those messages.
+
+    Raises:
+        InvalidInput: an answer is missing, or is the other one; the prompts differ, or there is none.
+    """
+    _refuse_weight(row)
+    if isinstance(row.fields.get("chosen"), str):
+        return _of_texts(row)
+    answers = {name: _answer(row, name) for name in ("chosen", "rejected")}
+    match row.fields.get("prompt"):
+        case list():
+            return _pair(row, "prompt", _messages(row, "prompt"), answers, tools_of(row))
+        case str() as text if answers["chosen"][0]["role"] == answers["rejected"][0]["role"] == "assistant":
+            return _pair(row, "prompt", [{"role": "user", "content": text}], answers, tools_of(row))
+        case str() | None as text:
+            return _with_shared_prompt(row, answers, text)
+        case other:
+            raise InvalidInput(f"prompt must be text or a list, not {type_name(other)}", row.place)
+
+
+def openai_preference(row: Row) -> Pair:
+    """`input.messages`, `preferred_output` and `non_preferred_output`, as OpenAI has them. Raises as `preference`."""
+    _refuse_weight(row)
+    given = row.fields.get("input")
+    if not isinstance(given, dict):
+        raise InvalidInput(f"input must be an object, not {type_name(given)}", row.place)
+    inner = Row(row.place, {f"input.{name}": value for name, value in given.items()}, row.has_schema)
+    answers = {name: _answer(row, name) for name in ("preferred_output", "non_preferred_output")}
+    return _pair(row, "input.messages", _messages(inner, "input.messages"), answers, tools_of(inner, "input.tools"))
+
+
+def _refuse_weight(row: Row) -> None:
+    if row.fields.get("weight") not in (None, 1):
+        raise InvalidInput("weight must be 1 or absent: dpo weighs all pairs alike", row.place)
+
+
+def _of_texts(row: Row) -> Pair:
+    if row.fields.get("prompt") is None:
+        raise InvalidInput("chosen is text, and there is no prompt: add it, or give messages that share one", row.place)
+    prompt, chosen, rejected = (text_of(row, name) for name in ("prompt", "chosen", "rejected"))
+    if chosen == rejected:
+        raise _same(row, "rejected", "chosen")
+    return Pair(row.place, PromptCompletion(row.place, prompt, chosen), PromptCompletion(row.place, prompt, rejected))
+
+
+def _messages(row: Row, field: str) -> Messages:
+    return [message_of(row, f"{field}[{i}]", turn) for i, turn in enumerate(list_of_objects(row, field))]
+
+
+def _answer(row: Row, field: str) -> Messages:
+    """The messages of an answer, which is learned whole: a weight other than 1 would be ignored, and is refused."""
+    for i, turn in enumerate(list_of_objects(row, field)):
+        if turn.get("role") == "assistant" and turn.get("weight") not in (None, 1):
+            raise InvalidInput(f"{field}[{i}].weight must be 1 or absent: dpo weighs all answers alike", row.place)
+    return _messages(row, field)
+
+
+def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) -> Pair:
+    chosen, rejected = whole.values()
+    if chosen == rejected:
+        raise _same(row, *reversed(whole))
+    both = zip(chosen, rejected, strict=False)
+    shared = next((i for i, (one, other) in enumerate(both) if one != other), min(len(chosen), len(rejected)))
+    prompt = chosen[:shared]
+    if not prompt:
+        raise InvalidInput("chosen and rejected differ from their first message on: they share no prompt", row.place)
+    for field, messages in whole.items():
+        for i, turn in enumerate(messages[shared:], shared):
+            if turn["role"] not in ("assistant", "tool"):
+                raise InvalidInput(
+                    f"{field}[{i}] is the {turn['role']}'s, behind what both conversations begin with: "
+                    "the prompts of a pair must be the same",
+                    row.place,
+                )
+    if text is not None and not any(message.get("content") == text for message in prompt):
+        raise InvalidInput("prompt is none of the messages that chosen and rejected begin with", row.place)
+    return _pair(row, None, prompt, {name: messages[shared:] for name, messages in whole.items()}, tools_of(row))
+
+
+def _pair(
+    row: Row, asked_in: str | None, prompt: Messages, answers: dict[str, Messages], tools: list[dict[str, Any]] | None
+) -> Pair:
+    """Two conversations that go on from one prompt.
+
+    Args:
+        asked_in: the prompt's field; None where it is what both conversations begin with.
+        answers: by their fields, the preferred one first.
+    """
+    if asked_in is not None and prompt[-1]["role"] == "assistant":
+        fields = " and ".join(answers)
+        raise InvalidInput(f"{asked_in} ends with an assistant's turn: answers go into {fields}", row.place)
+    chosen, rejected = answers.values()
+    if chosen == rejected:
+        raise _same(row, *reversed(answers))
+    for field, answer in answers.items():
+        _check_answer(row, field, answer)
+    return Pair(row.place, _example(row, prompt, chosen, tools), _example(row, prompt, rejected, tools))
+
+
+def _check_answer(row: Row, field: str, answer: Messages) -> None:
+    """An answer is an assistant's turn, or several of them with tools' between."""
+    for turn in answer:
+        if turn["role"] not in ("assistant", "tool"):
+            raise InvalidInput(f"{field} has a turn of the {turn['role']}: answers are an assistant's", row.place)
+    if not answer or answer[-1]["role"] != "assistant":
+        raise InvalidInput(f"{field} does not end with an assistant's turn, so there is no answer", row.place)
+
+
+def _example(row: Row, prompt: Messages, answer: Messages, tools: list[dict[str, Any]] | None) -> Chat:
+    weights = [0.0] * len(prompt) + [float(turn["role"] == "assistant") for turn in answer]
+    return Chat(row.place, [*prompt, *answer], tools, weights)
+
+
+def _same(row: Row, rejected: str, chosen: str) -> InvalidInput:
+    return InvalidInput(f"{rejected} is the same as {chosen}: nothing to prefer", row.place)

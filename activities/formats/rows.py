@@ -1,0 +1,189 @@
+"""Rows of JSONL, text and Parquet files, streamed: memory does not grow with the file."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from activities.confined.fork_server import sign
+from shared.errors import InvalidInput
+
+JSON = Any  # what json.loads gives: dict, list, str, int, float, bool or None
+
+MAX_LINE_BYTES = 64 << 20
+MAX_DEPTH = 100
+_LONG_LINE_BYTES = 256 << 10
+_PARQUET_ROWS = 256
+_MAX_PARQUET_BATCH_BYTES = 512 << 20  # of so many rows
+_MAX_COLUMNS = 1000
+_UTF8_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row's fields and where it stands. `has_schema`: from Parquet, where absent fields arrive as nulls."""
+
+    place: str
+    fields: dict[str, JSON]
+    has_schema: bool = False
+
+
+def rows_of(path: Path, name: str, columns: tuple[str, ...] | None = None) -> Iterator[Row]:
+    """A file's rows. `columns`: those of a Parquet file to read; all if None.
+
+    Raises:
+        InvalidInput: not UTF-8, not JSON, not an object a line, too long a line, too deeply nested, damaged Parquet.
+    """
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head == b"PAR1":
+        return _parquet_rows(path, name, columns)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise InvalidInput("the file is UTF-16: save it as UTF-8", name)
+    if path.suffix == ".txt":
+        return _text_rows(path, name)
+    return _json_rows(path, name)
+
+
+def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
+    """The place and bytes of every line that is not blank; line numbers count from 1 and count blank lines."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            place = f"{name}:{number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise InvalidInput(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", place)
+            if len(line) > _LONG_LINE_BYTES:  # what it is parsed into may be thirty times as large
+                sign(place)
+            if number == 1:
+                line = line.removeprefix(_UTF8_BOM)
+            if line and not line.isspace():
+                yield place, line
+
+
+def _text_rows(path: Path, name: str) -> Iterator[Row]:
+    for place, line in lines_of(path, name):
+        yield Row(place, {"text": _decoded(line, place).rstrip("\r\n")})
+
+
+def _json_rows(path: Path, name: str) -> Iterator[Row]:
+    for place, line in lines_of(path, name):
+        yield Row(place, _parsed(line, place))
+
+
+def _parsed(line: bytes, place: str) -> dict[str, JSON]:
+    text = _decoded(line, place)
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"invalid JSON: {error.msg} at column {error.colno}", place) from error
+    except RecursionError as error:
+        raise InvalidInput(f"the JSON is nested deeper than {MAX_DEPTH} levels", place) from error
+    except ValueError as error:
+        raise InvalidInput(f"invalid JSON: {error}", place) from error
+    if not isinstance(value, dict):
+        hint = ", not an array of them" if text.lstrip().startswith("[") else ""
+        raise InvalidInput(f"a line holds one JSON object{hint}", place)
+    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _is_deep(value):
+        raise InvalidInput(f"the JSON is nested deeper than {MAX_DEPTH} levels", place)
+    if b"\\ud" in line or b"\\uD" in line:
+        _refuse_half_characters(value, place)
+    return value
+
+
+def _decoded(line: bytes, place: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"byte {error.start + 1} of the line is not UTF-8", place) from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_deep(value: JSON) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: JSON) -> list[JSON]:
+    children = value.values() if isinstance(value, dict) else value
+    return [child for child in children if isinstance(child, dict | list)]
+
+
+def _refuse_half_characters(value: JSON, place: str) -> None:
+    """JSON can escape half of a surrogate pair, which is no text: UTF-8 cannot hold it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput("a text holds half of a surrogate pair (\\ud800 to \\udfff)", place) from error
+
+
+def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            present = file.schema_arrow.names
+            if len(present) > _MAX_COLUMNS:
+                raise InvalidInput(f"{len(present):,} columns; a file may have up to {_MAX_COLUMNS:,}", name)
+            wanted = present if columns is None else [column for column in columns if column in present]
+            sign(name)
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
+                if batch.nbytes > _MAX_PARQUET_BATCH_BYTES:
+                    rule = (
+                        f"the {batch.num_rows} rows after row {number} have {batch.nbytes:,} bytes; they may have up to"
+                    )
+                    raise InvalidInput(f"{rule} {_MAX_PARQUET_BATCH_BYTES:,}", name)
+                sign(f"{name}: row {number + 1}")
+                for fields in _records(batch):
+                    number += 1
+                    yield Row(f"{name}: row {number}", fields, has_schema=True)
+    except pyarrow.ArrowException as error:
+        raise InvalidInput(f"the Parquet file cannot be read after row {number}: {error}", name) from error
+    except OSError as error:  # how pyarrow reports truncated and corrupted pages
+        raise InvalidInput(f"the Parquet file cannot be read after row {number}: {error}", name) from error
+
+
+def _records(batch: Any) -> Iterator[dict[str, JSON]]:
+    """A record batch row by row; lists of integers stay numpy arrays, all else becomes Python values."""
+    columns = [_column_values(column) for column in batch.columns]
+    names = batch.schema.names
+    for values in zip(*columns, strict=True):
+        yield dict(zip(names, values, strict=True))
+    if not columns:
+        yield from ({} for _ in range(batch.num_rows))
+
+
+def _column_values(column: Any) -> list[Any]:
+    import pyarrow.types as types
+
+    is_list = types.is_list(column.type) or types.is_large_list(column.type)
+    if is_list and types.is_integer(column.type.value_type) and not column.null_count:
+        offsets = column.offsets.to_numpy()
+        values = column.values
+        if not values.null_count:
+            flat = values.to_numpy()
+            return [flat[a:b] for a, b in pairwise(offsets)]
+    return column.to_pylist()
+
+
+def without_nulls(value: JSON) -> JSON:
+    """A copy without the null fields that a Parquet schema adds to every record."""
+    match value:
+        case dict():
+            return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        case list():
+            return [without_nulls(item) for item in value]
+        case _:
+            return value

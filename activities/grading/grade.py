@@ -1,0 +1,267 @@
+"""Grade: samples and a grader become grades, a line a sample, in the samples' order."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from pydantic import ValidationError
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.confined.fork_server import sign
+from activities.formats.rows import Row, rows_of
+from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
+from activities.heartbeat import beating
+from activities.scratch import scratch_folder
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.grading.graders import Grader, SampledItem, SampleGrade
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, content_key, graded, graded_part
+from shared.storage.store import ObjectStore, disk_errors, open_store
+
+_VERSION = "grade-1"  # raise it when the same samples would get other grades
+_ROWS_A_PART = 64  # what a kill can cost: a part's grades stand in the store when the next one begins
+_NUM_REASONS, _REASON_CHARS = 5, 300
+
+GRADES, SUMMARY = "grades.jsonl", "summary.json"
+
+
+class GradeRequest(Frozen):
+    """`samples`: an artifact of JSONL files, a `SampledItem` a line, read in the order of the files' names."""
+
+    samples: Artifact
+    grader: Grader
+
+    @property
+    def key(self) -> str:
+        """By content: where the samples' bytes came from does not matter."""
+        return content_key(_VERSION, self.samples.sha256, self.grader)
+
+
+class GradeSummary(Frozen):
+    """`mean` and `std` (of the population) are of the graded samples. `reasons`: why the first few got no grade."""
+
+    num_samples: int
+    num_graded: int
+    num_failed: int
+    mean: float | None
+    std: float | None
+    reasons: tuple[str, ...]
+
+
+class Graded(Frozen):
+    """`grades` holds `grades.jsonl`, a `SampleGrade` a line, and `summary.json`."""
+
+    grades: Artifact
+    grades_uri: str
+    summary: GradeSummary
+
+
+class Grade:
+    """Needs settings for the store, for scratch space, and for what graders may do."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="grade")
+    def grade(self, request: GradeRequest) -> Graded:
+        """A grade, or the reason why there is none, for every sample.
+
+        Raises:
+            InvalidInput: a row that is no sample; a grader that cannot be loaded, isolated or asked.
+            StoreUnavailable: a scoring server or the store is away; finished grades are kept for the next try.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        key = graded(request.key)
+        if done := find(store, key):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "grade") as scratch, disk_errors(scratch):
+            samples = stage(request.samples, paths.cache, self._settings.s3)
+            folder = scratch / "grades"
+            folder.mkdir()
+            parts = _Parts(store, request.key)
+            work = GradeWork(
+                samples=samples,
+                grader=request.grader,
+                means=GraderMeans.of(self._settings),
+                folder=scratch / "sandbox",
+                done=parts.known(),
+            )
+            with closing(confined.stream(graded_parts, work, self._settings.confined, kind="grading")) as found:
+                summary = _write_grades(found, parts, folder / GRADES)
+            (folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
+            seal(folder)
+            result = _result(store, key, upload(store, key, folder))
+        _Parts(store, request.key).forget(summary.num_samples)
+        return result
+
+    @activity.defn(name="check_grader")
+    def check_grader(self, grader: Grader) -> None:
+        """Whether this grader could grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
+        scratch = HostPaths(self._settings.root_path).scratch
+        with beating(), scratch_folder(scratch, "grade") as folder:
+            work = OneGradeWork(grader=grader, means=GraderMeans.of(self._settings), folder=folder)
+            confined.call(grade_one_of, work, self._settings.confined)
+
+
+class GradeWork(Frozen):
+    """Samples to grade. `folder`: for sandboxes; `done`: the first samples of parts that are graded already."""
+
+    samples: Path
+    grader: Grader
+    means: GraderMeans
+    folder: Path
+    done: frozenset[int]
+
+
+class GradedPart(Frozen):
+    """A part's grades; None where they are known already."""
+
+    first: int
+    num_samples: int
+    grades: tuple[SampleGrade, ...] | None = None
+
+
+def graded_parts(work: GradeWork) -> Iterator[GradedPart]:
+    """Part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does."""
+    rows, first = sampled_items(work.samples), 0
+    with open_grader(work.grader, work.means, work.folder) as grade_all:
+        while part := list(islice(rows, _ROWS_A_PART)):
+            sign(part[0][0])
+            grades = None if first in work.done else tuple(_graded(part, grade_all))
+            yield GradedPart(first=first, num_samples=len(part), grades=grades)
+            first += len(part)
+
+
+class OneGradeWork(Frozen):
+    """A sample to grade, or none: then the grader is only made ready."""
+
+    grader: Grader
+    means: GraderMeans
+    folder: Path
+    sample: SampledItem | None = None
+
+
+def grade_one_of(work: OneGradeWork) -> SampleGrade:
+    """A grade, or why there is none; neither where there is no sample. Raises InvalidInput as `open_grader` does."""
+    with open_grader(work.grader, work.means, work.folder) as grade_all:
+        if work.sample is None:
+            return SampleGrade(place="", grade=None)
+        return _graded([("", work.sample)], grade_all)[0]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Finished grades in the store, by the number of their first sample."""
+
+    store: ObjectStore
+    key: str
+
+    def known(self) -> frozenset[int]:
+        """The first samples of the parts that stand there."""
+        names = (Path(item.key) for item in self.store.list(f"{Path(graded_part(self.key, 0)).parent.as_posix()}/"))
+        return frozenset(int(name.stem) for name in names if name.stem.isdigit())
+
+    def find(self, first: int) -> tuple[SampleGrade, ...]:
+        data = self.store.get_bytes(graded_part(self.key, first))
+        return tuple(SampleGrade.model_validate_json(line) for line in data.splitlines())
+
+    def keep(self, first: int, grades: tuple[SampleGrade, ...]) -> None:
+        self.store.put_bytes(graded_part(self.key, first), _encoded(grades))
+
+    def forget(self, num_samples: int) -> None:
+        for first in range(0, num_samples, _ROWS_A_PART):
+            self.store.delete(graded_part(self.key, first))
+
+
+@dataclass
+class _Tally:
+    """What has been graded so far."""
+
+    grades: list[float] = field(default_factory=list)
+    num_failed: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def count(self, found: SampleGrade) -> None:
+        if found.grade is not None:
+            self.grades.append(found.grade)
+            return
+        self.num_failed += 1
+        if len(self.reasons) < _NUM_REASONS:
+            self.reasons.append(f"{found.place}: {found.error}"[:_REASON_CHARS])
+
+    def summary(self) -> GradeSummary:
+        num_graded = len(self.grades)
+        mean = math.fsum(self.grades) / num_graded if num_graded else None
+        return GradeSummary(
+            num_samples=num_graded + self.num_failed,
+            num_graded=num_graded,
+            num_failed=self.num_failed,
+            mean=mean,
+            std=None if mean is None else math.sqrt(math.fsum((g - mean) ** 2 for g in self.grades) / num_graded),
+            reasons=tuple(self.reasons),
+        )
+
+
+def _write_grades(found: Iterable[GradedPart], parts: _Parts, path: Path) -> GradeSummary:
+    """Every part is kept as it comes, so that a kill costs one part at most."""
+    tally, num_samples = _Tally(), 0
+    with path.open("wb") as file:
+        for part in found:
+            grades = part.grades
+            if grades is None:
+                grades = parts.find(part.first)
+            else:
+                parts.keep(part.first, grades)
+            file.write(_encoded(grades))
+            for grade in grades:
+                tally.count(grade)
+            num_samples += part.num_samples
+    if not num_samples:
+        raise InvalidInput("there is nothing to grade: no row in any .jsonl file", "samples")
+    return tally.summary()
+
+
+def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[SampleGrade]:
+    outcomes = grade_all([item for _, item in part])
+    return [
+        SampleGrade(place=place, grade=outcome.grade, error=outcome.error, parts=outcome.parts)
+        for (place, _), outcome in zip(part, outcomes, strict=True)
+    ]
+
+
+def _encoded(grades: Sequence[SampleGrade]) -> bytes:
+    return b"".join(grade.model_dump_json().encode() + b"\n" for grade in grades)
+
+
+def sampled_items(folder: Path) -> Iterator[tuple[str, SampledItem]]:
+    """The rows of a folder's JSONL files and where they stand, in the order of the files' names.
+
+    Raises:
+        InvalidInput: a row that is no sample.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.jsonl"))
+    for name in names:
+        for row in rows_of(folder / name, name):
+            yield row.place, _sampled_item(row)
+
+
+def _sampled_item(row: Row) -> SampledItem:
+    try:
+        return SampledItem.model_validate(row.fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field_name = ".".join(str(step) for step in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidInput(f"{field_name}: {message}" if field_name else message, row.place) from error
+
+
+def _result(store: ObjectStore, key: str, grades: Artifact) -> Graded:
+    summary = read_record(store, f"{key}/{SUMMARY}", GradeSummary)
+    return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)

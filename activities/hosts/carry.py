@@ -1,0 +1,146 @@
+"""Carrying a job's results from the worker's disk into the store: checkpoints, pieces of the log, then all of it."""
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from activities.hosts.follow import LogLine
+from activities.hosts.worker_process import tail
+from activities.records.checkpoints import prune
+from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
+from shared.jobs.events import Saved
+from shared.jobs.job import Job
+from shared.runs.status import CheckpointRef
+from shared.storage.artifacts import upload
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
+
+_PATIENCE_S = 300.0
+_PAUSE_S = 2.0
+_PART_SHARE = 0.02
+
+
+class Carrier:
+    """Works in a thread of its own, in order, so that a slow store holds up neither the log nor a cancellation.
+
+    A store that is away for some minutes costs the job nothing: the worker trains on. Leaving the block waits for the
+    call in hand, and drops what `finish` did not wait for. `durable` is the newest checkpoint that stands in the store.
+    """
+
+    def __init__(self, store: ObjectStore, job: Job, durable: CheckpointRef | None) -> None:
+        self.durable = durable
+        self._store = store
+        self._job = job
+        self._keys = RunKeys(job.plan.run_id)
+        self._keep = job.plan.checkpointing.keep
+        self._begun_at = time.monotonic()
+        self._carried_at = 0.0
+        self._lines: list[LogLine] = []
+        self._parts: list[str] = []
+        self._num_saved = 0
+        self._away_since: float | None = None
+        self._pending: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carry")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def job(self) -> None:
+        """Carry the job file, so that the job can be run again by hand whatever becomes of it."""
+        key = self._keys.job(self._job.plan.job_id, self._job.fence)
+        self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
+
+    def checkpoint(self, saved: Saved) -> None:
+        """Carry a checkpoint, behind the log of the steps that made it: who goes on from it finds their metrics."""
+        self._part()
+        self._num_saved += 1
+        number = self._num_saved
+        self._begin(lambda: self._checkpoint(saved, number))
+
+    def line(self, line: LogLine, at_once: bool) -> None:
+        """Take a line of the log, to be carried at once or with the next piece."""
+        self._lines.append(line)
+        if at_once:
+            self._part()
+
+    def tick(self) -> None:
+        """Carry a piece of the log if it is time, every second at first and every 30 s in a long job.
+
+        Raises:
+            StoreUnavailable: something could not be carried, and waiting did not help.
+        """
+        for future in [future for future in self._pending if future.done()]:
+            self._pending.remove(future)
+            future.result()
+        age_s = time.monotonic() - self._begun_at
+        if time.monotonic() - self._carried_at > min(30.0, max(1.0, _PART_SHARE * age_s)):
+            self._part()
+
+    def finish(self, output: Path | None) -> None:
+        """Carry the whole log (the pieces go then) and, where a path is given, the end of the output. Waits."""
+        self._begin(lambda: self._whole_log(output))
+        for future in self._pending:
+            future.result()
+        self._pending.clear()
+
+    def _begin(self, carry: Callable[[], None]) -> None:
+        self._pending.append(self._thread.submit(self._patiently, carry))
+
+    def _part(self) -> None:
+        self._carried_at = time.monotonic()
+        if not self._lines:
+            return
+        key = self._keys.log_part(self._job.plan.job_id, self._job.fence, self._lines[0].event.seq)
+        data = b"".join(line.data for line in self._lines)
+        self._lines.clear()
+        self._parts.append(key)
+        self._begin(lambda: self._store.put_bytes(key, data))
+
+    def _checkpoint(self, saved: Saved, number: int) -> None:
+        """Copy one checkpoint, its manifest last; only then does it go here, and do older ones go in the store.
+
+        One that `keep` newer ones wait behind goes at once: a slow store must not fill the host's disk.
+        """
+        folder = Path(saved.path)
+        if self._num_saved - number >= self._keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
+        if artifact.sha256 != saved.manifest_sha256:
+            raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
+        self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
+        shutil.rmtree(folder, ignore_errors=True)
+        prune(self._store, self._job.plan.run_id, self._keep, self._job.fence)
+
+    def _whole_log(self, output: Path | None) -> None:
+        job_id, fence = self._job.plan.job_id, self._job.fence
+        log = Path(self._job.log_path)
+        if log.exists():
+            data = log.read_bytes()
+            self._store.put_bytes(self._keys.log(job_id, fence), data[: data.rfind(b"\n") + 1])
+            for key in self._parts:
+                self._store.delete(key)
+        if output is not None:
+            self._store.put_bytes(self._keys.output(job_id, fence), tail(output).encode())
+
+    def _patiently(self, carry: Callable[[], None]) -> None:
+        """Until it is done, or the store has been away for `_PATIENCE_S`: patience is one for all that waits."""
+        while True:
+            try:
+                carry()
+                self._away_since = None
+                return
+            except DiskFull:
+                raise
+            except StoreUnavailable:
+                self._away_since = self._away_since or time.monotonic()
+                if time.monotonic() - self._away_since > _PATIENCE_S:
+                    raise
+            time.sleep(_PAUSE_S)

@@ -1,0 +1,82 @@
+"""Telling the workflow how a job goes on: often enough to be of use, seldom enough for a history of bounded length."""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from activities.hosts.step_metrics import JobMetrics, Metrics
+from activities.signals import Signals
+from shared.contract import Fence, Frozen
+from shared.jobs.events import Evaluated, Event, Started, Step
+from shared.jobs.job import JobPlan
+from shared.runs.status import CheckpointRef
+
+# A signal costs four events of a history that ends at 51,200: the pause grows with the job, to at most five minutes.
+_SHORTEST_S = 2.0
+_SHARE = 0.02
+_LONGEST_S = 300.0
+
+
+class ProgressReport(Frozen):
+    """Signalled to the workflow, which accepts it from its current fence alone."""
+
+    fence: Fence
+    step: int
+    num_steps: int
+    metrics: dict[str, float]
+    checkpoint: CheckpointRef | None
+
+
+class Progress:
+    """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`.
+
+    Args:
+        steps_before: metrics of the optimizer steps that this attempt goes on from.
+    """
+
+    def __init__(self, plan: JobPlan, fence: Fence, steps_before: Iterable[Metrics], signals: Signals) -> None:
+        self.step = 0
+        self._training = JobMetrics(plan.loss)
+        for metrics in steps_before:
+            self._training.take(metrics)
+        self._evaluation: dict[str, float] = {}
+        self._fence = fence
+        self._num_steps = plan.first_step + plan.num_steps
+        self._signals = signals
+        self._begun_at = time.monotonic()
+        self._told_at: float | None = None
+        self._told: ProgressReport | None = None
+        self._sending: Future[bool] | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._training.told() | self._evaluation
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Started(first_step=step):
+                self.step = step
+            case Step(step=step, metrics=metrics):
+                self.step = step
+                self._training.take(metrics)
+            case Evaluated(metrics=metrics):
+                self._evaluation |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
+
+    def tick(self, durable: CheckpointRef | None) -> None:
+        """Signal what is new, if the last signal is long enough ago; the first step is told at once."""
+        if (self.step == 0 and not self.metrics) or (self._sending is not None and not self._sending.done()):
+            return
+        now = time.monotonic()
+        pause_s = min(_LONGEST_S, max(_SHORTEST_S, _SHARE * (now - self._begun_at)))
+        if self._told_at is not None and now - self._told_at < pause_s:
+            return
+        report = ProgressReport(
+            fence=self._fence,
+            step=self.step,
+            num_steps=self._num_steps,
+            metrics=self.metrics,
+            checkpoint=durable,
+        )
+        if report != self._told:
+            self._sending = self._signals.send("progress", report)
+            self._told, self._told_at = report, now

@@ -1,0 +1,225 @@
+"""Running a job on a leased worker: write the file, follow the log, carry what was made, answer when it stands."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+from temporalio import activity
+
+from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
+from activities.hosts.carry import Carrier
+from activities.hosts.follow import LogLine, LogReader
+from activities.hosts.progress import Progress
+from activities.hosts.step_metrics import Metrics
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import WorkerProcess
+from activities.records.checkpoints import damage, find_newest, own
+from activities.signals import Signals
+from shared.contract import Fence, Frozen
+from shared.errors import WorkerLost
+from shared.jobs.events import Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
+from shared.jobs.job import Job, JobPlan, is_policy_loss
+from shared.jobs.leases import LeaseMark
+from shared.runs.events import EventCursor, read_run_events
+from shared.runs.status import CheckpointRef, Problem
+from shared.storage.paths import write_atomically
+from shared.storage.store import ObjectStore
+
+_POLL_S = 0.03
+# A collective that hangs ends by torch's own timeouts; a process that was stopped never would.
+_SILENCE_S = 120.0
+
+
+class JobRequest(Frozen):
+    """One job for the worker of a lease, which goes on from the newest checkpoint that stands in the store."""
+
+    plan: JobPlan
+    fence: Fence
+    worker_id: str
+    cancel_grace_s: float
+    passed_over: tuple[str, ...] = ()  # URIs of checkpoints in which a worker found damage
+
+
+class JobResult(Frozen):
+    """How a job ended. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
+
+    `metrics` are those of all its optimizer steps (step_metrics.py) and of its newest evaluation; `probe` are the
+    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
+    with the checkpoint that the job was to go on from, where that is why it failed.
+    """
+
+    outcome: Literal["succeeded", "failed", "cancelled"]
+    step: int
+    checkpoint: CheckpointRef | None
+    metrics: dict[str, float]
+    problem: Problem | None = None
+    probe: tuple[float, ...] = ()
+    damaged: str | None = None
+
+
+class RunJob:
+    """Does jobs on the workers of this host."""
+
+    def __init__(self, pool: WorkerPool, store: ObjectStore, signals: Signals) -> None:
+        self._pool = pool
+        self._store = store
+        self._signals = signals
+
+    @activity.defn(name="run_job", no_thread_cancel_exception=True)
+    def run_job(self, request: JobRequest) -> JobResult:
+        """Run a job to its terminal event. A cancelled activity answers too, with the checkpoint that the worker left.
+
+        Raises:
+            WorkerLost: the worker ended or was stopped without a terminal event, or this host leaves.
+            StoreUnavailable: what was made could not be carried into the store.
+        """
+        lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
+        with self._pool.using(request.worker_id, lease) as worker:
+            # Looked up under this lease: from its beginning on, no older one deletes checkpoints.
+            start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
+            attempt = _Attempt(worker, request, start, self._store, self._signals)
+            with beating(lambda: attempt.reader.offset), attempt.carrier:
+                return attempt.run()
+
+
+class _Attempt:
+    """One job on one worker."""
+
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        request: JobRequest,
+        start: CheckpointRef | None,
+        store: ObjectStore,
+        signals: Signals,
+    ) -> None:
+        self.worker = worker
+        self.request = request
+        self.store = store
+        self.start = start
+        self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
+        self.job = _job(worker, request, start, self.outputs)
+        self.reader = LogReader(Path(self.job.log_path))
+        self.carrier = Carrier(store, self.job, start)
+        self.progress = Progress(request.plan, request.fence, _steps_before(store, request.plan, start), signals)
+        self.probe: tuple[float, ...] = ()
+        self.cancel = worker.paths.cancel(request.plan.job_id, request.fence)
+        self.kill_at: float | None = None
+        self.heard_at = time.monotonic()
+
+    def run(self) -> JobResult:
+        try:
+            self.carrier.job()
+            self._write_job()
+            terminal = self._follow()
+        except BaseException:
+            self.worker.end()
+            self._settle(self.worker.paths.output)
+            raise
+        self._settle(None if isinstance(terminal, Succeeded) else self.worker.paths.output)
+        return self._result(terminal)
+
+    def _write_job(self) -> None:
+        path = self.worker.paths.job(self.request.plan.job_id, self.request.fence)
+        write_atomically(path, self.job.model_dump_json(indent=1).encode())
+
+    def _follow(self) -> Terminal | None:
+        """Read events until the terminal one; None when a cancelled worker overran its grace and was ended."""
+        while True:
+            was_alive = self.worker.is_alive()  # before the log is read: the last words of a dead worker count
+            for line in self.reader.read():
+                self._take(line)
+                if isinstance(line.event, Terminal):
+                    self.worker.holds_device = line.event.device == "held"
+                    return line.event
+            self.carrier.tick()
+            self.progress.tick(self.carrier.durable)
+            if not was_alive:
+                if self.kill_at is None:
+                    raise WorkerLost(self.worker.obituary())
+                return None
+            self._obey()
+            self._refuse_a_stopped_worker()
+            time.sleep(_POLL_S)
+
+    def _take(self, line: LogLine) -> None:
+        event = line.event
+        self.heard_at = time.monotonic()
+        if isinstance(event, Saved):
+            self.carrier.checkpoint(event)
+        if isinstance(event, Probed):
+            self.probe = event.logprobs
+        self.carrier.line(line, at_once=not isinstance(event, Step))
+        self.progress.take(event)
+
+    def _obey(self) -> None:
+        """Pass a cancellation on to the worker, and end a worker that does not follow it in time."""
+        if host_is_leaving():
+            raise WorkerLost(HOST_LEAVES)
+        if not activity.is_cancelled():
+            return
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + self.request.cancel_grace_s
+            write_atomically(self.cancel, b"")
+        elif time.monotonic() > self.kill_at:
+            self.worker.end()
+
+    def _refuse_a_stopped_worker(self) -> None:
+        if time.monotonic() - self.heard_at < _SILENCE_S:
+            return
+        self.heard_at = time.monotonic()
+        if self.worker.is_stopped():
+            raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
+
+    def _settle(self, output: Path | None) -> None:
+        """Everything into the store; what is local goes when it stands there."""
+        self.carrier.finish(output)
+        shutil.rmtree(self.outputs, ignore_errors=True)
+        self.cancel.unlink(missing_ok=True)
+
+    def _result(self, terminal: Terminal | None) -> JobResult:
+        problem, damaged = None, None
+        match terminal:
+            case Succeeded(step=step):
+                outcome: Literal["succeeded", "failed", "cancelled"] = "succeeded"
+            case Failed(step=step, kind=kind, message=message):
+                outcome, problem = "failed", Problem(kind=kind, message=message)
+                if kind == "corrupt_artifact" and self.start is not None:
+                    damaged = damage(self.store, self.request.plan.run_id, self.start)
+            case Cancelled(step=step):
+                outcome = "cancelled"
+            case None:
+                outcome, step = "cancelled", self.progress.step
+        return JobResult(
+            outcome=outcome,
+            step=step,
+            checkpoint=self.carrier.durable,
+            metrics=self.progress.metrics,
+            problem=problem,
+            probe=self.probe,
+            damaged=damaged,
+        )
+
+
+def _steps_before(store: ObjectStore, plan: JobPlan, start: CheckpointRef | None) -> list[Metrics]:
+    """Of a train step, the metrics of the optimizer steps that lie behind its own checkpoint: from the logs of the
+    attempts that did them, which stand in the store before the checkpoint does. Other jobs are told by their newest.
+    """
+    if start is None or not is_policy_loss(plan.loss):
+        return []
+    found, _ = read_run_events(store, plan.run_id, EventCursor(job_id=plan.job_id))
+    ours = (item.event for item in found if item.job_id == plan.job_id)
+    steps = {event.step: event.metrics for event in ours if isinstance(event, Step) and event.step <= start.step}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _job(worker: WorkerProcess, request: JobRequest, start: CheckpointRef | None, outputs: Path) -> Job:
+    return Job(
+        plan=request.plan,
+        fence=request.fence,
+        log_path=str(outputs / "log.jsonl"),
+        checkpoint_dir=str(outputs / "checkpoints"),
+        scratch_dir=str(worker.paths.scratch(request.plan.job_id, request.fence)),
+        start=start.artifact if start else None,
+    )

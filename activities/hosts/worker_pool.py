@@ -1,0 +1,130 @@
+"""The workers of one host: who is leased, who waits warm, and who has waited too long."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
+from shared.errors import LongshoreError, WorkerLost
+from shared.jobs.layout import MAX_WORLD_SIZE
+from shared.jobs.leases import LeaseMark, ProcessKey
+from shared.storage.paths import HostPaths
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """Starts a worker when a lease asks for one, adopts a warm one of an equal key, ends it after an idle time.
+
+    Safe to use from several threads. Making one ends what a killed host left behind, and may bring a model's files.
+    """
+
+    def __init__(
+        self,
+        paths: HostPaths,
+        command: WorkerCommand,
+        environment: Mapping[str, str],
+        idle_limit_s: float,
+        max_ranks: int = MAX_WORLD_SIZE,
+    ) -> None:
+        self._paths = paths
+        self._command = command
+        self._environment = dict(environment)
+        self._idle_limit_s = idle_limit_s
+        self._max_ranks = max_ranks
+        self._lock = threading.Lock()
+        self._leased: dict[str, WorkerProcess] = {}
+        self._idle: dict[str, tuple[WorkerProcess, float]] = {}
+        for key in end_leftovers(paths)[:1]:  # the device has room for one
+            self._start_again(key)
+
+    def _start_again(self, key: ProcessKey) -> None:
+        """What the run of a host that was killed asks for in a moment: it starts while the run finds out."""
+        if self._idle_limit_s <= 0:
+            return
+        try:
+            worker = launch(self._paths, key, self._command, self._environment, self._max_ranks)
+        except (OSError, LongshoreError) as error:  # the lease that asks for it will tell
+            _log.warning("a worker as the one left behind does not start: %s", error)
+            return
+        self._idle[worker.worker_id] = (worker, time.monotonic())
+
+    def acquire(self, key: ProcessKey) -> WorkerProcess:
+        """A worker for this key. Warm workers of other keys are ended first: the device has room for one.
+
+        Raises:
+            InvalidInput: it is to have more ranks than this host takes.
+        """
+        with self._lock:
+            idle = [worker for worker, _ in self._idle.values()]
+            self._idle.clear()
+            fit = next((w for w in idle if w.key == key and w.is_alive() and not w.is_stopped()), None)
+            for worker in idle:
+                if worker is not fit:
+                    _dispose(worker)
+            worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks)
+            self._leased[worker.worker_id] = worker
+            return worker
+
+    def release(self, worker: WorkerProcess) -> None:
+        """A lease has ended. Waits for the job in hand; a living worker stays warm, a dead one's traces are removed.
+
+        A worker that holds the device has no right to it any more, and is ended.
+        """
+        while worker.num_jobs:
+            time.sleep(0.02)
+        with self._lock:
+            worker.lease = None
+            del self._leased[worker.worker_id]
+            if worker.is_alive() and not worker.holds_device and self._idle_limit_s > 0:
+                self._idle[worker.worker_id] = (worker, time.monotonic())
+                return
+        _dispose(worker)
+
+    @contextmanager
+    def using(self, worker_id: str, lease: LeaseMark) -> Iterator[WorkerProcess]:
+        """The worker of a lease, kept from release until the block ends.
+
+        Raises:
+            WorkerLost: this host has no such worker any more, or it serves another lease.
+        """
+        with self._lock:
+            worker = self._leased.get(worker_id)
+            if worker is None or worker.lease != lease:
+                raise WorkerLost(f"worker {worker_id} no longer serves this run's lease")
+            worker.num_jobs += 1
+        try:
+            yield worker
+        finally:
+            with self._lock:
+                worker.num_jobs -= 1
+
+    def end_idle(self) -> None:
+        """End the workers that waited longer than the idle time, and those that died waiting."""
+        now = time.monotonic()
+        with self._lock:
+            over = [
+                worker
+                for worker, since in self._idle.values()
+                if now - since > self._idle_limit_s or not worker.is_alive()
+            ]
+            for worker in over:
+                del self._idle[worker.worker_id]
+        for worker in over:
+            _dispose(worker)
+
+    def close(self) -> None:
+        """End all workers, idle or not: the host leaves."""
+        with self._lock:
+            workers = [*self._leased.values(), *(worker for worker, _ in self._idle.values())]
+            self._idle.clear()
+        for worker in workers:
+            _dispose(worker)
+
+
+def _dispose(worker: WorkerProcess) -> None:
+    worker.end(polite=worker.is_ready())  # one that is still starting hears nobody
+    worker.remove()
+    _log.info("worker %s has ended", worker.worker_id)

@@ -1,0 +1,310 @@
+"""One worker process group: start it, watch it, end it to the last process, and end what a killed host left behind."""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from shared.child_environment import child_environment
+from shared.jobs.layout import MAX_WORLD_SIZE, check_ranks
+from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
+from shared.storage.paths import HostPaths, WorkerPaths, write_atomically
+
+_TERM_GRACE_S = 1.0
+_STOP_GRACE_S = 5.0
+# SIGKILL ends whatever is not in the kernel for good, as a process on a device that has failed may be.
+_KILL_PATIENCE_S = 60.0
+_TAIL_BYTES = 2000
+_TAIL_LINES = 15
+_NEW_S = 10.0
+# How often an idle OpenMP thread looks for work before it sleeps: 10 us. libgomp's own 300,000, 3 ms, is time that the
+# others on a busy machine do not get: 2 threads beside 2 busy processes took 6.6 s for a step of 0.4 s, so 1.1 s.
+_SPIN_COUNT = "1000"
+_log = logging.getLogger(__name__)
+
+
+class WorkerCommand(Protocol):
+    """The command line of a worker for a key, which finds its jobs below `folder`."""
+
+    def __call__(self, folder: Path, key: ProcessKey) -> list[str]: ...
+
+
+def ranks_command(folder: Path, key: ProcessKey) -> list[str]:
+    """One rank for each of the layout's, on this machine; several below a launcher."""
+    assert isinstance(key, WorkerKey)
+    num = key.layout.world_size
+    launcher = ["megatron_worker.process.launcher", str(num)] if num > 1 else []
+    # -P: a folder named `shared` where the host stands must not be taken for ours.
+    return [sys.executable, "-P", "-m", *launcher, "megatron_worker", "--root", str(folder)]
+
+
+class WorkerProcess:
+    """A worker that this host started. `lease` is whose it is now; nobody's while it waits warm in the pool.
+
+    `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
+    """
+
+    def __init__(self, paths: WorkerPaths, key: ProcessKey, process: subprocess.Popen[bytes]) -> None:
+        self.worker_id = paths.root.name
+        self.key = key
+        self.paths = paths
+        self.lease: LeaseMark | None = None
+        self.num_jobs = 0
+        self.holds_device = False
+        self._process = process
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def is_stopped(self) -> bool:
+        """Whether a process of it was stopped (SIGSTOP): it lives, and does nothing."""
+        return any(_status(process) == psutil.STATUS_STOPPED for process in processes_of(self.worker_id))
+
+    def is_ready(self) -> bool:
+        return self.paths.ready.exists()
+
+    def serve(self, lease: LeaseMark) -> None:
+        """Make it a lease's worker: jobs of older fences are refused from now on."""
+        write_atomically(self.paths.lease, lease.model_dump_json().encode())
+        self.lease = lease
+
+    def obituary(self) -> str:
+        """How it ended, with the last lines that it printed."""
+        code = self.exit_code
+        how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        said = last_words(tail(self.paths.output))
+        return f"the worker process {how}" + (f"; it said last: {said}" if said else "")
+
+    def end(self, polite: bool = False) -> None:
+        """End every process of the group, and reap it. Safe to repeat.
+
+        Args:
+            polite: ask with the `stop` file first, for a worker without a job in hand. A sampler is asked by SIGTERM.
+
+        Raises:
+            OSError: some live on, killed or not.
+        """
+        if polite and isinstance(self.key, WorkerKey) and self.is_alive():
+            with contextlib.suppress(OSError):  # no space for the file: then it is ended unasked
+                write_atomically(self.paths.stop, b"")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_STOP_GRACE_S)
+        end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
+        self._process.wait()
+
+    def remove(self) -> None:
+        """Delete its folder, after its end."""
+        shutil.rmtree(self.paths.root, ignore_errors=True)
+
+
+def room_for_ranks(limit: int) -> int:
+    """How many ranks this machine takes: one a GPU where it has any, and never more than the limit."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    else:
+        gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return min(limit, gpus) if gpus else limit
+
+
+def launch(
+    paths: HostPaths,
+    key: ProcessKey,
+    command: WorkerCommand,
+    environment: Mapping[str, str],
+    max_ranks: int = MAX_WORLD_SIZE,
+) -> WorkerProcess:
+    """Start a worker in a folder of its own.
+
+    Its folder and record stand before it is started, without its pid: whoever comes after a host that was killed in
+    between finds the process by the mark in its environment.
+
+    Raises:
+        InvalidInput: the layout has more ranks than `max_ranks`, whoever let it come so far.
+    """
+    if isinstance(key, WorkerKey):
+        check_ranks(key.layout, max_ranks)
+    worker_id = uuid.uuid4().hex
+    worker = paths.worker(worker_id)
+    arguments = command(worker.root, key)
+    host = psutil.Process()
+    record = WorkerRecord(
+        worker_id=worker_id,
+        pid=0,
+        started_at=0.0,
+        host_pid=host.pid,
+        host_started_at=host.create_time(),
+        key=key,
+    )
+    write_atomically(worker.record, record.model_dump_json().encode())
+    temporary = worker.root / "tmp"  # what it leaves there goes with the worker's folder
+    temporary.mkdir()
+    marks = {
+        WORKER_ID_VARIABLE: worker_id,
+        "OMP_NUM_THREADS": str(key.threads if isinstance(key, SamplerKey) else key.threads_per_rank),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(temporary),
+    }
+    # Where torch would keep what it compiles goes with the worker: the next one finds it here.
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled)}
+    with worker.output.open("wb") as output:
+        process = subprocess.Popen(
+            arguments,
+            env={"GOMP_SPINCOUNT": _SPIN_COUNT, **kept, **child_environment("worker"), **environment, **marks},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    started = WorkerProcess(worker, key, process)
+    record = record.model_copy(update={"pid": process.pid, "started_at": _start_time(process.pid)})
+    try:
+        write_atomically(worker.record, record.model_dump_json().encode())
+    except OSError:  # nobody else knows of it
+        started.end()
+        started.remove()
+        raise
+    return started
+
+
+def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
+    """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone.
+
+    Returns what those were, who served a lease last.
+    """
+    were: list[ProcessKey] = []
+    for folder in sorted(paths.workers.glob("*")):
+        record = _read_record(folder / "worker.json")
+        if record is not None and _is_running(record.host_pid, record.host_started_at):
+            continue
+        if record is None and _is_new(folder):  # another host of this root is just making it: no process is in it yet
+            continue
+        if record is not None and WorkerPaths(folder).lease.exists():
+            were.append(record.key)
+        known = record is not None and _is_running(record.pid, record.started_at)
+        end_processes(folder.name, record.pid if record is not None and known else None)
+        shutil.rmtree(folder, ignore_errors=True)
+        _log.warning("ended worker %s, left behind by a host that is gone", folder.name)
+    return were
+
+
+def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]:
+    """All living processes of a worker: the tree below `pid`, and every process that carries the worker's mark."""
+    found: dict[int, psutil.Process] = {}
+    if pid is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            found |= {p.pid: p for p in [root, *root.children(recursive=True)]}
+    found |= {p.pid: p for p in psutil.process_iter() if _mark(p) == worker_id}
+    return [p for p in found.values() if p.pid != os.getpid() and _lives(p)]
+
+
+def end_processes(worker_id: str, pid: int | None = None) -> None:
+    """SIGTERM, a grace, then SIGKILL until none is left: ranks have sessions of their own, and may start more.
+
+    Raises:
+        OSError: some live on, killed or not.
+    """
+    asked = processes_of(worker_id, pid)
+    for process in asked:
+        _signal(process, kill=False)
+    _wait_until_gone(asked, _TERM_GRACE_S)
+    deadline = time.monotonic() + _KILL_PATIENCE_S
+    while left := [p for p in asked if _lives(p)] or processes_of(worker_id, pid):
+        if time.monotonic() > deadline:
+            told = ", ".join(f"{process.pid} ({_status(process)})" for process in left)
+            raise OSError(f"processes of worker {worker_id} live on, though they were killed: {told}")
+        for process in left:
+            _signal(process, kill=True)
+        _wait_until_gone(left, 0.2)
+        asked = left
+
+
+def tail(path: Path) -> str:
+    """The last lines of a text file, or nothing."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def last_words(output: str) -> str:
+    """What an end says for itself: its last line that is no part of a stack trace. The whole output is in the logs."""
+    lines = (line.strip() for line in output.splitlines() if line[:1].strip() and not line.startswith("Traceback"))
+    return next((line for line in reversed(list(lines)) if line), "")
+
+
+def _signal(process: psutil.Process, kill: bool) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill() if kill else process.terminate()
+
+
+def _wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(_lives(p) for p in processes):
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Zombies do not: theirs is the parent's affair."""
+    return process.is_running() and _status(process) not in (None, psutil.STATUS_ZOMBIE)
+
+
+def _status(process: psutil.Process) -> str | None:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(WORKER_ID_VARIABLE)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _start_time(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _is_running(pid: int, started_at: float) -> bool:
+    if pid == 0:
+        return False
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started_at) < 1.0 and _lives(process)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_new(folder: Path) -> bool:
+    try:
+        return folder.stat().st_mtime > time.time() - _NEW_S
+    except FileNotFoundError:
+        return False
+
+
+def _read_record(path: Path) -> WorkerRecord | None:
+    try:
+        return WorkerRecord.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""Models and adapters: checked before any GPU is asked for, and published afterwards."""

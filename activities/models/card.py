@@ -1,0 +1,101 @@
+"""The card of a published adapter or model: what it came from and what was measured, the same text for the same run."""
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from shared.jobs.job import Full, Lora
+from shared.runs.requests import DPORun, RLRun, Run, SFTRun
+
+# Clocks and machines differ from run to run; the card does not.
+_NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
+_METHODS = {
+    "sft": "Supervised fine-tuning",
+    "dpo": "Direct preference optimisation (DPO)",
+    "rl": "Reinforcement learning",
+}
+
+
+def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
+    """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
+    data = f"`{_without_secrets(run.dataset.uri)}`" if run.kind != "rl" else "trajectories that a client sent"
+    kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
+    library = "peft" if run.trainable.kind == "lora" else "transformers"
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {run.model}",
+            f"library_name: {library}",
+            f"tags: [longshore, {run.kind}]",
+            "---",
+            f"# {kind} of {run.model}",
+            "",
+            f"{_METHODS[run.kind]} by Longshore on {data}.",
+            "",
+            "## Metrics",
+            *_table({n: f"{v:.6g}" for n, v in metrics.items() if not n.endswith(_NOT_OF_THE_MODEL)}),
+            "## Training",
+            *_table(_hyperparameters(run)),
+            "## Data",
+            *_table({name: str(value) for name, value in report.items() if isinstance(value, int | float)}),
+        ]
+    )
+
+
+def _without_secrets(uri: str) -> str:
+    """Signed URLs carry their signature in the query, and some people a password before the host."""
+    parts = urlsplit(uri)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _hyperparameters(run: Run) -> dict[str, str]:
+    match run.trainable:
+        case Lora(rank=rank, alpha=alpha, targets=targets):
+            method = {"LoRA rank": str(rank), "LoRA alpha": f"{alpha:g}", "LoRA targets": ", ".join(targets)}
+        case Full():
+            method = {"trained": "all weights"}
+    own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)
+    return {
+        **method,
+        **own,
+        "weight decay": f"{run.weight_decay:g}",
+        "clip norm": f"{run.clip_norm:g}",
+        "dtype": run.dtype,
+        "seed": str(run.seed),
+    }
+
+
+def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
+    match run:
+        case SFTRun():
+            own = {}
+        case DPORun():
+            own = {
+                "beta": f"{run.beta:g}",
+                "label smoothing": f"{run.label_smoothing:g}",
+                "reference": _named_reference(run),
+            }
+    return own | {
+        "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",
+        "batch": f"{run.batch_size} examples" if run.batch_size is not None else f"{run.batch_tokens} tokens",
+        "longest example": f"{run.max_tokens} tokens",
+        "learning rate": f"{run.learning_rate:g}, {run.schedule}, {run.warmup_steps} warm-up steps",
+    }
+
+
+def _named_reference(run: DPORun) -> str:
+    reference = run.reference or run.initial_adapter or "base"
+    return "the base model" if reference == "base" else f"`{_without_secrets(reference)}`"
+
+
+def _of_reinforcement(run: RLRun) -> dict[str, str]:
+    return {
+        "loss": run.loss.model_dump_json(exclude_none=True),
+        "advantages": run.advantages.replace("_", " "),
+        "optimizer steps": f"{run.epochs} x {run.mini_batches} a train step",
+        "longest trajectory": f"{run.max_tokens} tokens",
+        "learning rate": f"{run.learning_rate:g}, constant, {run.warmup_steps} warm-up steps",
+    }
+
+
+def _table(rows: Mapping[str, str]) -> list[str]:
+    return ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in sorted(rows.items())), ""]

@@ -1,0 +1,222 @@
+"""What a model folder must hold before any GPU is asked for: cheap checks, from small files and headers alone."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from activities.confined import calls as confined
+from activities.confined.fork_server import sign
+from activities.models.safetensors_header import TensorEntry, read_header
+from activities.sources.models import Location, json_object
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.jobs.layout import ModelShape
+from shared.models.config import read_model_config
+from shared.settings import ConfinedSettings
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+HUB_PATTERNS = (*SMALL_FILES, "model*.safetensors", INDEX)
+_MAX_TENSORS = 500_000
+_DTYPES = ("F32", "BF16", "F16")
+
+
+class _Rope(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    rope_type: Literal["default", "llama3"] = "default"
+    type: Literal["default", "llama3"] = "default"
+
+
+class _Config(BaseModel):
+    """The part of `config.json` that we judge a model by."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model_type: str
+    num_hidden_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    intermediate_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    tie_word_embeddings: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    use_sliding_window: Literal[False] = False
+    quantization_config: None = None
+    num_experts: int = Field(default=0, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    moe_intermediate_size: int = Field(default=0, ge=0)
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+
+
+class _Index(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]] = Field(min_length=1)
+
+
+def read_shape(location: Location) -> ModelShape:
+    """From `config.json`.
+
+    Raises:
+        InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
+    """
+    config = _read_config(location)
+    return ModelShape(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_experts=config.num_experts,
+        expert_ffn_size=config.moe_intermediate_size,
+    )
+
+
+def _read_config(location: Location) -> _Config:
+    if "config.json" not in location.files and "adapter_config.json" in location.files:
+        raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
+    raw = location.read_json("config.json")
+    place = location.place("config.json")
+    if raw.get("model_type") not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InvalidInput(f"model_type {raw.get('model_type')!r} is not a known family: {known}", place)
+    try:
+        config = _Config.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InvalidInput(f"{field} = {first['input']!r} cannot be used: {first['msg']}", place) from error
+    read_model_config(raw, place)
+    return config
+
+
+class TokenizerWork(Frozen):
+    """A tokenizer.json, which may have a hundred million bytes, and the model's number of embeddings."""
+
+    text: str
+    place: str
+    vocab_size: int
+
+
+def check_tokenizer(location: Location, vocab_size: int, settings: ConfinedSettings) -> None:
+    """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model has not."""
+    data, place = location.read_whole("tokenizer.json"), location.place("tokenizer.json")
+    location.read_json("tokenizer_config.json")
+    work = TokenizerWork(text=data.decode(errors="replace"), place=place, vocab_size=vocab_size)
+    confined.call(check_ids, work, settings)
+
+
+def check_ids(work: TokenizerWork) -> None:
+    """Raises InvalidInput as `check_tokenizer` does."""
+    sign(work.place)
+    try:
+        largest = max(_token_ids(json_object(work.text, work.place)), default=0)
+    except (KeyError, TypeError) as error:
+        raise InvalidInput("this is no tokenizer of the tokenizers library", work.place) from error
+    if largest >= work.vocab_size:
+        problem = f"it has the id {largest}, but the model has only {work.vocab_size} embeddings"
+        raise InvalidInput(problem, work.place)
+
+
+def _token_ids(tokenizer: dict[str, Any]) -> list[int]:
+    """Unigram keeps a list of pieces, the other models a map from piece to id."""
+    vocab = tokenizer["model"]["vocab"]
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    return ids + [token["id"] for token in tokenizer.get("added_tokens", [])]
+
+
+def check_chat_template(location: Location) -> None:
+    """Raises InvalidInput when no file holds a chat template."""
+    if "chat_template.jinja" in location.files:
+        return
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if name in location.files and location.read_json(name).get("chat_template"):
+            return
+    raise InvalidInput(
+        "the model has no chat template: add chat_template.jinja, or chat_template to tokenizer_config.json",
+        location.store.uri,
+    )
+
+
+def weight_files(location: Location) -> list[str]:
+    """The safetensors files that make up the weights, and their index. Others beside them are left alone.
+
+    Raises:
+        InvalidInput: there are none, or the index names one that is missing.
+    """
+    if INDEX in location.files:
+        shards = sorted(set(_weight_map(location).values()))
+        for shard in shards:
+            if shard not in location.files:
+                raise InvalidInput(f"the index names {shard}, which is missing", location.place(INDEX))
+        return [INDEX, *shards]
+    if WEIGHTS in location.files:
+        return [WEIGHTS]
+    others = [name for name in location.files if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
+    reason = f"; {others[0]} is not read, since such files can hold code" if others else ""
+    raise InvalidInput(f"the folder has neither {WEIGHTS} nor {INDEX}{reason}", location.store.uri)
+
+
+def _weight_map(location: Location) -> dict[str, str]:
+    try:
+        return _Index.model_validate(location.read_json(INDEX)).weight_map
+    except ValidationError as error:
+        problem = "weight_map must map names of tensors to .safetensors files of this folder"
+        raise InvalidInput(problem, location.place(INDEX)) from error
+
+
+def check_weights(location: Location) -> None:
+    """Raises InvalidInput when a file is truncated, a tensor is missing, or its dtype is none that we train."""
+    files = weight_files(location)
+    tensors: dict[str, TensorEntry] = {}
+    for name in files:
+        if name != INDEX:
+            tensors |= read_tensors(location, name)
+            if len(tensors) > _MAX_TENSORS:
+                raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
+    for name, file in _weight_map(location).items() if INDEX in files else ():
+        if name not in tensors:
+            raise InvalidInput(f"tensor {name} is not in {file}, where the index has it", location.place(INDEX))
+    _check_dtypes(tensors, location)
+    _check_whole(tensors, _read_config(location), location)
+
+
+def read_tensors(location: Location, name: str) -> dict[str, TensorEntry]:
+    def read(start: int, length: int) -> bytes:
+        return location.store.read_range(name, start, length)
+
+    return read_header(read, location.files[name].size, location.place(name))
+
+
+def _check_dtypes(tensors: dict[str, TensorEntry], location: Location) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith((".weight", ".bias")) and tensor.dtype not in _DTYPES:
+            problem = f"tensor {name} is {tensor.dtype}; weights must be one of {', '.join(_DTYPES)}"
+            raise InvalidInput(problem, location.store.uri)
+
+
+def _check_whole(tensors: dict[str, TensorEntry], config: _Config, location: Location) -> None:
+    """A few tensors stand for all: the worker, which knows each family's names, checks the rest."""
+    needed = [f"model.layers.{i}.input_layernorm.weight" for i in range(config.num_hidden_layers)]
+    needed += ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not config.tie_word_embeddings)
+    for name in needed:
+        if name not in tensors:
+            raise InvalidInput(f"the weights lack the tensor {name}", location.store.uri)
+    shape = tensors["model.embed_tokens.weight"].shape
+    if shape != (config.vocab_size, config.hidden_size):
+        problem = f"model.embed_tokens.weight is {shape}, config.json says {(config.vocab_size, config.hidden_size)}"
+        raise InvalidInput(problem, location.store.uri)

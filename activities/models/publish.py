@@ -1,0 +1,150 @@
+"""Publishing: a checkpoint's weights under a registered name and version, with a card, immutable."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.models.card import model_card
+from activities.scratch import scratch_folder
+from shared.contract import Artifact, Frozen
+from shared.errors import CorruptArtifact
+from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
+from shared.runs.status import CheckpointRef
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import MANIFEST, HostPaths, published, published_version, version_claim, write_atomically
+from shared.storage.store import ObjectStore, disk_errors, open_store, open_uri
+
+Kind = Literal["adapters", "models"]
+# Of a base model's folder, these are the weights' own, and come from the checkpoint instead.
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+class PublishRequest(Frozen):
+    """What to publish. `metrics` and `report_uri` go into the card. `step`: which of a run's several versions it is."""
+
+    run_id: RunId
+    tenant: Tenant = FIRST_TENANT
+    run: Run
+    step: int | None = None
+    model: Artifact
+    checkpoint: CheckpointRef
+    report_uri: str
+    metrics: dict[str, float]
+
+
+class Published(Frozen):
+    """What was published; `sha256` is its manifest's."""
+
+    uri: str
+    sha256: str
+    name: str
+    version: int
+
+
+class Claim(Frozen):
+    """Which run owns a version; of a run that publishes several, for which step, and of which checkpoint's manifest.
+
+    A step that was never done, and whose number was given anew, is of another checkpoint.
+    """
+
+    run_id: RunId
+    step: int | None = None
+    checkpoint_sha256: str | None = None
+
+
+class Publish:
+    """Puts an adapter, or a whole model after full fine-tuning, where users and servers find it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._paths = HostPaths(settings.root_path)
+
+    @activity.defn(name="publish")
+    def publish(self, request: PublishRequest) -> Published:
+        """Publish as the next free version of the name; a run has one version, however often this is tried.
+
+        Raises:
+            CorruptArtifact: the checkpoint, or the published version, is not what its manifest says.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
+        name = request.run.name or request.run_id
+        with beating():
+            version = claim_version(store, request.tenant, kind, name, _claim_of(request))
+            key = published_version(request.tenant, kind, name, version)
+            artifact = find(store, key) or self._upload(store, key, request)
+        return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
+
+    def _upload(self, store: ObjectStore, key: str, request: PublishRequest) -> Artifact:
+        with scratch_folder(self._paths.scratch, "publish") as folder, disk_errors(folder):
+            self._fill(folder, request)
+            seal(folder)
+            return upload(store, key, folder)
+
+    def _fill(self, folder: Path, request: PublishRequest) -> None:
+        checkpoint = stage(request.checkpoint.artifact, self._paths.cache, self._settings.s3)
+        _copy(checkpoint / "weights", folder, lambda name: True)
+        if request.run.trainable.kind == "lora":
+            _name_the_model(folder / "adapter_config.json", request.run.model)
+        else:
+            model = stage(request.model, self._paths.cache, self._settings.s3)
+            _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
+        report = self._report(request.report_uri)
+        write_atomically(folder / "README.md", model_card(request.run, request.metrics, report).encode())
+
+    def _report(self, uri: str) -> dict[str, object]:
+        store, key = open_uri(uri, self._settings.s3)
+        try:
+            report: dict[str, object] = json.loads(store.get_bytes(key))
+        except ValueError as error:
+            raise CorruptArtifact(f"the file is damaged: {error}", uri) from error
+        return report
+
+
+def claim_version(store: ObjectStore, tenant: str, kind: Kind, name: str, mine: Claim) -> int:
+    """The version of `name` that a claim owns: the one that was claimed before, or the lowest that nobody did."""
+    num_claims = sum(1 for _ in store.list(f"{published(tenant, kind, name)}/claims/"))
+    for number in range(num_claims, 0, -1):
+        claim = _claim(store, version_claim(tenant, kind, name, number))
+        if claim == mine:
+            return number
+        if claim.run_id == mine.run_id and (claim.step or 0) < (mine.step or 0):
+            break  # a run claims in the order of its steps
+    version, data = num_claims + 1, mine.model_dump_json(exclude_none=True).encode()
+    while not store.put_if_absent(version_claim(tenant, kind, name, version), data):
+        if _claim(store, version_claim(tenant, kind, name, version)) == mine:
+            break
+        version += 1
+    return version
+
+
+def _claim_of(request: PublishRequest) -> Claim:
+    if request.step is None:
+        return Claim(run_id=request.run_id)
+    sha256 = request.checkpoint.artifact.sha256
+    return Claim(run_id=request.run_id, step=request.step, checkpoint_sha256=sha256)
+
+
+def _claim(store: ObjectStore, key: str) -> Claim:
+    return read_record(store, key, Claim)
+
+
+def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
+    """Copy the wanted files of a flat folder, its manifest left out."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name != MANIFEST and is_wanted(path.name):
+            shutil.copyfile(path, target / path.name)
+
+
+def _name_the_model(config: Path, model: str) -> None:
+    """Let PEFT find the base model where the user found it: a hub id, a URI, or a folder for a `file://` URI."""
+    content = json.loads(config.read_bytes())
+    content["base_model_name_or_path"] = model.removeprefix("file://")
+    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,78 @@
+"""Resolve a model: from what a user wrote to an artifact that hosts can stage, checked before any GPU is asked for."""
+
+from functools import partial
+
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.models.began_with import check_began_with
+from activities.models.files import (
+    HUB_PATTERNS,
+    SMALL_FILES,
+    check_chat_template,
+    check_tokenizer,
+    check_weights,
+    read_shape,
+    weight_files,
+)
+from activities.sources.import_files import import_files
+from activities.sources.models import Location, locate
+from shared.contract import Artifact, Frozen
+from shared.jobs.layout import EngineName, Layout, ModelShape, check_layout
+from shared.runs.requests import RunId, Tenant
+from shared.settings import ConfinedSettings, Settings
+
+
+class ModelRequest(Frozen):
+    """A model as a tenant's user names it, and the layout and engine that are to hold it.
+
+    `run_id`: the run that is to begin, or to go on, with it.
+    """
+
+    uri: str
+    tenant: Tenant
+    run_id: RunId | None = None
+    layout: Layout = Layout()
+    engine: EngineName = "megatron"
+
+
+class ResolvedModel(Frozen):
+    """The model's files: config, safetensors, tokenizer, chat template, generation config."""
+
+    model: Artifact
+    shape: ModelShape
+
+
+class ResolveModel:
+    """Finds and checks models."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="resolve_model")
+    def resolve_model(self, request: ModelRequest) -> ResolvedModel:
+        """Check a model and make an artifact of it.
+
+        Raises:
+            InvalidInput: names the file and the rule that it breaks, or which files changed since the run began.
+            StoreUnavailable: S3 cannot be reached or refuses us.
+        """
+        with beating():
+            check = partial(_check_small_files, request, self._settings.confined)
+            location = locate(request.uri, request.tenant, self._settings, HUB_PATTERNS, check)
+            shape = check(location)
+            check_weights(location)
+            names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
+            model = import_files(location, names, self._settings, request.tenant)
+            if request.run_id is not None:
+                check_began_with("model", model, request.uri, request.run_id, self._settings)
+            return ResolvedModel(model=model, shape=shape)
+
+
+def _check_small_files(request: ModelRequest, settings: ConfinedSettings, location: Location) -> ModelShape:
+    """All that can be said against a model before its weights are here."""
+    shape = read_shape(location)
+    check_layout(request.layout, shape, request.engine)
+    check_tokenizer(location, shape.vocab_size, settings)
+    check_chat_template(location)
+    return shape

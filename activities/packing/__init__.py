@@ -1,0 +1,1 @@
+"""From tokenized units to a plan of steps and bins."""

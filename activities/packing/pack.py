@@ -1,0 +1,160 @@
+"""Pack: units into a plan of steps and bins."""
+
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from pydantic import Field, model_validator
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.packing import bins as packing
+from activities.packing.bins import Indices
+from activities.scratch import scratch_folder
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.jobs.packed import PlanHeader, PlanWriter, Units
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, content_key, packed
+from shared.storage.store import ObjectStore, disk_errors, open_store
+
+_VERSION = "pack-1"  # raise it when the same input gives another plan
+
+
+MOST_STEPS_OF_EPOCHS = 50_000
+
+
+class PackRequest(Frozen):
+    """How units become steps: one of epochs and steps, one of batch_size and batch_tokens; or `whole`, one step of all.
+
+    An epoch's last step holds what is left and may be smaller; `steps` goes through as many epochs as it takes.
+    """
+
+    units: Artifact
+    seed: int = Field(ge=0, lt=2**63)
+    epochs: float | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
+    batch_tokens: int | None = Field(default=None, ge=1)
+    bin_tokens: int = Field(ge=2)
+    whole: bool = Field(default=False, description="evaluation: every unit once, in order")
+
+    @model_validator(mode="after")
+    def _one_length_one_batch(self) -> Self:
+        if not self.whole and ((self.epochs is None) == (self.steps is None)):
+            raise ValueError("give exactly one of epochs and steps")
+        if not self.whole and ((self.batch_size is None) == (self.batch_tokens is None)):
+            raise ValueError("give exactly one of batch_size and batch_tokens")
+        return self
+
+    @property
+    def key(self) -> str:
+        return content_key(_VERSION, self.units.sha256, self.model_dump_json(exclude={"units"}))
+
+
+class Packed(Frozen):
+    """A plan (shared/jobs/packed.py). `packing_efficiency` is tokens / (bins * tokens of a bin)."""
+
+    plan: Artifact
+    num_steps: int
+    num_bins: int
+    packing_efficiency: float
+
+
+class Pack:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="pack")
+    def pack(self, request: PackRequest) -> Packed:
+        """Raises InvalidInput when a unit is longer than a bin or a batch."""
+        store = open_store(self._settings.store, self._settings.s3)
+        key = packed(request.key)
+        if done := find(store, key):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
+            # Packing needs no more of the units than where each one ends.
+            staged = stage(request.units, paths.cache, self._settings.s3, only=("units.json", "token_offsets.bin"))
+            write_plan(Units.read_lengths(staged), request, folder)
+            seal(folder)
+            return _result(store, key, upload(store, key, folder))
+
+
+def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHeader:
+    """Stream a plan for units of these lengths into a folder. Not sealed."""
+    _check_epochs(tokens_U, request)
+    longest = int(tokens_U.max(initial=0))
+    capacity = _capacity(longest, request)
+    writer = PlanWriter(folder, capacity)
+    for step in _steps(tokens_U, request):
+        bins = packing.pack(tokens_U[step].tolist(), capacity)
+        writer.append_step([step[each] for each in bins])
+    return writer.close(tokens_U)
+
+
+def _check_epochs(tokens_U: Indices, request: PackRequest) -> None:
+    """Raises InvalidInput when epochs come to a job that nobody means to have; who does, asks for so many steps."""
+    if request.epochs is None or request.whole:
+        return
+    size, batch = (
+        (int(tokens_U.sum()), request.batch_tokens)
+        if request.batch_size is None
+        else (len(tokens_U), request.batch_size)
+    )
+    num_steps = round(request.epochs * size / (batch or 1))
+    if num_steps > MOST_STEPS_OF_EPOCHS:
+        found = f"{request.epochs:g} epochs of {len(tokens_U):,} examples are {num_steps:,} steps"
+        advice = "give fewer epochs or a larger batch (or, if you mean it, the number of steps)"
+        raise InvalidInput(f"{found}, {MOST_STEPS_OF_EPOCHS:,} at most: {advice}", "epochs")
+
+
+def _capacity(longest: int, request: PackRequest) -> int:
+    """Tokens of a bin: at most what was asked for, and no more than an even share of a full step."""
+    for name in ("bin_tokens", "batch_tokens"):
+        limit = getattr(request, name)
+        if limit is not None and longest > limit:
+            raise InvalidInput(f"an example has {longest} tokens, {name} is {limit}", name)
+    if request.batch_tokens is None:
+        return request.bin_tokens
+    num_bins = -(-request.batch_tokens // request.bin_tokens)
+    return max(longest, -(-request.batch_tokens // num_bins))
+
+
+def _steps(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
+    """Each step's units."""
+    if request.whole:
+        return iter([np.arange(len(tokens_U))])
+    return islice(_endless(tokens_U, request), request.steps)
+
+
+def _endless(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
+    """Epoch after epoch, as many as were asked for; a fraction of one is the beginning of its order."""
+    for epoch in count():
+        order_U = packing.epoch_order(len(tokens_U), request.seed, epoch)
+        if request.epochs is not None:
+            left = request.epochs - epoch
+            order_U = order_U[: round(min(1.0, left) * len(order_U))] if left > 0 else order_U[:0]
+            if epoch == 0 and not len(order_U):
+                order_U = packing.epoch_order(len(tokens_U), request.seed, 0)[:1]
+        if not len(order_U):
+            return
+        if request.batch_size is not None:
+            yield from packing.steps_by_count(order_U, request.batch_size)
+        elif request.batch_tokens is not None:
+            yield from packing.steps_by_tokens(order_U, tokens_U, request.batch_tokens)
+
+
+def _result(store: ObjectStore, key: str, plan: Artifact) -> Packed:
+    header = read_record(store, f"{key}/plan.json", PlanHeader)
+    return Packed(
+        plan=plan,
+        num_steps=header.num_steps,
+        num_bins=header.num_bins,
+        packing_efficiency=header.packing_efficiency,
+    )

@@ -1,0 +1,178 @@
+"""Prefix trees: sequences that begin alike become trees in which each shared part stands once. Pure functions.
+
+A tree's tokens stand depth first, a part between two branchings (a *node*) in one piece; positions follow each branch.
+A target is scored from the hidden state of the token before it, which for the first token of a branch lies in the
+node above. A token that several sequences share is a target of each of them that asks for it: same hidden index and
+label, other sequence.
+
+Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence; T tokens and N targets of a unit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from activities.packing.bins import best_fit_decreasing
+from shared.errors import InvalidInput
+from shared.jobs.prefix_forest import Node, grow, indices
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SequenceRow:
+    """One sequence, and what is to be learnt from its tokens: arrays of one length.
+
+    Only the places where `target_mask` says so are read from the last four. `token_ids` are integers from 0;
+    `old_logprob` and `ref_logprob` are in nats.
+    """
+
+    token_ids: NDArray[np.integer]
+    target_mask: NDArray[np.bool_]
+    weight: NDArray[np.floating]
+    advantage: NDArray[np.floating]
+    old_logprob: NDArray[np.floating]
+    ref_logprob: NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class TreeUnit:
+    """One unit's two tables (shared/jobs/packed.py): a forest of tokens [T], and targets [N], sequence after sequence.
+
+    `members` are the places, in the list that was given, of the sequences 0, 1, ... that `sequence_N` counts.
+    """
+
+    token_id_T: Ints
+    position_T: Ints
+    parent_T: Ints
+    hidden_index_N: Ints
+    label_N: Ints
+    weight_N: Floats
+    advantage_N: Floats
+    old_logprob_N: Floats
+    ref_logprob_N: Floats
+    sequence_N: Ints
+    members: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_id_T)
+
+    def columns(self) -> dict[str, NDArray]:
+        """What `UnitsWriter.append` takes when it writes all columns."""
+        tables = [f.name for f in fields(self) if f.name != "members"]
+        return {name.rsplit("_", 1)[0]: getattr(self, name) for name in tables}
+
+
+def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
+    """One unit of all sequences, in their order: a tree for each first token.
+
+    Raises:
+        InvalidInput: there is none, one is empty, its arrays differ in length, or its first token is a target.
+    """
+    _check(sequences)
+    return _unit(sequences, range(len(sequences)))
+
+
+def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUnit]:
+    """Units of at most `bin_tokens` for all sequences, none of them cut, with little repeated between units.
+
+    A subtree that fits goes into one unit, with the way from the root to it. Where it does not, its branches are put
+    together best fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
+    the order of their first sequences.
+
+    Raises:
+        InvalidInput: as `build_tree`; or a sequence is longer than `bin_tokens`.
+    """
+    _check(sequences)
+    for number, row in enumerate(sequences):
+        if len(row.token_ids) > bin_tokens:
+            message = f"it has {len(row.token_ids)} tokens, and a bin holds {bin_tokens}; sequences are never cut"
+            raise InvalidInput(message, f"sequence {number}")
+    order, nodes = grow([row.token_ids for row in sequences])
+    parts = [sorted(order[member] for member in part) for part in _split(nodes, bin_tokens)]
+    return [_unit(sequences, part) for part in sorted(parts)]
+
+
+def _check(sequences: Sequence[SequenceRow]) -> None:
+    if not sequences:
+        raise InvalidInput("a tree wants at least one sequence", "sequences")
+    for number, row in enumerate(sequences):
+        place, length = f"sequence {number}", len(row.token_ids)
+        if not length:
+            raise InvalidInput("it has no tokens", place)
+        for column in fields(row):
+            found = len(getattr(row, column.name))
+            if found != length:
+                raise InvalidInput(f"{column.name} has {found} entries for {length} tokens", place)
+        if row.target_mask[0]:
+            raise InvalidInput("its first token is a target, and nothing stands before it to be scored from", place)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sorted sequences that go into one unit, and the tokens that they take below some node."""
+
+    num_tokens: int
+    members: list[int]
+
+
+def _split(nodes: list[Node], bin_tokens: int) -> list[list[int]]:
+    """Sorted sequences by unit, from the leaves up. `below_N`: parts below each node, their tokens from its end on."""
+    below_N: list[list[_Part]] = [[] for _ in nodes]
+    done: list[list[int]] = []
+    for number in reversed(range(len(nodes))):
+        node = nodes[number]
+        ending = _Part(0, list(range(node.first, node.first + node.num_ending)))
+        parts = _join([*below_N[number], ending], bin_tokens - node.end)
+        parts = [_Part(p.num_tokens + node.end - node.begin, p.members) for p in parts]
+        if node.parent < 0:
+            done += [p.members for p in parts]
+        else:
+            below_N[node.parent] += parts
+    return done
+
+
+def _join(parts: list[_Part], room: int) -> list[_Part]:
+    """Parts put together into few of at most `room` tokens: best fit, largest first."""
+    parts = sorted((p for p in parts if p.members), key=lambda p: (-p.num_tokens, p.members))
+    costing = [p.num_tokens for p in parts if p.num_tokens]
+    bins = best_fit_decreasing(costing, room) or [[]]
+    bins[0] += range(len(costing), len(parts))  # what ends at the node costs nothing below it
+    return [_Part(sum(parts[k].num_tokens for k in each), [m for k in each for m in parts[k].members]) for each in bins]
+
+
+def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
+    """The unit of some of the sequences, in this order."""
+    rows = [sequences[member] for member in members]
+    order, nodes = grow([row.token_ids for row in rows])
+    index_of = indices(order, nodes)
+    num_tokens = sum(node.end - node.begin for node in nodes)
+    token_id_T, position_T, parent_T = np.zeros((3, num_tokens), dtype=np.int64)
+    for row, index_L in zip(rows, index_of, strict=True):  # a shared place gets the same from each
+        token_id_T[index_L] = row.token_ids
+        position_T[index_L] = np.arange(len(index_L))
+        parent_T[index_L] = np.concatenate([[-1], index_L[:-1]])
+    targets = [np.flatnonzero(row.target_mask) for row in rows]
+    hidden_index = [index_L[target_N - 1] for index_L, target_N in zip(index_of, targets, strict=True)]
+
+    def column(name: str, dtype: type) -> NDArray:
+        parts = [getattr(row, name)[target_N] for row, target_N in zip(rows, targets, strict=True)]
+        return np.concatenate(parts).astype(dtype)
+
+    return TreeUnit(
+        token_id_T=token_id_T,
+        position_T=position_T,
+        parent_T=parent_T,
+        hidden_index_N=np.concatenate(hidden_index),
+        label_N=column("token_ids", np.int64),
+        weight_N=column("weight", np.float32),
+        advantage_N=column("advantage", np.float32),
+        old_logprob_N=column("old_logprob", np.float32),
+        ref_logprob_N=column("ref_logprob", np.float32),
+        sequence_N=np.repeat(np.arange(len(rows)), [len(target_N) for target_N in targets]),
+        members=tuple(members),
+    )

@@ -1,0 +1,165 @@
+"""The checkpoints of a run that stand in the store, over all its leases."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shared.contract import Fence
+from shared.errors import CorruptArtifact, NotFound
+from shared.jobs.job import JobPlan
+from shared.runs.status import CheckpointRef
+from shared.storage.artifacts import Manifest, find, read_manifest, read_record, sha256_object
+from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.store import ObjectStore, uri_of
+
+
+@dataclass(frozen=True, order=True)
+class Standing:
+    """A checkpoint whose manifest stands. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
+
+    step: int
+    fence_label: str
+    key: str
+
+
+def standing(store: ObjectStore, run_id: str) -> list[Standing]:
+    """All checkpoints with a manifest, the newest last."""
+    found = (_parse(info.key) for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that can be gone on from, and why newer ones cannot be: the newest first."""
+
+    checkpoint: CheckpointRef | None
+    damaged: tuple[str, ...] = ()
+
+
+def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = ()) -> Found:
+    """Look at manifests and sizes; whoever reads a checkpoint checks the hashes.
+
+    Args:
+        passed_over: URIs of checkpoints in which a worker found damage.
+    """
+    damaged: list[str] = []
+    for standing_one in reversed(standing(store, run_id)):
+        found = _reference(store, standing_one)
+        if found is None:
+            continue  # pruned since it was listed
+        if found.artifact.uri in passed_over:
+            damaged.append(f"the checkpoint of step {found.step} is damaged")
+            continue
+        why = _what_is_wrong(store, standing_one.key)
+        if why is None:
+            return Found(found, tuple(damaged))
+        if why:
+            damaged.append(f"the checkpoint of step {found.step} is damaged: {why}")
+    return Found(None, tuple(damaged))
+
+
+def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
+    """The newest checkpoint of which every file is there in its full size."""
+    return find_newest(store, run_id).checkpoint
+
+
+def _reference(store: ObjectStore, standing_one: Standing) -> CheckpointRef | None:
+    artifact = find(store, standing_one.key)
+    if artifact is None:
+        return None
+    return CheckpointRef(step=standing_one.step, fence=Fence.from_label(standing_one.fence_label), artifact=artifact)
+
+
+def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | None:
+    """What differs in a checkpoint from its manifest, whose every file is read for it; None for a sound one."""
+    key = RunKeys(run_id).checkpoint(checkpoint.fence, checkpoint.step)
+    try:
+        manifest = read_manifest(store, key, checkpoint.artifact.sha256)
+        for entry in manifest.files:
+            info = store.head(f"{key}/{entry.path}")
+            if info is None or sha256_object(store, f"{key}/{entry.path}", info.size) != entry.sha256:
+                why = "the file's SHA-256 is not the manifest's" if info else "the file is missing"
+                raise CorruptArtifact(why, uri_of(store, f"{key}/{entry.path}"))
+    except CorruptArtifact as error:
+        return f"the checkpoint of step {checkpoint.step} is damaged: {error}"
+    return None
+
+
+def own(plan: JobPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
+    """A run's newest checkpoint, if it is this job's own and not the one that the job before it ended with."""
+    if plan.initial_checkpoint is None or (checkpoint is not None and checkpoint.step > plan.first_step):
+        return checkpoint
+    return None
+
+
+def last_epoch(store: ObjectStore, run_id: str) -> int:
+    """The highest epoch that was ever leased for a run; 0 for one that never had a lease."""
+    keys = (info.key for info in store.list(f"{RunKeys(run_id).leases}/"))
+    labels = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in keys)
+    return max((Fence.from_label(label).epoch for label in labels), default=0)
+
+
+def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
+    """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole.
+
+    A checkpoint of an older lease and of a later step than this lease has saved is one that it did not go on from:
+    damaged, or carried too late. It takes no place among those that are kept.
+
+    What hosts of older fences began to carry, and did not finish, goes too. A straggler deletes nothing: the lease
+    after its own may have begun from any checkpoint that stands.
+    """
+    if last_epoch(store, run_id) > fence.epoch:
+        return
+    keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
+    found = sorted(checkpoint for checkpoint in map(_parse, keys) if checkpoint is not None)
+    # A straggler can have set its manifest over files that were deleted here as half-carried.
+    reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
+    found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
+    whole = [c for c in found_by_now if c.fence_label >= fence.label or _is_whole(store, c.key)]
+    kept = {checkpoint.key for checkpoint in whole[-keep:]}
+    marked = {checkpoint.key for checkpoint in found}
+    for checkpoint in found:
+        if checkpoint.key not in kept:
+            store.delete(f"{checkpoint.key}/{MANIFEST}")
+    for key in keys:
+        label, step, *_ = key.removeprefix(f"{RunKeys(run_id).checkpoints}/").split("/")
+        folder = f"{RunKeys(run_id).checkpoints}/{label}/{step}"
+        if folder not in kept and (folder in marked or label < fence.label):
+            store.delete(key)
+
+
+def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
+    """Delete the checkpoints of later steps, each one's manifest first: what they began will be done anew."""
+    for checkpoint in standing(store, run_id):
+        if checkpoint.step > step:
+            store.delete(f"{checkpoint.key}/{MANIFEST}")
+            for info in list(store.list(f"{checkpoint.key}/")):
+                store.delete(info.key)
+
+
+def _is_whole(store: ObjectStore, key: str) -> bool:
+    return _what_is_wrong(store, key) is None
+
+
+def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
+    """By its manifest and the sizes of its files alone. An empty string: half of it was pruned, or never carried."""
+    try:
+        manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
+    except NotFound:
+        return ""
+    except CorruptArtifact as error:
+        return str(error)
+    sizes = {info.key.removeprefix(f"{key}/"): info.size for info in store.list(f"{key}/")}
+    named = {entry.path: entry.size for entry in manifest.files}
+    if unnamed := sorted(sizes.keys() - named.keys() - {MANIFEST}):
+        return f"{uri_of(store, f'{key}/{MANIFEST}')}: it does not name {unnamed[0]}, which is there"
+    if other := sorted(path for path, size in named.items() if sizes.get(path, size) != size):
+        return f"{uri_of(store, f'{key}/{other[0]}')}: the file is not as long as its manifest says"
+    return None if sizes.keys() >= named.keys() else ""
+
+
+def _parse(key: str) -> Standing | None:
+    match key.split("/")[-3:]:
+        case [label, step, name] if name == MANIFEST and step.startswith("step-"):
+            return Standing(int(step.removeprefix("step-")), label, key.removesuffix(f"/{MANIFEST}"))
+        case _:
+            return None

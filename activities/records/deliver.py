@@ -1,0 +1,223 @@
+"""Deliver: one notice to one webhook, signed as the Standard Webhooks specification says, each attempt on record."""
+
+import base64
+import hashlib
+import hmac
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.heartbeat import beating
+from activities.sources.http import open_connection
+from shared.contract import Frozen
+from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.runs.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
+from shared.settings import DownloadSettings, Settings
+from shared.storage.paths import delivery_record, webhook_record
+from shared.storage.store import ObjectStore, open_store
+
+_OPENED_BY = "webhooks.allow_private_addresses"
+_KEPT_ATTEMPTS = 20
+_KEPT_DELIVERIES = 200
+_LONGEST_WAIT_S = 6 * 3600.0
+"""However long a receiver asks to be left alone: as long as the retry policy's longest pause."""
+
+
+class DeliverRequest(Frozen):
+    """What is told to whom. The webhook's address and secret are read from its record: Temporal never sees them."""
+
+    webhook_id: WebhookId
+    notice: Notice
+
+
+class Delivered(Frozen):
+    """What the receiver answered; None where nobody wants to be told any more."""
+
+    status: int | None
+
+
+class NotDelivered(LongshoreError):
+    """The receiver cannot be reached, or did not take the notice. Told again later."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The head of a receiver's answer."""
+
+    status: int
+    retry_after: str | None
+
+
+class Deliver:
+    """Tells webhooks."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        webhooks = settings.webhooks
+        self._reach = DownloadSettings(
+            allow_private_addresses=webhooks.allow_private_addresses, timeout_s=webhooks.timeout_s
+        )
+
+    @activity.defn(name="deliver")
+    def deliver(self, request: DeliverRequest) -> Delivered:
+        """One attempt.
+
+        Raises:
+            NotDelivered: worth another attempt.
+            ApplicationError: the same, of a receiver that asks for more time than the retry policy gives it.
+            InvalidInput: the receiver is where it may not be, or says that it is gone for good.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        with beating():
+            webhook = _find(store, request)
+            if webhook is None or not webhook.enabled:
+                return Delivered(status=None)
+            attempt, is_final = self._attempt(webhook, request.notice)
+            _note(store, request, attempt)
+        if attempt.problem is None:
+            return Delivered(status=attempt.status)
+        if is_final:
+            raise InvalidInput(attempt.problem, request.webhook_id)
+        wait_s = min(attempt.retry_after_s or 0, _LONGEST_WAIT_S)
+        if wait_s > _planned_pause_s():
+            later = timedelta(seconds=wait_s)
+            raise ApplicationError(attempt.problem, type=NotDelivered.__name__, next_retry_delay=later)
+        raise NotDelivered(attempt.problem)
+
+    @activity.defn(name="give_up_delivery")
+    def give_up(self, request: DeliverRequest) -> None:
+        """No more attempts are made."""
+        store = open_store(self._settings.store, self._settings.s3)
+        if _find(store, request) is not None:
+            _write(store, request, _delivery(store, request).model_copy(update={"state": "failed"}))
+
+    def _attempt(self, webhook: Webhook, notice: Notice) -> tuple[Attempt, bool]:
+        """What came of it, and whether that is the last word."""
+        at = time.time()
+        try:
+            answer = self._post(webhook, notice, at)
+        except InvalidInput as error:
+            return Attempt(at=at, problem=error.message), True
+        except TimeoutError:
+            return Attempt(at=at, problem="the receiver does not answer in time"), False
+        except (OSError, HTTPException) as error:
+            return Attempt(at=at, problem=f"the receiver cannot be reached ({type(error).__name__})"), False
+        status, problem = answer.status, _refusal(answer.status)
+        wait_s = retry_after_s(answer.retry_after, at) if problem else None
+        return Attempt(at=at, status=status, problem=problem, retry_after_s=wait_s), status == HTTPStatus.GONE
+
+    def _post(self, webhook: Webhook, notice: Notice, at: float) -> _Answer:
+        """The head of the answer. Its body is not read, and a redirect is an answer like others."""
+        parts, body, timestamp = urlsplit(webhook.url), notice.body(), int(at)
+        signatures = (signature(key, notice.notice_id, timestamp, body) for key in webhook.keys(at))
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "longshore",
+            "Connection": "close",
+            "webhook-id": notice.notice_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": " ".join(signatures),
+        }
+        connection = open_connection(webhook.url, self._reach, _OPENED_BY)
+        try:
+            path = parts.path or "/"
+            connection.request("POST", f"{path}?{parts.query}" if parts.query else path, body, headers)
+            response = connection.getresponse()
+            return _Answer(response.status, response.getheader("Retry-After"))
+        finally:
+            connection.close()
+
+
+def signature(key: bytes, notice_id: str, timestamp: int, body: bytes) -> str:
+    """HMAC-SHA256 over `id.timestamp.body` (Standard Webhooks, symmetric signatures, v1)."""
+    signed = b"%s.%d.%s" % (notice_id.encode(), timestamp, body)
+    return "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
+
+
+def retry_after_s(header: str | None, now: float) -> float | None:
+    """How long a Retry-After header (RFC 9110, 10.2.3) asks for, in seconds or by a date. None for neither."""
+    text = (header or "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _planned_pause_s() -> float:
+    """Until the next attempt by the retry policy alone."""
+    info = activity.info()
+    policy = info.retry_policy
+    if policy is None:
+        return 0.0
+    longest = policy.maximum_interval or timedelta(seconds=_LONGEST_WAIT_S)
+    exponent = min(info.attempt - 1, 64)
+    planned_s = policy.initial_interval.total_seconds() * policy.backoff_coefficient**exponent
+    return min(planned_s, longest.total_seconds())
+
+
+def _refusal(status: int) -> str | None:
+    match status // 100:
+        case 2:
+            return None
+        case 3:
+            return f"the receiver answered {status}: redirects are not followed"
+        case _:
+            return f"the receiver answered {status}"
+
+
+def _find(store: ObjectStore, request: DeliverRequest) -> Webhook | None:
+    try:
+        data = store.get_bytes(webhook_record(request.notice.tenant, request.webhook_id))
+    except NotFound:
+        return None
+    return Webhook.model_validate_json(data)
+
+
+def _delivery(store: ObjectStore, request: DeliverRequest) -> Delivery:
+    notice = request.notice
+    try:
+        data = store.get_bytes(delivery_record(notice.tenant, request.webhook_id, notice.notice_id))
+    except NotFound:
+        run_id = notice.data.get("id")
+        return Delivery(
+            notice_id=notice.notice_id,
+            type=notice.type,
+            run_id=run_id if isinstance(run_id, str) else None,
+            created_at=notice.created_at,
+        )
+    return Delivery.model_validate_json(data)
+
+
+def _note(store: ObjectStore, request: DeliverRequest, attempt: Attempt) -> None:
+    """Put an attempt on record. A webhook keeps its newest deliveries."""
+    before = _delivery(store, request)
+    if not before.attempts:
+        _forget_oldest(store, request)
+    after = before.model_copy(
+        update={
+            "state": "delivered" if attempt.problem is None else "pending",
+            "num_attempts": before.num_attempts + 1,
+            "attempts": (*before.attempts, attempt)[-_KEPT_ATTEMPTS:],
+        }
+    )
+    _write(store, request, after)
+
+
+def _write(store: ObjectStore, request: DeliverRequest, delivery: Delivery) -> None:
+    key = delivery_record(request.notice.tenant, request.webhook_id, delivery.notice_id)
+    store.put_bytes(key, delivery.model_dump_json(indent=1).encode())
+
+
+def _forget_oldest(store: ObjectStore, request: DeliverRequest) -> None:
+    keys = [item.key for item in store.list(delivery_record(request.notice.tenant, request.webhook_id))]
+    for key in keys[: max(0, len(keys) - _KEPT_DELIVERIES + 1)]:
+        store.delete(key)

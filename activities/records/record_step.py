@@ -1,0 +1,108 @@
+"""The train steps of an RL run, on record in the store: what every later execution of the run goes on from."""
+
+from pydantic import Field
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.records.checkpoints import discard_after
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput, NotFound
+from shared.runs.requests import RunId
+from shared.runs.status import Policy, StepStatus
+from shared.settings import Settings
+from shared.storage.artifacts import read_record
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore, open_store
+
+
+class StepRecordRequest(Frozen):
+    """A step of a run that has ended, well or not."""
+
+    run_id: RunId
+    step: StepStatus
+
+
+class RecoverRequest(Frozen):
+    """Which run goes on, and after how many of its last steps it wants to know the policy."""
+
+    run_id: RunId
+    num_policies: int = Field(default=1, ge=1)
+
+
+class Recovered(Frozen):
+    """`last_step`: the number of the last step on record. `trained`: the last one that changed the policy.
+
+    `policies`: after the last steps, oldest first; one with version 0 has no adapter but the run's initial one.
+    """
+
+    last_step: int = 0
+    trained: StepStatus | None = None
+    policies: tuple[Policy, ...] = ()
+
+
+class RecordStep:
+    """Writes a step's record, and finds the last ones again. A cancellation, which beats bring, cuts neither in two."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="record_step", no_thread_cancel_exception=True)
+    def record_step(self, request: StepRecordRequest) -> None:
+        """The record, then its key's: a key that is found has a whole record."""
+        with beating():
+            store = open_store(self._settings.store, self._settings.s3)
+            keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
+            store.put_bytes(keys.step(request.step.step), data)
+            if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
+                store.put_if_absent(keys.step_key(request.step.key), data)
+
+    @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
+    def recover_steps(self, request: RecoverRequest) -> Recovered:
+        """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
+        with beating():
+            store = open_store(self._settings.store, self._settings.s3)
+            found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
+            steps: list[StepStatus] = []  # newest first, back to one that made a policy
+            for key in found:
+                if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
+                    break
+                steps.append(read_record(store, key, StepStatus))
+            trained = next(filter(_made_a_policy, steps), None)
+            discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
+            return Recovered(
+                last_step=steps[0].step if steps else 0,
+                trained=trained,
+                policies=_policies(steps)[-request.num_policies :],
+            )
+
+
+def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:
+    """The policy after each of the steps, oldest first."""
+    version, adapter, found = 0, None, list[Policy]()
+    for step in reversed(steps):
+        if _made_a_policy(step):
+            assert step.policy_version is not None and step.adapter is not None and step.adapter_sha256 is not None
+            version, adapter = step.policy_version, Artifact(uri=step.adapter, sha256=step.adapter_sha256)
+        found.append(Policy(after_step=step.step, version=version, adapter=adapter))
+    return tuple(found)
+
+
+def _made_a_policy(step: StepStatus) -> bool:
+    return step.checkpoint is not None and step.same_as is None
+
+
+def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | None:
+    """The step that had this step's key before, if there is one.
+
+    Raises:
+        InvalidInput: it had other groups.
+    """
+    try:
+        before = read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
+    except NotFound:
+        return None
+    if before.step == step.step:
+        return None  # this very step, packed again
+    if before.groups != step.groups:
+        raise InvalidInput(f"it was used for {before.groups}, which made step {before.step}", "key")
+    return before

@@ -1,0 +1,1 @@
+"""A sampler host's work, and every request to a sampler."""

@@ -1,0 +1,314 @@
+"""A client of any sampler that speaks vLLM's OpenAI-compatible protocol: ours, or a vLLM server.
+
+Blocking, and safe to share between threads. What fails in passing is tried again, a bounded number of times: a seeded
+completion is the same however often it is asked for.
+"""
+
+import math
+import random
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from activities.confined import calls as confined
+from shared.chat.completions import (
+    Choice,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    Sampling,
+)
+from shared.contract import Frozen
+from shared.errors import InvalidInput, SamplerUnavailable
+from shared.settings import ConfinedSettings
+
+if TYPE_CHECKING:
+    pass
+
+M = TypeVar("M", bound=BaseModel)
+_WORTH_RETRYING = (408, 409, 425, 429)
+# Of one request: from its last byte to the answer's first, and how often it is made.
+TIMEOUT_S, ATTEMPTS = 600.0, 5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+# vLLM would take these from the model's generation_config.json, and draw from another distribution.
+# An answer is as long as what was asked for: a token comes with its text, id and logprob, and likelier ones beside it.
+_BYTES_A_TOKEN, _LIKELY_BYTES, _OTHER_BYTES = 512, 256, 1 << 20
+_MAX_ANSWER_BYTES = 128 << 20
+_MODELS_BYTES = 4 << 20
+_LARGE_BYTES = 2 << 20  # what a hostile server may make of more, when it is parsed, a child of ours bears
+_PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample. `logprobs` are the sampler's, in nats, one for each of `token_ids`, which keep the end token.
+
+    Attributes:
+        was_cut_off: it reached max_tokens, and did not end by itself.
+        stop_reason: the stop string or token that ended it; None for the model's own end token.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    was_cut_off: bool
+    stop_reason: int | str | None
+
+
+class Sampler:
+    """One server.
+
+    Args:
+        url: without `/v1`.
+        timeout_s: of one request, from its last byte to the answer's first.
+        attempts: how often a request is made before SamplerUnavailable is raised.
+        confinement: for a stranger's server: large answers are read in a process of their own.
+
+    Every method raises InvalidInput for what the server refuses (4xx) and SamplerUnavailable for what passes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        attempts: int = ATTEMPTS,
+        confinement: ConfinedSettings | None = None,
+    ) -> None:
+        import httpx
+
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        timeout = httpx.Timeout(timeout_s, connect=10.0)
+        # A proxy of the environment has nothing to do with a sampler; as many connections as callers have threads.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx.Client(
+            base_url=url.rstrip("/"), headers=headers, timeout=timeout, limits=limits, trust_env=False
+        )
+        self._url = url.rstrip("/")
+        self._attempts = attempts
+        self._confined = confinement
+        self._sockets: list[socket.socket] = []
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up on requests of other threads, so that nobody draws on for nobody."""
+        self._is_closed = True
+        for connection in self._sockets:
+            _hang_up(connection)
+        self._client.close()
+
+    def _note(self, event: str, info: dict[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            connection = info["return_value"].get_extra_info("socket")
+            self._sockets.append(connection)
+            if self._is_closed:  # by another thread while this one connected
+                _hang_up(connection)
+
+    def sample(
+        self, model: str, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, seed: int
+    ) -> tuple[Completion, ...]:
+        """`n` samples; sample j is drawn with `seed + j`, so that it can be asked for alone: `n=1, seed=seed + j`."""
+        body = {
+            "model": model,
+            "prompt": list(prompt_ids),
+            "n": n,
+            "seed": seed,
+            **sampling.model_dump(mode="json", exclude={"stop", "stop_token_ids"}),
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "logprobs": 0,  # of the sampled tokens alone
+            "return_token_ids": True,
+            **_PLAIN,
+        }
+        answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        if [choice.index for choice in choices] != list(range(n)):
+            raise InvalidInput(f"the sampler sent {len(choices)} samples where {n} were asked for", self._url)
+        return tuple(self._completion(choice) for choice in choices)
+
+    def _completion(self, choice: Choice) -> Completion:
+        if choice.token_ids is None or choice.logprobs is None:
+            raise InvalidInput("the sampler sends no token ids or logprobs (vLLM does from 0.10.2 on)", self._url)
+        if choice.finish_reason not in ("stop", "length"):
+            raise SamplerUnavailable(f"{self._url}: a sample was given up: {choice.finish_reason}")
+        logprobs = tuple(value for value in choice.logprobs.token_logprobs if value is not None)
+        if len(logprobs) != len(choice.token_ids) or not all(map(math.isfinite, logprobs)):
+            raise InvalidInput("the sampler's logprobs are not one finite number a token", self._url)
+        return Completion(
+            tuple(choice.token_ids), logprobs, choice.text, choice.finish_reason == "length", choice.stop_reason
+        )
+
+    def complete(self, request: CompletionRequest) -> CompletionResponse:
+        """A request as it is, and its answer as it is."""
+        body = request.model_dump(mode="json", exclude_none=True) | _PLAIN
+        asked = 1 if isinstance(request.prompt, str) else len(request.prompt)
+        num_tokens = _characters(request.prompt) + asked * request.n * request.max_tokens
+        return self._completions(body, num_tokens, request.logprobs or 0)
+
+    def score(self, model: str, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprobs of token_ids[1:], each given those before it, in nats, at temperature 1."""
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = self._completions(body, len(token_ids) + 1)
+        told = answer.choices[0].prompt_logprobs if answer.choices else None
+        if told is None or len(told) != len(token_ids):
+            raise InvalidInput("the sampler does not send prompt_logprobs, one a token", self._url)
+        found = [(by_id or {}).get(token) for token, by_id in zip(token_ids[1:], told[1:], strict=True)]
+        logprobs = tuple(one.logprob for one in found if one is not None)
+        if len(logprobs) != len(found) or not all(map(math.isfinite, logprobs)):
+            raise InvalidInput("the sampler's prompt_logprobs are not one finite number a token", self._url)
+        return logprobs
+
+    def models(self) -> dict[str, ModelCard]:
+        """What requests may name: the model and its adapters."""
+        answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES).content, self._url)
+        return {card.id: card for card in answer.data}
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Repeating it is harmless; the same name from another folder is InvalidInput."""
+        try:
+            self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except InvalidInput:
+            card = self.models().get(name)  # an earlier attempt's answer may have been lost on the way
+            if card is None or card.root != folder:
+                raise
+
+    def unload_adapter(self, name: str) -> None:
+        """Repeating it is harmless."""
+        try:
+            self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except InvalidInput:
+            if name in self.models():
+                raise
+
+    def is_healthy(self) -> bool:
+        """Asked once, without retries."""
+        import httpx
+
+        try:
+            return self._client.get("/health", timeout=5.0).is_success
+        except httpx.HTTPError:
+            return False
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES
+    ) -> "_Answered":
+        import httpx
+
+        problem = ""
+        for attempt in range(self._attempts):
+            if attempt:
+                time.sleep(_pause_s(attempt))
+            try:
+                answer = self._ask_once(method, path, body, max_bytes)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if answer.is_success:
+                return answer
+            problem = f"{answer.status}: {_message(answer)}"
+            if answer.status < 500 and answer.status not in _WORTH_RETRYING:
+                raise InvalidInput(f"the sampler refuses ({problem})", f"{self._url}{path}")
+        raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
+
+    def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> "_Answered":
+        """What comes back, as it was sent: nothing is unpacked, and no more is read than was asked for.
+
+        Raises:
+            InvalidInput: it is compressed, or longer than what was asked for can be.
+        """
+        extensions = {"trace": self._note}
+        with self._client.stream(method, path, json=body, extensions=extensions) as response:
+            place = f"{self._url}{path}"
+            if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+                raise InvalidInput(
+                    f"the sampler sends its answer as {encoding!r:.40}, which it was not asked for", place
+                )
+            found = bytearray()
+            for piece in response.iter_raw():
+                found += piece
+                if len(found) > max_bytes:
+                    raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
+            return _Answered(response.status_code, bytes(found))
+
+    def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
+        """The answer to a request of so many tokens, prompts included, each with so many likelier ones."""
+        num_bytes = _OTHER_BYTES + num_tokens * (_BYTES_A_TOKEN + likely * _LIKELY_BYTES)
+        answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES))
+        if len(answer.content) <= _LARGE_BYTES or self._confined is None:
+            return _parsed(CompletionResponse, answer.content, self._url)
+        large = LargeAnswer(text=answer.content.decode(errors="replace"), place=self._url, max_tokens=num_tokens)
+        return confined.call(read_large_answer, large, self._confined)
+
+
+class LargeAnswer(Frozen):
+    """What a sampler sent, and how many tokens it may be of."""
+
+    text: str
+    place: str
+    max_tokens: int
+
+
+def read_large_answer(answer: LargeAnswer) -> CompletionResponse:
+    """Raises InvalidInput for what is no answer, or of more tokens than were asked for."""
+    found = _parsed(CompletionResponse, answer.text.encode(), answer.place)
+    if sum(len(choice.token_ids or ()) for choice in found.choices) > answer.max_tokens:
+        raise InvalidInput("the sampler sends more tokens than were asked for", answer.place)
+    return found
+
+
+@dataclass(frozen=True)
+class _Answered:
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
+def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
+    """At least as many as the tokens of a request's prompts."""
+    return len(prompt) + sum(len(one) for one in prompt if isinstance(one, list | str))
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Merely closed, a socket stays open for as long as a thread reads from it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _pause_s(attempt: int) -> float:
+    """Doubling, up to a bound, and spread so that many clients do not come back together."""
+    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
+
+
+def _message(answer: _Answered) -> str:
+    """What the server says is wrong, in OpenAI's shape or as it is."""
+    try:
+        return ErrorResponse.model_validate_json(answer.content).error.message[:500]
+    except ValidationError:
+        return answer.content[:500].decode(errors="replace")
+
+
+def _parsed(model: type[M], content: bytes, place: str) -> M:
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidInput(f"the sampler's answer makes no sense: {where}: {first['msg']}", place) from error

@@ -1,0 +1,172 @@
+"""Complete: a user's question, in text or in messages, and what a published adapter or model says to it."""
+
+import logging
+import time
+from pathlib import PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.sampling.chat_answers import chat_completion, record_of, sampler_request
+from activities.sampling.chat_prompts import ChatPrompts
+from activities.sampling.parallel_calls import in_parallel
+from activities.sampling.run_adapters import refusal
+from activities.sampling.samplers import OpenSampler, SamplerPlace, Samplers, ServedSampler
+from activities.sampling.user_adapters import ServingAdapters
+from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
+from shared.chat.completions import CompletionRequest, CompletionResponse, ModelCard
+from shared.chat.messages import ChatCompletion, ChatRequest
+from shared.contract import Artifact, Frozen
+from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
+from shared.runs.requests import FIRST_TENANT, Tenant
+from shared.settings import Settings
+from shared.storage.paths import HostPaths
+from shared.storage.store import open_store
+
+logger = logging.getLogger("longshore.complete")
+
+_MAX_ANSWER_BYTES = 1_500_000  # Temporal carries 2 MB
+_ATTEMPTS = 3
+
+
+class CompleteRequest(Frozen):
+    """A tenant's question to what was published: `adapter` beside `model`, or the model alone where there is none.
+
+    `base`: the model as its users named it, for a server behind a URL to be known by. `name` and `version`: of what was
+    published; a version of 0 is the base model that nobody has trained yet.
+    """
+
+    tenant: Tenant = FIRST_TENANT
+    name: str | None = None
+    version: int | None = None
+
+    model: Artifact
+    adapter: Artifact | None
+    base: str
+    place: SamplerPlace
+    asked: ChatRequest | CompletionRequest
+
+
+class Completed(Frozen):
+    """The answer, in the shape of the question."""
+
+    answer: ChatCompletion | CompletionResponse
+
+
+class Complete:
+    """Needs settings for the cache, and a way to samplers. To be closed."""
+
+    def __init__(self, settings: Settings, samplers: Samplers) -> None:
+        cache = HostPaths(settings.root_path).cache
+        self._settings = settings
+        self._samplers = samplers
+        self._prompts = ChatPrompts(cache, settings.s3, settings.confined)
+        self._adapters = ServingAdapters(cache, settings.s3)
+
+    def close(self) -> None:
+        self._prompts.close()
+
+    @activity.defn(name="complete")
+    def complete(self, request: CompleteRequest) -> Completed:
+        """Ask a sampler. A cancellation hangs up, and what was being drawn is given up.
+
+        Raises:
+            InvalidInput: the question cannot be answered; names the field.
+            SamplerUnavailable, WorkerLost: there is no sampler at this place now.
+        """
+        prompt_ids = None
+        with beating(), self._samplers.open(request.place) as opened:
+            if isinstance(request.asked, ChatRequest):
+                prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
+            if isinstance(request.place, ServedSampler):
+                _check_base(opened, request)
+            [answer] = in_parallel(lambda asked: self._answer(opened, asked, prompt_ids), [request], num_threads=1)
+        if (size := len(answer.model_dump_json())) > _MAX_ANSWER_BYTES:
+            raise InvalidInput(
+                f"the answer has {size:,} bytes, and {_MAX_ANSWER_BYTES:,} are carried: ask for less", "n"
+            )
+        return Completed(answer=answer)
+
+    def _answer(
+        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None
+    ) -> ChatCompletion | CompletionResponse:
+        """Again where somebody else's adapter took this one's place on the sampler in between."""
+        for attempt in range(_ATTEMPTS):
+            model = self._adapters.use(opened, request.adapter)
+            try:
+                return self._drawn(opened, model, request, prompt_ids)
+            except SamplerUnavailable:
+                if attempt + 1 == _ATTEMPTS or model in opened.client.models():
+                    raise
+        raise AssertionError("the last attempt answers or raises")
+
+    def _drawn(
+        self, opened: OpenSampler, model: str, request: CompleteRequest, prompt_ids: tuple[int, ...] | None
+    ) -> ChatCompletion | CompletionResponse:
+        asked = request.asked
+        if isinstance(asked, CompletionRequest):
+            drawn = _ask(opened, asked.model_copy(update={"model": model}), "prompt")
+            return drawn.model_copy(update={"model": asked.model})
+        assert prompt_ids is not None
+        wanted = sampler_request(asked, model, prompt_ids, _max_model_len(opened))
+        drawn = _ask(opened, wanted, "messages")
+        bytes_of = self._prompts.tokenizer(request.model).bytes_of
+        answer = chat_completion(asked, drawn, bytes_of, new_answer_id(time.time()), prompt_ids)
+        record = record_of(answer, drawn, prompt_ids, request.model.sha256)
+        if record is None or not self._remembers(request, record):
+            return answer
+        known = [choice.model_copy(update={"answer_id": answer.id}) for choice in answer.choices]
+        return answer.model_copy(update={"choices": known})
+
+    def _remembers(self, request: CompleteRequest, record: AnswerRecord) -> bool:
+        """Keep what was drawn. A store that is away costs the answer its id, and nobody the answer."""
+        if not self._settings.serving.answers_kept_s:
+            return False
+        try:
+            store = open_store(self._settings.store, self._settings.s3)
+            remember(
+                store, request.tenant, record.model_copy(update={"name": request.name, "version": request.version})
+            )
+        except (StoreUnavailable, DiskFull) as error:
+            logger.warning("an answer is not remembered, and can be trained on by its text alone: %s", error)
+            return False
+        return True
+
+
+def _ask(opened: OpenSampler, request: CompletionRequest, place: str) -> CompletionResponse:
+    try:
+        return opened.client.complete(request)
+    except InvalidInput as error:
+        raise refusal(opened.client, request.model, error, place) from error
+
+
+def _max_model_len(opened: OpenSampler) -> int:
+    """Of prompt and answer together, in tokens."""
+    length = opened.client.models()[opened.model].max_model_len
+    if length is None:
+        raise SamplerUnavailable("the sampler does not say how long a sequence it takes")
+    return length
+
+
+def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:
+    """A server that is not ours serves what its operator chose: beside another model an adapter would speak nonsense.
+
+    Raises:
+        InvalidInput: neither its id nor its root has the base model's name.
+    """
+    card = opened.client.models()[opened.model]
+    if _last_name(request.base) not in _names(card):
+        raise InvalidInput(
+            f"the installation's sampler serves {card.id}, and this was trained from {request.base}", "model"
+        )
+
+
+def _names(card: ModelCard) -> set[str]:
+    return {_last_name(name) for name in (card.id, card.root) if name}
+
+
+def _last_name(model: str) -> str:
+    """`Qwen3-8B` of /models/Qwen3-8B, of s3://bucket/Qwen3-8B/ and of Qwen/Qwen3-8B@main."""
+    path = unquote(urlsplit(model).path) if "://" in model else model.partition("@")[0]
+    return PurePosixPath(path).name.lower()

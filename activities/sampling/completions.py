@@ -1,0 +1,111 @@
+"""What sampling is asked and what it leaves: which prompts, from which seeds; a line of JSON a prompt with its samples.
+
+Pure functions; asking the sampler is activities/sampling/sample.py's affair.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from activities.packing import bins as packing
+from activities.sampling.client import Completion
+from activities.tokenizing.prompt_files import PromptRow
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.grading.graders import SampledItem
+
+COMPLETIONS, SAMPLES = "completions.jsonl", "samples.jsonl"
+_SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take
+
+
+class Rows(Frozen):
+    """Which prompts: a stretch of an endless order, epoch after epoch a new shuffle of all prompts by (seed, epoch).
+
+    Without `count`: every prompt once, in the order of the data, as held-out ones are asked.
+    """
+
+    first: int = Field(default=0, ge=0, description="counted from the beginning of the first epoch")
+    count: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _all_or_some(self) -> "Rows":
+        if self.count is None and (self.first or self.seed):
+            raise ValueError("without count all prompts are asked for, in order: first and seed would be ignored")
+        return self
+
+
+class Sample(Frozen):
+    """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off."""
+
+    token_ids: tuple[int, ...] = Field(min_length=1)
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class SampledGroup(Frozen):
+    """The samples of one prompt. `group`: its place in the request; `row`: among the prompts; `place`: in the data."""
+
+    group: int
+    row: int
+    place: str
+    prompt_ids: tuple[int, ...]
+    policy_version: int
+    samples: tuple[Sample, ...] = Field(min_length=1)
+
+
+def numbers_of(rows: Rows, num_prompts: int) -> list[int]:
+    """The numbers of the prompts that are asked for, in order. A prompt comes again with every epoch."""
+    if rows.count is None:
+        return list(range(num_prompts))
+    places = (divmod(at, num_prompts) for at in range(rows.first, rows.first + rows.count))
+    return [_epoch(num_prompts, rows.seed, epoch)[offset] for epoch, offset in places]
+
+
+@lru_cache(maxsize=2)
+def _epoch(num_prompts: int, seed: int, epoch: int) -> list[int]:
+    order: list[int] = packing.epoch_order(num_prompts, seed, epoch).tolist()
+    return order
+
+
+def sample_seed(seed: int, group: int) -> int:
+    """The seed of a prompt's first sample, 62 bits: sample j of it is drawn with this and j added."""
+    digest = hashlib.sha256(f"sample {seed} {group}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
+
+
+def sample_of(completion: Completion, place: str) -> Sample:
+    """Raises InvalidInput for what nothing can be learnt from: no token at all, or logprobs that are not its."""
+    if not completion.token_ids or len(completion.logprobs) != len(completion.token_ids):
+        raise InvalidInput(
+            f"the sampler sent {len(completion.token_ids)} tokens with {len(completion.logprobs)} logprobs", place
+        )
+    return Sample(
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        text=completion.text,
+        finish_reason="length" if completion.was_cut_off else "stop",
+    )
+
+
+def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
+    """The samples as graders see them."""
+    for sample in group.samples:
+        told = {
+            "output_text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "num_tokens": len(sample.token_ids),
+        }
+        yield SampledItem(sample=told, item=prompt.item)
+
+
+def read_groups(folder: Path) -> Iterator[SampledGroup]:
+    """The groups of a folder of completions, one at a time."""
+    with (folder / COMPLETIONS).open("rb") as file:
+        for line in file:
+            yield SampledGroup.model_validate_json(line)

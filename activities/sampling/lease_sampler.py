@@ -1,0 +1,102 @@
+"""The lease of a sampler: the model brought here, its process started or adopted, and held while its run samples."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from temporalio import activity
+from temporalio.exceptions import CancelledError
+
+from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
+from activities.hosts.lease import Tenancy
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import WorkerProcess
+from activities.sampling.samplers import connected
+from activities.signals import Signals
+from shared.contract import Fence, Frozen
+from shared.errors import SamplerUnavailable, WorkerLost
+from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
+from shared.runs.requests import RunId
+from shared.settings import S3Settings, Settings
+from shared.storage.artifacts import stage
+from shared.storage.paths import HostPaths, WorkerPaths
+
+# What a sampler without work in hand takes a moment for; nobody can end a lease while it is waited for.
+_ANSWER_S = 20.0
+
+
+class SamplerLeaseRequest(Frozen):
+    """What a run asks a sampler host for. Answered by the signal `sampler_leased`, with a LeaseGrant."""
+
+    run_id: RunId
+    epoch: int
+    key: SamplerKey
+    ready_timeout_s: float
+
+
+@dataclass(frozen=True)
+class SamplerCommand:
+    """The command line of our own sampler. Its model's files are in `cache`, or lie on this machine anyway."""
+
+    cache: Path
+    s3: S3Settings
+
+    def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
+        assert isinstance(key, SamplerKey)
+        model = stage(key.model, self.cache, self.s3)  # at once: the lease has brought it
+        paths = WorkerPaths(folder)
+        return [
+            *(sys.executable, "-P", "-m", "megatron_worker.sampler", "--model", str(model)),
+            *("--ready-file", str(paths.ready), "--host-record", str(paths.record)),
+            *("--dtype", key.dtype, "--threads", str(key.threads), "--slots", str(key.slots)),
+            *("--max-model-len", str(key.max_model_len), "--logprobs-mode", "processed_logprobs"),
+        ]
+
+
+class LeaseSampler:
+    """Leases of this host's sampler. The store keeps no record of them.
+
+    What a sampler makes is seeded and found by its content, so that no fence has to guard it.
+    """
+
+    def __init__(self, pool: WorkerPool, settings: Settings, signals: Signals, host_queue: str) -> None:
+        self._tenancy = Tenancy(pool, signals, host_queue, "sampler_leased")
+        self._cache = HostPaths(settings.root_path).cache
+        self._s3 = settings.s3
+
+    @activity.defn(name="lease_sampler")
+    def lease_sampler(self, request: SamplerLeaseRequest) -> None:
+        """Hold a sampler until this activity is cancelled, which is the release.
+
+        Raises:
+            WorkerLost: the process ended or did not come up, or this host leaves.
+            InvalidInput: the model cannot be used, or its files are not what they were.
+            StoreUnavailable: the model's files cannot be reached.
+        """
+        try:
+            with beating():
+                stage(request.key.model, self._cache, self._s3)  # many gigabytes: a cancellation ends it anywhere
+                with activity.shield_thread_cancel_exception():
+                    self._hold(request)
+        except CancelledError as error:
+            if host_is_leaving():
+                raise WorkerLost(HOST_LEAVES) from error
+
+    def _hold(self, request: SamplerLeaseRequest) -> None:
+        fence = Fence(epoch=request.epoch, attempt=activity.info().attempt)
+        mark = LeaseMark(run_id=request.run_id, fence=fence)
+        with self._tenancy.begin(request.key, mark, request.ready_timeout_s) as worker:
+            if worker is not None:
+                _forget_adapters(worker)
+                self._tenancy.hold(worker, fence)
+
+
+def _forget_adapters(worker: WorkerProcess) -> None:
+    """A process that was adopted holds those of other runs, which nobody else would take away."""
+    try:
+        with connected(worker, _ANSWER_S, attempts=2) as (client, _):
+            for name in [name for name, card in client.models().items() if card.parent is not None]:
+                client.unload_adapter(name)
+    except SamplerUnavailable as error:
+        worker.end()
+        raise WorkerLost(f"the sampler does not answer: {error}") from error

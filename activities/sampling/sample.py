@@ -1,0 +1,229 @@
+"""Sample: prompts and a policy become completions, token by token, and the samples that graders see."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.sampling.client import Sampler
+from activities.sampling.completions import (
+    COMPLETIONS,
+    SAMPLES,
+    Rows,
+    SampledGroup,
+    items_of,
+    numbers_of,
+    sample_of,
+    sample_seed,
+)
+from activities.sampling.parallel_calls import in_parallel
+from activities.sampling.run_adapters import refusal, use_adapter
+from activities.sampling.samplers import SamplerPlace, Samplers, ServedSampler
+from activities.scratch import scratch_folder
+from activities.tokenizing.prompt_files import PromptRow, PromptsFile
+from shared.chat.completions import MAX_SAMPLES, Sampling
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.jobs.job import Dtype
+from shared.runs.requests import RunId
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, completions, content_key, sampled_part, sampled_parts, samples
+from shared.storage.store import ObjectStore, disk_errors, open_store
+
+_VERSION = "sample-1"  # raise it when the same request would give other samples
+_SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has fewer slots, and lets the rest wait
+_MAX_THREADS, _MIN_THREADS = 64, 2
+
+SUMMARY = "summary.json"
+
+
+class Drawing(Frozen):
+    """How the samples of each prompt are drawn, and what is written beside them."""
+
+    group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
+    sampling: Sampling
+    seed: int = Field(ge=0, lt=2**63)
+    policy_version: int = Field(ge=0)
+
+
+class SampleRequest(Drawing):
+    """Which prompts to answer with which policy, and where.
+
+    `model` (and `dtype`) is what the sampler at `place` serves: it is part of what the samples follow from. `adapter`:
+    absent, the model alone. `keep`: adapters of this run that other requests need now.
+    """
+
+    run_id: RunId
+    model: Artifact
+    dtype: Dtype = "float32"
+    prompts: Artifact
+    rows: Rows
+    adapter: Artifact | None = None
+    keep: tuple[Artifact, ...] = ()
+    place: SamplerPlace
+
+    @property
+    def key(self) -> str:
+        """By what decides the bits: not by the run, nor by which lease answers, nor by where files came from."""
+        own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
+        weights = [self.model.sha256, self.adapter.sha256 if self.adapter else ""]
+        server = self.place.model_dump_json() if isinstance(self.place, ServedSampler) else "leased"
+        return content_key(_VERSION, own, self.prompts.sha256, *weights, server)
+
+
+class Sampled(Frozen):
+    """`completions`: `completions.jsonl`, a `SampledGroup` a line. `samples`: `samples.jsonl`, what `grade` takes."""
+
+    completions: Artifact
+    samples: Artifact
+    num_samples: int
+    num_cut_off: int
+    num_tokens: int
+
+
+class SampledSummary(Frozen):
+    """`summary.json`. Tokens are the sampled ones."""
+
+    num_groups: int
+    num_samples: int
+    num_cut_off: int
+    num_tokens: int
+
+
+class Sample:
+    """Needs settings for the store and for scratch space, and a way to samplers."""
+
+    def __init__(self, settings: Settings, samplers: Samplers) -> None:
+        self._settings = settings
+        self._samplers = samplers
+
+    @activity.defn(name="sample")
+    def sample(self, request: SampleRequest) -> Sampled:
+        """Every prompt's samples; what an earlier attempt has drawn is not drawn again.
+
+        Raises:
+            InvalidInput: the server refuses a prompt or the adapter, or sends what cannot be trained.
+            SamplerUnavailable, WorkerLost: there is no sampler at this place now; finished prompts are kept.
+            StoreUnavailable: the store is away.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        if done := _result(store, request.key):
+            return done
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "sample") as scratch, disk_errors(scratch):
+            with PromptsFile(stage(request.prompts, paths.cache, self._settings.s3)) as prompts:
+                parts = _Parts(store, request.key)
+                numbers = numbers_of(request.rows, len(prompts))
+                self._draw_missing(request, prompts, numbers, parts, paths.cache)
+                groups = (parts.get(group) for group in range(len(numbers)))
+                folders = scratch / "completions", scratch / "samples"
+                write_samples(groups, prompts, *folders)
+            for folder, key in zip(folders, (completions(request.key), samples(request.key)), strict=True):
+                seal(folder)
+                upload(store, key, folder)
+        parts.forget(len(numbers))
+        result = _result(store, request.key)
+        assert result is not None
+        return result
+
+    def _draw_missing(
+        self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: "_Parts", cache: Path
+    ) -> None:
+        """Each prompt's samples stand in the store before the thread takes another."""
+        drawn = parts.drawn()
+        missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
+        if not missing:
+            return
+        with self._samplers.open(request.place) as opened:
+            model = use_adapter(opened, request.run_id, request.adapter, request.keep, cache, self._settings.s3)
+
+            def draw(asked: tuple[int, int, PromptRow]) -> None:
+                parts.keep(draw_group(opened.client, model, *asked, request))
+
+            asked = ((group, row, prompts[row]) for group, row in missing)
+            for _ in in_parallel(draw, asked, _num_threads(request.group_size)):
+                pass
+
+
+def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: PromptRow, how: Drawing) -> SampledGroup:
+    """Ask for one prompt's samples: the same bits whenever and beside whatever they are drawn.
+
+    Raises:
+        InvalidInput: the server refuses the prompt, or sends what cannot be trained; names the prompt's place.
+        SamplerUnavailable: it does not answer, gave a sample up, or serves the adapter no longer.
+    """
+    seed = sample_seed(how.seed, group)
+    try:
+        drawn = sampler.sample(model, prompt.token_ids, how.sampling, n=how.group_size, seed=seed)
+    except InvalidInput as error:
+        raise refusal(sampler, model, error, prompt.place) from error
+    return SampledGroup(
+        group=group,
+        row=row,
+        place=prompt.place,
+        prompt_ids=prompt.token_ids,
+        policy_version=how.policy_version,
+        samples=tuple(sample_of(completion, prompt.place) for completion in drawn),
+    )
+
+
+def write_samples(
+    groups: Iterable[SampledGroup], prompts: PromptsFile, completions_folder: Path, samples_folder: Path
+) -> SampledSummary:
+    """Groups into two folders: token by token, and as graders see them. One group at a time; not sealed."""
+    num_groups = num_samples = num_cut_off = num_tokens = 0
+    for folder in (completions_folder, samples_folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with (completions_folder / COMPLETIONS).open("wb") as drawn, (samples_folder / SAMPLES).open("wb") as shown:
+        for group in groups:
+            drawn.write(group.model_dump_json().encode() + b"\n")
+            for item in items_of(group, prompts[group.row]):
+                shown.write(item.model_dump_json().encode() + b"\n")
+            num_groups += 1
+            num_samples += len(group.samples)
+            num_cut_off += sum(sample.finish_reason == "length" for sample in group.samples)
+            num_tokens += sum(len(sample.token_ids) for sample in group.samples)
+    summary = SampledSummary(
+        num_groups=num_groups, num_samples=num_samples, num_cut_off=num_cut_off, num_tokens=num_tokens
+    )
+    (completions_folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
+    return summary
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Finished prompts in the store, by their place in the request."""
+
+    store: ObjectStore
+    key: str
+
+    def drawn(self) -> set[int]:
+        prefix = sampled_parts(self.key)
+        return {int(info.key.removeprefix(prefix).removesuffix(".json")) for info in self.store.list(prefix)}
+
+    def get(self, group: int) -> SampledGroup:
+        return read_record(self.store, sampled_part(self.key, group), SampledGroup)
+
+    def keep(self, group: SampledGroup) -> None:
+        self.store.put_bytes(sampled_part(self.key, group.group), group.model_dump_json().encode())
+
+    def forget(self, num_groups: int) -> None:
+        for group in range(num_groups):
+            self.store.delete(sampled_part(self.key, group))
+
+
+def _num_threads(group_size: int) -> int:
+    return max(_MIN_THREADS, min(_MAX_THREADS, _SAMPLES_UNDER_WAY // group_size))
+
+
+def _result(store: ObjectStore, key: str) -> Sampled | None:
+    """What stands in the store, if all of it does."""
+    drawn, shown = find(store, completions(key)), find(store, samples(key))
+    if drawn is None or shown is None:
+        return None
+    summary = read_record(store, f"{completions(key)}/{SUMMARY}", SampledSummary)
+    return Sampled(completions=drawn, samples=shown, **summary.model_dump(exclude={"num_groups"}))

@@ -1,0 +1,146 @@
+"""How sampling activities reach a sampler: one that this host leases out, or a server behind a URL.
+
+Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Through Temporal
+passes which one it is, and no more.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import SplitResult
+
+from pydantic import Field
+
+from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_process import WorkerProcess
+from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
+from activities.sources.http import checked, resolve, shown
+from shared.chat.completions import SamplerReady
+from shared.contract import Fence, Frozen
+from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
+from shared.jobs.leases import LeaseMark
+from shared.runs.requests import RunId
+from shared.settings import Settings
+
+
+class LeasedSampler(Frozen):
+    """The sampler of a lease: for the sampling activities of the host that granted it."""
+
+    kind: Literal["leased"] = "leased"
+    run_id: RunId
+    fence: Fence
+    worker_id: str
+
+
+class ServedSampler(Frozen):
+    """A server that speaks vLLM's protocol: a user's own, or without a URL the installation's."""
+
+    kind: Literal["served"] = "served"
+    url: str | None = Field(default=None, max_length=2048)
+
+
+SamplerPlace = Annotated[LeasedSampler | ServedSampler, Field(discriminator="kind")]
+
+
+class OpenSampler(NamedTuple):
+    """A client of a sampler that answers, and what its requests call the model without an adapter."""
+
+    client: Sampler
+    model: str
+
+
+class Samplers:
+    """Every sampler that activities of this host can reach. Safe to use from several threads."""
+
+    def __init__(self, settings: Settings, pool: WorkerPool | None = None) -> None:
+        """
+        Args:
+            pool: of a sampler host; without one only served samplers are reached.
+        """
+        self._settings = settings
+        self._pool = pool
+
+    def open(self, place: SamplerPlace) -> AbstractContextManager[OpenSampler]:
+        """A sampler, for as long as the block lasts: a leased one is not given back before.
+
+        Raises:
+            WorkerLost: the leased process is gone, or went while the block asked it, or serves another lease.
+            SamplerUnavailable: the server cannot be reached.
+            InvalidInput: no server is named, or it may not be asked, or it serves no model.
+        """
+        match place:
+            case LeasedSampler():
+                return self._open_leased(place)
+            case ServedSampler():
+                return self._open_served(place)
+
+    @contextmanager
+    def _open_leased(self, place: LeasedSampler) -> Iterator[OpenSampler]:
+        if self._pool is None:
+            raise WorkerLost("this host leases no samplers out")
+        lease = LeaseMark(run_id=place.run_id, fence=place.fence)
+        with self._pool.using(place.worker_id, lease) as worker:
+            try:
+                with connected(worker) as opened:
+                    yield opened
+            except SamplerUnavailable as error:
+                if worker.is_alive():
+                    raise
+                raise WorkerLost(worker.obituary()) from error
+
+    @contextmanager
+    def _open_served(self, place: ServedSampler) -> Iterator[OpenSampler]:
+        own = self._settings.sampling
+        named = place.url or own.url
+        if named is None:
+            raise InvalidInput("name the sampler's server as sampler_url, or set sampling.url", "rollouts.sampler_url")
+        url = _without_version(named)
+        is_own = own.url is not None and url == _without_version(own.url)
+        # What the operator named may be on the operator's own network.
+        reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
+        key = own.api_key.get_secret_value() if is_own and own.api_key else None
+        with Sampler(reached, key, confinement=self._settings.confined) as client:
+            model = next((name for name, card in client.models().items() if card.parent is None), None)
+            if model is None:
+                raise InvalidInput("the sampler serves no model", shown(url))
+            yield OpenSampler(client, model)
+
+
+@contextmanager
+def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int = ATTEMPTS) -> Iterator[OpenSampler]:
+    """A sampler process of this host, asked as the client's arguments say. Raises WorkerLost when it has left."""
+    try:
+        ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())
+    except FileNotFoundError as error:
+        raise WorkerLost(worker.obituary()) from error
+    with Sampler(ready.url, ready.api_key, timeout_s, attempts) as client:
+        yield OpenSampler(client, ready.model)
+
+
+def _without_version(url: str) -> str:
+    """The URL as our client wants it. Users know OpenAI's base URLs, which end with /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _public(url: str, allow_private_addresses: bool) -> str:
+    """The URL that a user's server is asked at.
+
+    Over http it holds the very address that was checked, so that a name that resolves otherwise a moment later changes
+    nothing; over https the certificate sees to that.
+
+    Raises:
+        InvalidInput: it is no plain http(s) URL, or leads into a private network.
+        SamplerUnavailable: no address is known for its host.
+    """
+    parts = checked(url)
+    assert parts.hostname is not None
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        addresses = resolve(parts.hostname, port, allow_private_addresses)
+    except OSError as error:
+        raise SamplerUnavailable(f"{shown(url)}: no address is known for this host ({error.strerror})") from error
+    return url if parts.scheme == "https" else _at(parts, str(addresses[0][0]), port)
+
+
+def _at(parts: SplitResult, address: str, port: int) -> str:
+    return parts._replace(netloc=f"[{address}]:{port}" if ":" in address else f"{address}:{port}").geturl()

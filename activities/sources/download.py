@@ -1,0 +1,222 @@
+"""Download: a dataset's URI becomes an artifact of the run, decompressed, within the caps, with our own hashes."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from pydantic import Field
+from temporalio import activity
+from temporalio.exceptions import CancelledError
+
+from activities.heartbeat import beating, host_is_leaving
+from activities.sources.datasets import LocalSource, Source, StoreSource, find_sources
+from activities.sources.decompress import compression_of, unpack
+from activities.sources.transfer import Pace, fetch
+from shared.contract import Artifact, Frozen
+from shared.errors import DiskFull, InvalidInput, StoreUnavailable
+from shared.runs.requests import DatasetSource, RunId, Tenant
+from shared.settings import DownloadSettings, Settings
+from shared.storage.artifacts import files_of, find, seal, upload
+from shared.storage.paths import HostPaths, RunKeys, content_key, tenant_folder
+from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, uri_of
+from shared.storage.stored_bytes import Room
+
+_QUOTA = "what the quota stored_bytes leaves"
+_FORGET_AFTER_S = 3 * 3600
+
+
+class DownloadRequest(Frozen):
+    """Which data of which run of which tenant."""
+
+    run_id: RunId
+    tenant: Tenant
+    split: str = Field(pattern=r"^(train|eval|groups-[0-9a-f]{32})$")
+    source: DatasetSource
+
+
+class Downloaded(Frozen):
+    """The dataset's files, decompressed, under their own names without .gz and .zst."""
+
+    dataset: Artifact
+    num_files: int
+    num_bytes: int
+
+
+class Download:
+    """Brings a run's dataset into the store. `keeps_parts`: what has arrived waits for another attempt."""
+
+    def __init__(self, settings: Settings, *, keeps_parts: bool = True) -> None:
+        self._settings = settings
+        self._keeps_parts = keeps_parts
+
+    @activity.defn(name="download")
+    def download(self, request: DownloadRequest) -> Downloaded:
+        """The dataset as an artifact. A run that has one already keeps it.
+
+        Raises:
+            InvalidInput: the URI leads nowhere, or where it may not; the data is empty, damaged, too large or changing.
+            StoreUnavailable: the source or the store cannot be reached now; what has arrived is kept for the next try.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        key = RunKeys(request.run_id).dataset(request.split)
+        room = Room(store, request.tenant, self._settings.quotas)
+        with beating():
+            dataset = find(store, key) or self._bring(request, store, key, room)
+            _, manifest = files_of(dataset, self._settings.s3)
+            if not room.ledger.has_brought(request.run_id, request.split):  # an attempt died before it said so
+                room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
+        return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
+
+    def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
+        downloads = HostPaths(self._settings.root_path).scratch / "downloads"
+        _forget_abandoned(downloads)
+        sources = find_sources(request.source.uri, request.tenant, self._settings)
+        keeps_parts = self._keeps_parts and not _is_last_attempt()
+        with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
+            folder = scratch / "dataset"
+            shutil.rmtree(folder, ignore_errors=True)
+            own, left = _own_bytes(sources, store, request.tenant), room.left()
+            limits = _left(self._settings.download, None if left is None else left + own)
+            num_bytes = max(0, _bring_files(sources, scratch, folder, limits) - own)
+            seal(folder)
+            with room.reserving(num_bytes, request.source.uri):
+                dataset = upload(store, key, folder)
+                room.ledger.bring(request.run_id, request.split, num_bytes)
+            return dataset
+
+
+def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> int:
+    """What of the sources lies in the tenant's own folder: that counts there, and not again in each run's copy."""
+    num_bytes, folder = 0, tenant_folder(tenant)
+    for source in sources.values():
+        match source:
+            case LocalSource(path) if isinstance(store, LocalStore):
+                if path.is_relative_to((store.root / folder).resolve()):
+                    num_bytes += path.stat().st_size
+            case StoreSource(place=place) if place.startswith(f"{uri_of(store, folder)}/"):
+                info = source.store.head(source.key)
+                num_bytes += info.size if info else 0
+            case _:
+                pass
+    return num_bytes
+
+
+def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: "_Left") -> int:
+    """Returns how many bytes they are."""
+    before = left.decompressed
+    for name, source in sources.items():
+        size = _bring_file(source, scratch / "parts" / content_key(name), folder / name, left)
+        if size == 0:
+            raise InvalidInput("the file is empty", source.place)
+    return before - left.decompressed
+
+
+@dataclass
+class _Left:
+    """Bytes that this dataset may still cost, by which limits, and the pace at which they have to come."""
+
+    transferred: int
+    decompressed: int
+    pace: Pace
+    transfer_limit: str = "download.max_bytes"
+    size_limit: str = "download.max_decompressed_bytes"
+
+
+def _left(limits: DownloadSettings, room: int | None) -> _Left:
+    """The installation's limits, or what the tenant has room for."""
+    left = _Left(limits.max_bytes, limits.max_decompressed_bytes, Pace(limits.slowest_bytes_per_s, limits.timeout_s))
+    if room is not None and room < left.transferred:
+        left.transferred, left.transfer_limit = room, _QUOTA
+    if room is not None and room < left.decompressed:
+        left.decompressed, left.size_limit = room, _QUOTA
+    return left
+
+
+def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
+    match source:
+        case LocalSource():
+            with source.unchanged() as file:
+                left.transferred -= _affordable(file, left, source.place)
+                size = unpack(file, target, left.decompressed, source.place, left.size_limit)
+        case _:
+            path = fetch(source, parts, left.transferred, left.pace, left.transfer_limit)
+            left.transferred -= path.stat().st_size
+            size = _unpack_own(path, target, left, source.place)
+    left.decompressed -= size
+    return size
+
+
+def _unpack_own(path: Path, target: Path, left: _Left, place: str) -> int:
+    """As `unpack`, of a file that is ours: one that is not compressed needs no copy."""
+    with path.open("rb") as file:
+        if compression_of(file) or path.stat().st_size > left.decompressed:
+            return unpack(file, target, left.decompressed, place, left.size_limit)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.link(path, target)
+    return path.stat().st_size
+
+
+def _affordable(file: BinaryIO, left: _Left, place: str) -> int:
+    size = os.fstat(file.fileno()).st_size
+    if size > left.transferred:
+        rule = f"more than {left.transferred:,} bytes to transfer; the limit is {left.transfer_limit}"
+        raise InvalidInput(rule, place)
+    return size
+
+
+@contextmanager
+def _scratch(folder: Path, keeps_parts: bool) -> Iterator[Path]:
+    """A folder that outlives only a failure that is worth another try, and belongs to one attempt at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        if not _taken(lock):
+            raise StoreUnavailable("an earlier attempt at this download is still going on")
+        try:
+            yield folder
+        except BaseException as error:
+            if keeps_parts and _is_worth_resuming(error):
+                os.utime(folder)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _taken(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_worth_resuming(error: BaseException) -> bool:
+    if isinstance(error, CancelledError):
+        return host_is_leaving()
+    return isinstance(error, StoreUnavailable) and not isinstance(error, DiskFull)
+
+
+def _is_last_attempt() -> bool:
+    """Outside an activity, as when it is called by hand, nobody counts attempts."""
+    if not activity.in_activity():
+        return False
+    info = activity.info()
+    most = info.retry_policy.maximum_attempts if info.retry_policy else 0  # 0: as many as it takes
+    return 0 < most <= info.attempt
+
+
+def _forget_abandoned(downloads: Path) -> None:
+    """Remove what no attempt came back for: of runs that were cancelled between two, and of hosts that died."""
+    for folder in downloads.glob("*"):
+        with suppress(FileNotFoundError):  # another attempt has just ended
+            if folder.stat().st_mtime >= time.time() - _FORGET_AFTER_S:
+                continue
+            with (folder / "lock").open("a") as lock:
+                if _taken(lock):  # else it is a long download
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,211 @@
+"""Bringing a file here piece by piece, so that a broken transfer goes on where it stopped.
+
+The part map beside the data is append-only: what identifies the source's content, then the size and SHA-256 of every
+part. Whoever comes after a crash believes only parts whose hash still fits.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from pydantic import ValidationError
+
+from activities.sources.decompress import check_space
+from shared.contract import Frozen
+from shared.errors import InvalidInput, StoreUnavailable
+
+PART_BYTES = 8 << 20
+_MAX_FAILURES = 3  # in a row, none of them having brought us further
+_MAX_CHANGES = 3
+_PAUSE_S = 0.2
+
+
+class Broken(StoreUnavailable):
+    """A transfer that stopped before its end. Worth going on with."""
+
+
+class Stream(Protocol):
+    """Some bytes on their way."""
+
+    def read(self, num_bytes: int, /) -> bytes:
+        """At most `num_bytes`; nothing at the end. Raises Broken."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a source answers: bytes from `start` to its end.
+
+    `validator` stands for the content (an ETag); None when the source cannot say whether it has changed.
+    """
+
+    stream: Stream
+    start: int
+    total: int | None
+    validator: str | None
+
+
+class Remote(Protocol):
+    """A file that is elsewhere. `place` names it in messages."""
+
+    @property
+    def place(self) -> str: ...
+
+    def open(self, start: int, validator: str | None) -> AbstractContextManager[Piece]:
+        """Its bytes from `start` if the content is still the validator's, else from 0."""
+        ...
+
+
+class _Content(Frozen):
+    validator: str | None = None
+    total: int | None = None
+
+
+class _Part(Frozen):
+    size: int
+    sha256: str
+
+
+class PartMap:
+    """`data` and `parts.jsonl` in a folder: what has arrived so far."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "data"
+        self._map = folder / "parts.jsonl"
+        self.content = _Content()
+        self.num_bytes = 0
+        self.num_changes = 0
+        self.path.touch()
+        self._recover()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.content.total is not None and self.num_bytes == self.content.total
+
+    def begin(self, content: _Content) -> None:
+        """Forget what has arrived; what follows is of this content."""
+        self.num_changes += self.num_bytes > 0 and content != self.content
+        self.content, self.num_bytes = content, 0
+        with self.path.open("r+b") as data:
+            data.truncate(0)
+        self._map.write_text(content.model_dump_json() + "\n")
+
+    def append(self, part: bytes) -> None:
+        """Raises DiskFull."""
+        check_space(self.path, len(part))
+        with self.path.open("r+b") as data:
+            data.seek(self.num_bytes)
+            data.write(part)
+        with self._map.open("a") as lines:
+            lines.write(_part(part).model_dump_json() + "\n")
+        self.num_bytes += len(part)
+
+    def _recover(self) -> None:
+        lines = self._map.read_bytes().splitlines() if self._map.exists() else []
+        if not lines:
+            return
+        with suppress(ValidationError):
+            self.content = _Content.model_validate_json(lines[0])
+        with self.path.open("r+b") as data:
+            good = list(_good_parts(lines[1:], data))
+            self.num_bytes = sum(part.size for part in good)
+            data.truncate(self.num_bytes)
+        self._map.write_text("".join(f"{line.model_dump_json()}\n" for line in (self.content, *good)))
+
+
+def _part(data: bytes) -> _Part:
+    return _Part(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _good_parts(lines: list[bytes], data: BinaryIO) -> Iterator[_Part]:
+    """The parts up to the first whose line or bytes are damaged."""
+    for line in lines:
+        try:
+            part = _Part.model_validate_json(line)
+        except ValidationError:
+            return
+        if _part(data.read(part.size)) != part:
+            return
+        yield part
+
+
+class Pace:
+    """How long a transfer may take: a while, and more for what it has brought, however often it was broken off."""
+
+    def __init__(self, slowest_bytes_per_s: int, grace_s: float) -> None:
+        self._slowest = slowest_bytes_per_s
+        self._grace_s = grace_s
+        self._begin = time.monotonic()
+        self._num_bytes = 0
+
+    def brought(self, num_bytes: int, place: str) -> None:
+        """Raises StoreUnavailable where that was too little in all this time."""
+        self._num_bytes += num_bytes
+        took_s = time.monotonic() - self._begin
+        if took_s > self._grace_s + self._num_bytes / self._slowest:
+            text = f"{self._num_bytes:,} bytes came in {took_s:.0f} s: slower than {self._slowest:,} a second"
+            raise StoreUnavailable(f"{place}: {text}, which is the least (download.slowest_bytes_per_s)")
+
+
+def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace, limit: str = "download.max_bytes") -> Path:
+    """Bring a remote file into a folder, going on from what an earlier attempt left there.
+
+    Raises:
+        InvalidInput: the file is larger than `max_bytes`, or changes all the time.
+        StoreUnavailable: it cannot be had now, or comes too slowly.
+    """
+    parts = PartMap(folder)
+    num_failures, farthest = 0, parts.num_bytes
+    while not parts.is_whole:
+        try:
+            _go_on(remote, parts, max_bytes, pace, limit)
+            break
+        except Broken:
+            pace.brought(0, remote.place)
+            if parts.num_changes >= _MAX_CHANGES:
+                raise InvalidInput("the file keeps changing while it is being read", remote.place) from None
+            num_failures = 0 if parts.num_bytes > farthest else num_failures + 1
+            farthest = max(farthest, parts.num_bytes)
+            if num_failures == _MAX_FAILURES:
+                raise
+            time.sleep(_PAUSE_S * 2**num_failures)
+    return parts.path
+
+
+def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace, limit: str) -> None:
+    """One request, to the end of the file."""
+    with remote.open(parts.num_bytes, parts.content.validator) as piece:
+        content = _Content(validator=piece.validator, total=piece.total)
+        if piece.start != parts.num_bytes or content != parts.content:
+            parts.begin(content)
+        if piece.start != parts.num_bytes:
+            raise Broken(f"{remote.place}: the source changed during the transfer")
+        _check_size(piece.total or 0, max_bytes, remote.place, limit)
+        _read_all(piece.stream, parts, max_bytes, remote.place, pace, limit)
+    if piece.total is not None and parts.num_bytes != piece.total:
+        raise Broken(f"{remote.place}: the transfer broke off at {parts.num_bytes:,} of {piece.total:,} bytes")
+
+
+def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str, pace: Pace, limit: str) -> None:
+    buffer = bytearray()
+    try:
+        while data := stream.read(1 << 16):
+            buffer += data
+            pace.brought(len(data), place)
+            _check_size(parts.num_bytes + len(buffer), max_bytes, place, limit)
+            if len(buffer) >= PART_BYTES:
+                parts.append(bytes(buffer))
+                buffer.clear()
+    finally:
+        if buffer:
+            parts.append(bytes(buffer))
+
+
+def _check_size(size: int, max_bytes: int, place: str, limit: str) -> None:
+    if size > max_bytes:
+        raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is {limit}", place)

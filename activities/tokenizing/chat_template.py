@@ -1,0 +1,432 @@
+"""A model's own chat template: rendered as transformers renders it, and told which characters an assistant wrote.
+
+What is trained in a turn is what the model itself has to write there: all that follows the turn's header (the
+generation prompt) up to and with the turn's terminator (the end-of-turn token). Positions are found, never guessed:
+every message's content is rendered once more with a marker character behind its last word. A row whose text is not the
+same when the markers are taken out again is refused, and so is one whose header or terminator is not where it must be.
+
+This module runs in a process of its own (activities/tokenizing/template_process.py): a template is code of a stranger.
+"""
+
+import importlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_eval_context
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+Message = dict[str, Any]
+
+# Private-use characters: no template knows them, and no case or whitespace rule touches them.
+_MARK = 0xF0000
+_MAX_MESSAGES = 0xF000
+_GENERATION_START, _GENERATION_END = chr(0xFFFF0), chr(0xFFFF1)
+_ANY_MARK = re.compile("([\U000f0000-\U000ffffd])")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class Refused(Exception):
+    """A row or a template cannot be rendered with exact spans; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters [start, end) of a rendered text, and the loss weight of the tokens in it."""
+
+    start: int
+    end: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins."""
+
+    text: str
+    spans: list[Span]
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """What a template puts around an assistant's words, learned from two short conversations."""
+
+    generation_prompt: str
+    header: str
+    terminators: tuple[str, ...]
+    space: str = ""  # between a question and its answer, where the template has no generation prompt
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A row's text, where each message's content ends in it (by message), and `{% generation %}` blocks."""
+
+    text: str
+    ends: dict[int, int]
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+
+
+class ChatTemplate:
+    """A compiled template. `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], control_tokens: list[str]) -> None:
+        self._environment = _environment()
+        try:
+            self._template = self._environment.from_string(source)
+        except TemplateError as error:
+            raise Refused(f"the chat template does not compile: {error}") from error
+        self._special_tokens = special_tokens
+        self._control = _one_of(control_tokens)
+        self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self._turns = self._learn()
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+        """The text, as transformers' apply_chat_template gives it; `prompt` adds the generation prompt."""
+        try:
+            return self._template.render(
+                messages=[_with_reasoning(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._special_tokens,
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a stranger's code does
+            raise Refused(f"the chat template refuses the conversation: {error}") from error
+
+    def spans(self, messages: list[Message], tools: list[Any] | None, weights: list[float]) -> Rendered:
+        """The text and its trained spans; `weights[i]` is message i's.
+
+        Raises:
+            Refused: the template refuses the row, or the spans cannot be known for certain.
+        """
+        self._refuse_control_tokens(messages, tools)
+        text = self.render(messages, tools)
+        marked = self._mark(text, messages, tools)
+        found = self._block_spans(marked, messages, weights) if self._has_blocks else None
+        if found is None:
+            found = self._turn_spans(marked, messages, weights)
+        return Rendered(text, [span for span in found if span.weight > 0])
+
+    def prompt_of(self, messages: list[Message], tools: list[Any] | None) -> str:
+        """The text with which the model is asked for the last answer."""
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return self.render(messages[:last], tools, prompt=True)
+
+    # Learning the template's turns.
+
+    def _learn(self) -> _Turns:
+        """Raises Refused when assistant turns have no terminator: a model trained on them would never stop."""
+        question, answer = "Quayside?", "Zephyrine!"
+        user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+        asked = self.render([user])
+        prompt = self.render([user], prompt=True)
+        last = self.render([user, assistant])
+        middle = self._render_or(last, [user, assistant, {"role": "user", "content": "Harbour?"}])
+        for text in (last, middle):
+            if text.count(answer) != 1 or question not in text:
+                raise Refused("the chat template does not show a user's question and an assistant's answer once each")
+        generation_prompt = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        headers = [text[len(asked) : text.index(answer)] for text in (last, middle) if text.startswith(asked)]
+        header = _common_prefix([generation_prompt, *headers]) if len(headers) == 2 else ""
+        if header not in (generation_prompt, *headers):
+            header = ""  # prompt and history name the turn differently: trust neither
+        space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""
+        terminators = self._terminators(last, middle, question, answer, generation_prompt)
+        return _Turns(generation_prompt, header, terminators, space)
+
+    def _render_or(self, otherwise: str, messages: list[Message]) -> str:
+        try:
+            return self.render(messages)
+        except Refused:  # a template for one question and one answer
+            return otherwise
+
+    def _terminators(self, last: str, middle: str, question: str, answer: str, prompt: str) -> tuple[str, ...]:
+        """The tokens that end an assistant's turn: the last turn's, and that of a turn with another one behind it."""
+        tail = last[last.index(answer) + len(answer) :]
+        ends = self._control.findall(tail)[:1]
+        between = self._control.search(middle, middle.index(answer) + len(answer))
+        after_question = self._control.search(last, last.index(question) + len(question))
+        if between and between.group() not in ends:
+            # Without a terminator of its own, the next header's first token would stand here.
+            closes_users = after_question and after_question.group() == between.group()
+            if between.group() in tail or (prompt and closes_users and between.group() not in prompt):
+                ends.append(between.group())
+        if not ends:
+            raise Refused("the chat template ends an assistant's turn with no special token, so nothing teaches a stop")
+        return tuple(ends)
+
+    # Finding a row's spans.
+
+    def _refuse_control_tokens(self, messages: list[Message], tools: list[Any] | None) -> None:
+        """Contents are fenced off by markers; elsewhere a control token could pass for the end of a turn."""
+        others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
+        if tools is None and all(len(other) == 1 for other in others):
+            return  # nothing but roles
+        if found := self._control.search(json.dumps([others, tools], ensure_ascii=False)):
+            raise Refused(f"a message field other than content, or a tool, holds the control token {found.group()}")
+
+    def _mark(self, text: str, messages: list[Message], tools: list[Any] | None) -> _Marked:
+        """Render with markers, and check that nothing but the markers changed."""
+        if len(messages) > _MAX_MESSAGES or _ANY_MARK.search(text):
+            raise Refused("the conversation has too many messages, or characters from U+F0000 to U+FFFFD")
+        everyone = range(len(messages))
+        assistants = [i for i in everyone if messages[i]["role"] == "assistant"]
+        for chosen in (everyone, assistants):
+            marked = self._read_marks([_with_mark(m, i) if i in chosen else m for i, m in enumerate(messages)], tools)
+            if marked is not None and marked.text == text and (chosen is everyone or self._is_unquoted(messages)):
+                return marked
+        raise Refused("the chat template changes its output with the contents, so trained spans cannot be known")
+
+    def _is_unquoted(self, messages: list[Message]) -> bool:
+        """No message but an assistant's holds the header, which then need not be told from a quoted one."""
+        others = json.dumps([m.get("content") for m in messages if m["role"] != "assistant"], ensure_ascii=False)
+        return bool(self._turns.header) and not self._control.search(others)
+
+    def _read_marks(self, messages: list[Message], tools: list[Any] | None) -> _Marked | None:
+        with _tracking(self._environment):
+            try:
+                marked = self.render(messages, tools)
+            except Refused:
+                return None
+        pieces, length = list[str](), 0
+        ends, starts, blocks = dict[int, int](), list[int](), list[tuple[int, int]]()
+        for piece in _ANY_MARK.split(marked):  # texts and marks by turns
+            if not _ANY_MARK.fullmatch(piece):
+                pieces.append(piece)
+                length += len(piece)
+            elif piece == _GENERATION_START:
+                starts.append(length)
+            elif piece == _GENERATION_END:
+                blocks.append((starts.pop(), length))
+            else:
+                index = ord(piece) - _MARK
+                if index in ends and messages[index]["role"] == "assistant":
+                    return None  # shown twice: which one is the turn?
+                ends[index] = length
+        return _Marked("".join(pieces), ends, blocks)
+
+    def _turn_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[Span]:
+        cursor = 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                cursor = max(cursor, marked.ends.get(i, 0))
+                continue
+            start = self._start(marked, message, i, cursor)
+            content_end = max(start, marked.ends.get(i, start))
+            cursor = self._end(marked, messages, i, content_end)
+            yield Span(start, cursor, weights[i])
+
+    def _start(self, marked: _Marked, message: Message, i: int, cursor: int) -> int:
+        """Where the turn's header ends."""
+        turns = self._turns
+        if turns.header:
+            at = marked.text.find(turns.header, cursor)
+            limit = marked.ends.get(i, _next_end(marked, i))
+            if at < 0 or at + len(turns.header) > limit:
+                raise Refused(f"messages[{i}]: the turn does not begin with the header {turns.header!r}")
+            longer = turns.generation_prompt
+            is_longer = marked.text.startswith(longer, at) and at + len(longer) <= limit
+            return at + len(longer if is_longer else turns.header)
+        start = _content_start(marked, message, i)
+        if start is None or start < cursor or len(message.keys() - {"role", "content", "name"}) > 0:
+            raise Refused(f"messages[{i}]: the template has no generation prompt, and the turn is not its content")
+        return start if turns.generation_prompt else self._with_space(marked, message, start, cursor)
+
+    def _with_space(self, marked: _Marked, message: Message, start: int, cursor: int) -> int:
+        """Where the space in front of a content begins. Nothing asks the model for it, so it has to write it itself:
+        what the template puts there (Mistral's do), and what the content begins with."""
+        content = message["content"]
+        most = len(self._turns.space) + len(content) - len(content.lstrip())
+        in_front = marked.text[max(cursor, start - most) : start]
+        return start - (len(in_front) - len(in_front.rstrip()))
+
+    def _end(self, marked: _Marked, messages: list[Message], i: int, content_end: int) -> int:
+        """Where the turn's terminator ends."""
+        limit = _next_end(marked, i)
+        following = min((j for j in marked.ends if j > i), default=None)
+        if following is not None:
+            limit = _content_start(marked, messages[following], following) or limit
+        for found in self._control.finditer(marked.text, content_end, limit):
+            if found.group() in self._turns.terminators:
+                return found.end()
+            if not messages[i].get("tool_calls"):
+                break
+        raise Refused(f"messages[{i}]: no end-of-turn token ({', '.join(self._turns.terminators)}) follows the answer")
+
+    def _block_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[Span]:
+        """The template's own `{% generation %}` blocks, each with the terminator if that follows at once."""
+        assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for k, (start, end) in enumerate(marked.blocks):
+            inside = [i for i in assistants if start <= marked.ends.get(i, -1) <= end]
+            if len(inside) == 1:
+                weight = weights[inside[0]]
+            elif len({weights[i] for i in assistants}) == 1:
+                weight = weights[assistants[0]]
+            elif len(marked.blocks) == len(assistants):
+                weight = weights[assistants[k]]
+            else:
+                raise Refused("the template's generation blocks cannot be matched with the messages' weights")
+            after = self._control.match(marked.text, end)
+            yield Span(start, after.end() if after and after.group() in self._turns.terminators else end, weight)
+
+
+def _next_end(marked: _Marked, i: int) -> int:
+    """Where the next message's content ends, or the text does."""
+    return min((end for j, end in marked.ends.items() if j > i), default=len(marked.text))
+
+
+def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
+    """Where message i's content begins, if it stands in the text as it is (but for space around it)."""
+    content = message.get("content")
+    if i not in marked.ends or not isinstance(content, str):
+        return None
+    core = content.strip()
+    start = marked.ends[i] - len(core)
+    return start if start >= 0 and marked.text.startswith(core, start) else None
+
+
+def _with_mark(message: Message, i: int) -> Message:
+    """The message with its marker behind the content's last character that is not space; empty contents get none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": _mark_text(content, i)}
+    if isinstance(content, list):
+        parts = list(content)
+        for k in reversed(range(len(parts))):
+            if parts[k]["text"].strip():
+                parts[k] = {**parts[k], "text": _mark_text(parts[k]["text"], i)}
+                break
+        return {**message, "content": parts}
+    return message
+
+
+def _mark_text(text: str, i: int) -> str:
+    core = text.rstrip()
+    return f"{core}{chr(_MARK + i)}{text[len(core) :]}" if core else text
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Reasoning goes by three names; transformers gives templates the first, and `thinking`, whichever was used."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _one_of(texts: list[str]) -> re.Pattern[str]:
+    """Matches the longest of some texts; nothing if there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
+
+
+def _common_prefix(texts: list[str]) -> str:
+    shortest = min(texts, key=len)
+    length = next((k for k, c in enumerate(shortest) if any(t[k] != c for t in texts)), len(shortest))
+    return shortest[:length]
+
+
+# The environment that chat templates are written for.
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}`: what the assistant writes. Rendered as its body, between marks while they are asked for."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _body(self, _: nodes.EvalContext, caller: Callable[[], str]) -> str:
+        body = caller()
+        is_tracking = getattr(self.environment, "tracks_generation", False)
+        return f"{_GENERATION_START}{body}{_GENERATION_END}" if is_tracking else body
+
+
+@contextmanager
+def _tracking(environment: ImmutableSandboxedEnvironment) -> Iterator[None]:
+    environment.tracks_generation = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        environment.tracks_generation = False  # type: ignore[attr-defined]
+
+
+class _SafeNamespace(Namespace):
+    """A namespace whose names cannot reach into Python."""
+
+    def __init__(*args: Any, **names: Any) -> None:  # `self` may be a name in it
+        self, *rest = args
+        for name in dict(*rest, **names):
+            _refuse_private(name)
+        Namespace.__init__(self, *rest, **names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template's namespace may not hold {name!r}")
+
+
+# What templates of models use. The others are ways to reach into objects, or to grow.
+_FILTERS = frozenset(
+    "abs batch capitalize count d default dictsort e escape first float indent int items join last length list lower "
+    "map max min reject rejectattr replace reverse round safe select selectattr slice sort string sum title tojson "
+    "trim unique upper wordcount".split()
+)
+_GLOBALS = frozenset({"range", "cycler", "joiner"})
+
+
+def load_everything() -> None:
+    """Import what rendering imports when it is needed: the sandbox opens no file."""
+    for name in ("jinja2.constants", "jinja2.debug", "jinja2.ext", "jinja2.sandbox"):
+        importlib.import_module(name)
+    time.localtime()
+    with suppress(Exception):
+        _environment().from_string("{{ 1 | tojson }}{{ strftime_now('%d %B') }}{{ missing.more }}").render()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters = {name: environment.filters[name] for name in _FILTERS} | {"tojson": _tojson}
+    environment.globals = {name: environment.globals[name] for name in _GLOBALS}
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": dict}
+    environment.globals["namespace"] = _SafeNamespace
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,262 @@
+"""Examples into blocks of tokens: conversations rendered ahead in a child, texts encoded in batches, order kept."""
+
+import re
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from activities.confined.fork_server import sign
+from activities.formats.examples import Chat, Example, Pair, PromptCompletion, Text, TokenIds
+from activities.formats.examples_of import MASKED_LABEL
+from activities.tokenizing.blocks import Block
+from activities.tokenizing.chat_template import Rendered, Span
+from activities.tokenizing.template_process import TemplateProcess
+from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+
+NUM_PROMPTS = 16
+_PROMPT_TOKENS = 32  # of an example that has no prompt of its own
+_BATCH_ROWS = 512
+_BATCH_CHARACTERS = 2 << 20
+_BATCHES_AHEAD = 4
+
+
+class Prompt(Frozen):
+    """The beginning of an example, for the model to go on from, and how the example goes on."""
+
+    prompt_ids: tuple[int, ...]
+    prompt: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A block, and prompts where they were asked for.
+
+    `control_tokens`: of rows whose messages hold the text of a token that opens or ends turns, the place and the token.
+    """
+
+    block: Block
+    prompts: list[Prompt] = field(default_factory=list)
+    control_tokens: list[tuple[str, str]] = field(default_factory=list)
+
+
+def encoded(
+    examples: Iterable[Example], tokenizer: ModelTokenizer, row_limit_s: float = 10.0
+) -> Generator[EncodedBatch, None, None]:
+    """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS of them and brings their prompts.
+
+    A prompt and completion are a user's and an assistant's turn; where the model has no chat template, they are one
+    text, of which the completion and the end-of-text token are trained. A text is trained with its end-of-text token.
+    A pair is two rows of a block, the chosen answer's and the rejected one's, and has one prompt.
+
+    Raises:
+        InvalidInput: an example cannot be rendered or encoded.
+    """
+    batches = (_rows_of(batch) for batch in _batches(examples))
+    first = next(batches, None)
+    if first is None:
+        return
+    everything = chain([first], batches)
+    match first[0]:
+        case TokenIds():
+            yield from (_token_ids(batch, tokenizer, k == 0) for k, batch in enumerate(everything))
+        case Chat() if tokenizer.template is None:
+            raise InvalidInput("the model has no chat template, and the dataset holds conversations", tokenizer.place)
+        case Chat() | PromptCompletion() if tokenizer.template is not None:
+            yield from _conversations(everything, tokenizer, row_limit_s)
+        case _:
+            yield from (_plain(batch, tokenizer, k == 0) for k, batch in enumerate(everything))
+
+
+def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    batch: list[Example] = []
+    limit, characters = NUM_PROMPTS, 0
+    for example in examples:
+        size = _size(example)
+        if size > MAX_CHARACTERS:
+            rule = f"the row has {size:,} characters; it may have up to {MAX_CHARACTERS:,}"
+            raise InvalidInput(rule, example.place)
+        batch.append(example)
+        characters += size
+        if len(batch) >= limit or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters, limit = [], 0, _BATCH_ROWS
+    if batch:
+        yield batch
+
+
+def _rows_of(batch: list[Example]) -> list[Example]:
+    """Every example alone, and both answers of a pair, one behind the other."""
+    return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, Pair) else (one,))]
+
+
+def _is_first_R(places: list[str]) -> list[bool]:
+    """Which rows have a prompt to show: all but the rejected answers, which stand behind a row of the same place."""
+    return [k == 0 or place != places[k - 1] for k, place in enumerate(places)]
+
+
+def _size(example: Example) -> int:
+    match example:
+        case Pair():
+            return _size(example.chosen) + _size(example.rejected)
+        case Chat():
+            return sum(len(m["content"]) for m in example.messages if isinstance(m.get("content"), str))
+        case PromptCompletion():
+            return len(example.prompt) + len(example.completion)
+        case Text():
+            return len(example.text)
+        case TokenIds():
+            return 4 * len(example.input_ids)
+
+
+def _conversations(
+    batches: Iterable[list[Example]], tokenizer: ModelTokenizer, row_limit_s: float
+) -> Iterator[EncodedBatch]:
+    """The child renders and a thread encodes ahead of the caller, who reads and writes meanwhile."""
+    assert tokenizer.template is not None
+    with ExitStack() as stack:
+        process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, row_limit_s))
+        renderer = stack.enter_context(ThreadPoolExecutor(1, "render"))
+        encoder = stack.enter_context(ThreadPoolExecutor(1, "encode"))
+        stack.callback(process.kill)  # before the threads, which may wait for it, and those before its pipes close
+        pending: deque[Future[EncodedBatch]] = deque()
+        for k, batch in enumerate(batches):
+            chats = [_as_chat(example) for example in batch]
+            rendered = renderer.submit(process.spans, chats, prompts=k == 0)
+            pending.append(encoder.submit(_encode_chats, chats, rendered, tokenizer))
+            if len(pending) > _BATCHES_AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _as_chat(example: Example) -> Chat:
+    match example:
+        case Chat():
+            return example
+        case PromptCompletion(place, prompt, completion, weight):
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return Chat(place, turns, None, [0.0, weight])
+        case _:
+            raise AssertionError(example)
+
+
+def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer) -> EncodedBatch:
+    rendered = future.result()
+    _tell([row.text for row in rendered], [chat.place for chat in chats])
+    codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
+    places = [chat.place for chat in chats]
+    prompts = [
+        Prompt(
+            prompt_ids=tuple(tokenizer.tokens_of(row.prompt)),
+            prompt=_last_text(chat, "user"),
+            reference=_last_text(chat, "assistant"),
+        )
+        for chat, row, is_first in zip(chats, rendered, _is_first_R(places), strict=True)
+        if row.prompt is not None and is_first
+    ]
+    return EncodedBatch(_block(places, codes), prompts, _with_control_tokens(chats, tokenizer))
+
+
+def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
+    """The place of each row that quotes a control token, and the token: it is read as one, as transformers reads it."""
+    assert tokenizer.template is not None
+    quoted = re.compile("|".join(map(re.escape, tokenizer.template.control_tokens)) or r"(?!)")
+    found: dict[str, str] = {}  # both answers of a pair are one row
+    for chat in chats:
+        contents = (message.get("content") for message in chat.messages)
+        if match := next((m for text in contents if isinstance(text, str) and (m := quoted.search(text))), None):
+            found[chat.place] = match.group()
+    return list(found.items())
+
+
+def _tell(texts: list[str], places: list[str]) -> None:
+    """Say which row is encoded now: the longest, which is to blame if it cannot be.
+
+    Raises:
+        InvalidInput: a template made a text of it that is longer than any may be.
+    """
+    for text, place in zip(texts, places, strict=True):
+        check_characters(text, place)
+    sign(max(zip(texts, places, strict=True), key=lambda each: len(each[0]))[1])
+
+
+def _last_text(chat: Chat, role: str) -> str:
+    """The text of a role's last message."""
+    contents = [message.get("content") for message in chat.messages if message["role"] == role]
+    match contents[-1] if contents else None:
+        case str() as text:
+            return text
+        case list() as parts:
+            return "".join(part["text"] for part in parts)
+        case _:
+            return ""
+
+
+def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
+    """Texts, or prompts with completions, ended by the end-of-text token and begun as the tokenizer begins texts."""
+    texts, spans = list[str](), list[list[Span]]()
+    for example in batch:
+        match example:
+            case Text(_, body, weight):
+                text, start = body + tokenizer.eos, 0
+            case PromptCompletion(_, prompt, completion, weight):
+                text, start = prompt + completion + tokenizer.eos, len(prompt)
+            case Chat():
+                raise InvalidInput("the row holds a conversation, and the model has no chat template", example.place)
+            case _:
+                raise AssertionError(example)
+        texts.append(text)
+        spans.append([Span(start, len(text), weight)])
+    places = [example.place for example in batch]
+    _tell(texts, places)
+    block = _block(places, tokenizer.encode(texts, spans), tokenizer.prefix_ids)
+    return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
+
+
+def _token_ids(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
+    rows = [example for example in batch if isinstance(example, TokenIds)]
+    label_T = np.concatenate([row.labels for row in rows])
+    num_tokens_R = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
+    weight_T = np.repeat(np.array([row.weight for row in rows], dtype=np.float32), num_tokens_R)
+    block = Block(
+        places=[row.place for row in rows],
+        id_T=np.concatenate([row.input_ids for row in rows]),
+        label_T=label_T,
+        weight_T=np.where(label_T != MASKED_LABEL, weight_T, np.float32(0)),
+        num_tokens_R=num_tokens_R,
+    )
+    block.refuse_unknown_ids(tokenizer.vocab_size)
+    return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
+
+
+def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = None) -> Block:
+    """Codes as a block, each row behind the same untrained tokens."""
+    id_T, weight_T, num_tokens_R = codes.id_T.astype(np.int64), codes.weight_T, codes.num_tokens_R
+    if prefix_ids:
+        at = np.repeat(np.cumsum(num_tokens_R) - num_tokens_R, len(prefix_ids))
+        id_T = np.insert(id_T, at, prefix_ids * len(num_tokens_R))
+        weight_T = np.insert(weight_T, at, 0)
+        num_tokens_R = num_tokens_R + len(prefix_ids)
+    return Block(places, id_T, id_T, weight_T, num_tokens_R)
+
+
+def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
+    """For rows without turns: the tokens before the first trained one, or the first few where there are none."""
+    prompts: list[Prompt] = []
+    rows = zip(block.start_R.tolist(), block.num_tokens_R.tolist(), _is_first_R(block.places), strict=True)
+    for start, num_tokens, is_first in rows:
+        ids = block.id_T[start : start + num_tokens].tolist()
+        untrained = int(np.argmax(block.weight_T[start : start + num_tokens] > 0)) if ids else 0
+        cut = untrained if untrained > len(tokenizer.prefix_ids) else min(_PROMPT_TOKENS, num_tokens // 2)
+        if cut and is_first:
+            prompt, reference = tokenizer.decode(ids[:cut]), tokenizer.decode(ids[cut:])
+            prompts.append(Prompt(prompt_ids=tuple(ids[:cut]), prompt=prompt, reference=reference))
+    return prompts

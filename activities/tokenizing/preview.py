@@ -1,0 +1,241 @@
+"""Preview: what a dataset's first rows become, and the report that tokenizing would give, before any training."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.formats.examples import Example
+from activities.formats.examples_of import open_dataset
+from activities.heartbeat import beating
+from activities.models.resolve_model import ModelRequest, ResolveModel
+from activities.sources.download import Download, DownloadRequest
+from activities.tokenizing import blocks
+from activities.tokenizing import preference_units as preference_pairs
+from activities.tokenizing.blocks import Block, Kept
+from activities.tokenizing.encoding import encoded
+from activities.tokenizing.preference_units import Pair
+from activities.tokenizing.report import Report, Tally
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.runs.requests import RowsSource, Tenant
+from shared.settings import Settings
+from shared.storage.artifacts import stage
+from shared.storage.paths import HostPaths, RunKeys, content_key
+from shared.storage.store import open_store
+from shared.storage.stored_bytes import Ledger
+
+_MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Temporal
+
+
+class PreviewRequest(Frozen):
+    """A dataset and a model as a user names them. The report covers the first `max_rows` rows."""
+
+    source: RowsSource
+    model_uri: str = Field(min_length=1, max_length=2048)
+    max_tokens: int = Field(default=2048, ge=2)
+    too_long: Literal["drop", "truncate"] = "drop"
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+    num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
+    max_rows: int = Field(default=100_000, ge=1, description="rows to count")
+
+
+class PreviewStart(Frozen):
+    """What is looked at, and for whom."""
+
+    tenant: Tenant
+    request: PreviewRequest
+
+
+class Span(Frozen):
+    """Neighbouring tokens as text; `trained`: whether they are targets."""
+
+    text: str
+    trained: bool
+
+
+class PreviewRow(Frozen):
+    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
+
+    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
+    """
+
+    place: str
+    fate: Literal["kept", "truncated", "too_long", "fully_masked"]
+    num_tokens: int
+    num_targets: int
+    spans: tuple[Span, ...]
+    is_cut: bool
+    rejected: tuple[Span, ...] = ()
+
+
+class Preview(Frozen):
+    """`is_complete`: the report counts every row. `problem`: why a run would refuse the dataset, if it would."""
+
+    report: Report
+    is_complete: bool
+    problem: str | None
+    rows: tuple[PreviewRow, ...]
+
+
+class PreviewDataset:
+    """Needs settings for the store, the sources of data, and the cache."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="preview")
+    def preview(self, start: PreviewStart) -> Preview:
+        """Raises InvalidInput for a dataset or a model that cannot be read."""
+        settings, request, tenant = self._settings, start.request, start.tenant
+        cache = HostPaths(settings.root_path).cache
+        with self._temporary_run(tenant) as run_id:
+            model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
+            download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
+            dataset = Download(settings, keeps_parts=False).download(download).dataset
+            with beating():
+                work = PreviewWork(
+                    dataset=stage(dataset, cache, settings.s3),
+                    tokenizer=stage_tokenizer(model, cache, settings.s3),
+                    request=request,
+                )
+                return confined.call(preview_work, work, settings.confined)
+
+    @contextmanager
+    def _temporary_run(self, tenant: str) -> Iterator[str]:
+        """A run id for the download's sake; what it left in the store goes when the preview ends."""
+        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"
+        try:
+            yield run_id
+        finally:
+            store = open_store(self._settings.store, self._settings.s3)
+            for item in list(store.list(f"{RunKeys(run_id).prefix}/")):
+                store.delete(item.key)
+            Ledger(store, tenant).forget(run_id)
+
+
+class PreviewWork(Frozen):
+    """What a preview takes from this machine."""
+
+    dataset: Path
+    tokenizer: TokenizerFiles
+    request: PreviewRequest
+
+
+def preview_work(work: PreviewWork) -> Preview:
+    """Raises InvalidInput as `preview_of` does."""
+    return preview_of(work.dataset, work.tokenizer.load(), work.request)
+
+
+def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:
+    """Tokenize a dataset's first rows, and show some of them."""
+    opened = open_dataset(dataset, request.source)
+    examples = _Counted(iter(opened), request.max_rows)
+    tally, shown = Tally(opened.kind, request.max_tokens), list[PreviewRow]()
+    truncate = request.too_long == "truncate"
+    with closing(encoded(examples.first(), tokenizer)) as batches:
+        for batch in batches:
+            tally.add_control_tokens(batch.control_tokens)
+            if opened.has_pairs:
+                pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
+                preference_pairs.count(pairs, tally)
+                for number in range(min(len(pairs), request.num_rows - len(shown))):
+                    shown.append(_pair_row(batch.block, pairs, number, tokenizer, _budget(shown)))
+                continue
+            kept = blocks.keep(batch.block, request.max_tokens, truncate)
+            blocks.count(batch.block, kept, truncate, tally)
+            for row in range(min(len(batch.block.places), request.num_rows - len(shown))):
+                shown.append(_row(batch.block, kept, row, truncate, tokenizer, _budget(shown)))
+    problem = None
+    try:
+        tally.refuse_losses(request.max_lost_fraction, request.source.uri)
+    except InvalidInput as error:
+        problem = str(error)
+    return Preview(report=tally.report(), is_complete=examples.is_at_end, problem=problem, rows=tuple(shown))
+
+
+@dataclass
+class _Counted:
+    """The first examples of a stream, and whether they were all."""
+
+    examples: Iterator[Example]
+    limit: int
+    is_at_end: bool = field(default=False, init=False)
+
+    def first(self) -> Iterator[Example]:
+        yield from islice(self.examples, self.limit)
+        self.is_at_end = next(self.examples, None) is None
+
+
+def _budget(shown: list[PreviewRow]) -> int:
+    """Characters for the next row: half of what is left."""
+    return (_MAX_CHARACTERS - sum(len(s.text) for row in shown for s in (*row.spans, *row.rejected))) // 2
+
+
+def _row(block: Block, kept: Kept, row: int, truncate: bool, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    start, num_tokens = int(block.start_R[row]), int(block.num_tokens_R[row])
+    here = slice(start, start + num_tokens)
+    target_T = kept.target_T[here]
+    spans, is_cut = _spans(block.id_T[here], target_T, tokenizer, budget)
+    return PreviewRow(
+        place=block.places[row],
+        fate=_fate(kept, row, truncate),
+        num_tokens=num_tokens,
+        num_targets=int(target_T.sum()),
+        spans=spans,
+        is_cut=is_cut,
+    )
+
+
+def _pair_row(block: Block, pairs: list[Pair], number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    """Both answers of a pair, the rejected one from its first token on: what stands before it is the chosen one's."""
+    pair = pairs[number]
+    ends = np.cumsum(block.num_tokens_R).tolist()
+    chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))
+    trained_T = (block.weight_T > 0) & (block.position_T > 0)
+    answer = slice(rejected.start + int(np.argmax(trained_T[rejected])), rejected.stop)
+    target_T = trained_T & pair.is_kept
+    spans, is_cut = _spans(block.id_T[chosen], target_T[chosen], tokenizer, budget // 2)
+    others, other_is_cut = _spans(block.id_T[answer], target_T[answer], tokenizer, budget // 2)
+    return PreviewRow(
+        place=pair.place,
+        fate="kept" if pair.is_kept else "fully_masked" if pair.unit is None else "too_long",
+        num_tokens=pair.unit.num_tokens if pair.unit else 0,
+        num_targets=len(pair.unit.label_N) if pair.unit and pair.is_kept else 0,
+        spans=spans,
+        is_cut=is_cut or other_is_cut,
+        rejected=others,
+    )
+
+
+def _spans(
+    id_T: NDArray[np.int64], target_T: NDArray[np.bool_], tokenizer: ModelTokenizer, budget: int
+) -> tuple[tuple[Span, ...], bool]:
+    """Neighbouring tokens that are targets, or are none, as texts; and whether `budget` characters cut them short."""
+    spans, is_cut = list[Span](), False
+    for trained, run in groupby(range(len(id_T)), key=lambda t: bool(target_T[t])):
+        tokens = np.fromiter(run, dtype=np.int64)
+        if is_cut := budget <= 0 or len(tokens) > budget:
+            tokens = tokens[: max(0, budget)]
+        if len(tokens):
+            text = tokenizer.decode(id_T[tokens].tolist())
+            budget -= len(text)
+            spans.append(Span(text=text, trained=trained))
+        if is_cut:
+            break
+    return tuple(spans), is_cut
+
+
+def _fate(kept: Kept, row: int, truncate: bool) -> Literal["kept", "truncated", "too_long", "fully_masked"]:
+    if kept.kept_R[row]:
+        return "truncated" if kept.too_long_R[row] else "kept"
+    return "too_long" if kept.too_long_R[row] and not truncate else "fully_masked"

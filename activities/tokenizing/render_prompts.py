@@ -1,0 +1,291 @@
+"""Render prompts: a downloaded dataset into what the model is asked, as the token ids that SFT shows it."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.confined.fork_server import sign
+from activities.formats.prompts import PromptDataset, PromptKind, Question, open_prompts
+from activities.heartbeat import beating
+from activities.scratch import scratch_folder
+from activities.tokenizing.chat_template import Span
+from activities.tokenizing.prompt_files import PromptRow, PromptsWriter
+from activities.tokenizing.report import LostRow
+from activities.tokenizing.template_process import TemplateProcess
+from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, stage_tokenizer
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.runs.requests import DatasetSource
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, content_key, rendered_prompts
+from shared.storage.store import ObjectStore, disk_errors, open_store
+
+_VERSION = "prompts-1"  # raise it when the same rows would give other prompts
+_BATCH_ROWS = 512
+_BATCH_CHARACTERS = 2 << 20
+_MAX_LISTED, _MAX_NAMED = 20, 3
+_ROW_LIMIT_S = 10.0
+_PROBE_TOKENS = 64
+_STAND_IN = "A"
+
+REPORT = "report.json"
+
+
+class PromptsRequest(Frozen):
+    """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with."""
+
+    dataset: Artifact
+    source: DatasetSource
+    model: Artifact
+    max_prompt_tokens: int = Field(ge=1)
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+
+    @property
+    def key(self) -> str:
+        """By content: where the bytes came from does not matter."""
+        fields = self.source.model_dump_json(exclude={"uri"})
+        rules = self.model_dump_json(include={"max_prompt_tokens", "max_lost_fraction"})
+        return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
+
+
+class Prompts(Frozen):
+    """`prompts`: a folder that `prompt_files.PromptsFile` reads, with `report.json` beside the rows.
+
+    `probe`: token ids from the first of them, at least 2, for comparing two engines' log-probabilities.
+    """
+
+    prompts: Artifact
+    probe: tuple[int, ...]
+    report_uri: str
+    num_prompts: int
+    num_too_long: int
+
+
+class PromptsReport(Frozen):
+    """`report.json`. `num_answers`: rows that ended in an answer, which the model is not shown."""
+
+    schema_version: int = 1
+    format: PromptKind
+    num_rows: int
+    num_prompts: int
+    num_too_long: int
+    num_answers: int
+    max_prompt_tokens: int
+    longest_tokens: int
+    probe: tuple[int, ...]
+    lost: tuple[LostRow, ...]
+
+
+class RenderPrompts:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="render_prompts")
+    def render_prompts(self, request: PromptsRequest) -> Prompts:
+        """Raises InvalidInput for rows that ask nothing, too many that are too long, or a model without tokenizer."""
+        store = open_store(self._settings.store, self._settings.s3)
+        key = rendered_prompts(request.key)
+        if done := find(store, key):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "prompts") as folder, disk_errors(folder):
+            work = PromptsWork(
+                dataset=stage(request.dataset, paths.cache, self._settings.s3),
+                tokenizer=stage_tokenizer(request.model, paths.cache, self._settings.s3),
+                request=request,
+                folder=folder,
+            )
+            confined.call(write_prompts_of, work, self._settings.confined, kind="dataset")
+            seal(folder)
+            return _result(store, key, upload(store, key, folder))
+
+
+class PromptsWork(Frozen):
+    """What rendering takes from this machine, and the folder that it writes."""
+
+    dataset: Path
+    tokenizer: TokenizerFiles
+    request: PromptsRequest
+    folder: Path
+
+
+def write_prompts_of(work: PromptsWork) -> None:
+    """Raises InvalidInput as `write_prompts` does."""
+    write_prompts(work.dataset, work.tokenizer.load(), work.request, work.folder)
+
+
+def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequest, folder: Path) -> PromptsReport:
+    """Stream a dataset's rows into a folder of prompts, with its report. Not sealed.
+
+    Raises:
+        InvalidInput: a row asks nothing, or more rows than `max_lost_fraction` are too long.
+    """
+    opened = open_prompts(dataset, request.source)
+    tally = _Tally(opened, request.max_prompt_tokens)
+    with PromptsWriter(folder) as writer:
+        for question, token_ids in rendered(opened, tokenizer):
+            if tally.count(question, token_ids):
+                writer.append(PromptRow(question.place, tuple(token_ids), question.item))
+    report = tally.report()
+    _refuse_losses(report, tally.shortest, request)
+    (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
+    return report
+
+
+def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterator[tuple[Question, list[int]]]:
+    """What the model is asked, as token ids: equal to what training on the same row has before the answer.
+
+    A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
+    begins texts.
+
+    Raises:
+        InvalidInput: the template refuses a conversation, or there is none for it.
+    """
+    rows = iter(questions)
+    with ExitStack() as stack:
+        process = None
+        if tokenizer.template is not None:
+            process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, _ROW_LIMIT_S))
+        for batch in _batches(rows):
+            texts = process.asked(batch) if process else [_plain(question) for question in batch]
+            for question, text in zip(batch, texts, strict=True):
+                check_characters(text, question.place)
+            sign(max(zip(texts, batch, strict=True), key=lambda each: len(each[0]))[1].place)
+            prefix = [] if process else tokenizer.prefix_ids
+            for question, token_ids in zip(batch, ids_before_answers(texts, tokenizer), strict=True):
+                yield question, [*prefix, *token_ids]
+
+
+def _batches(questions: Iterator[Question]) -> Iterator[list[Question]]:
+    batch, characters = list[Question](), 0
+    for question in questions:
+        batch.append(question)
+        characters += len(question.text or "") or sum(len(str(m.get("content"))) for m in question.messages)
+        if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[list[int]]:
+    """The ids that texts have when an answer follows them, as in training.
+
+    A text's last tokens can depend on what stands behind it: GPT-2's rule for spaces parts two newlines before a word,
+    and joins them at a text's end. So a letter stands in for the answer; where that would share a token with the text,
+    or change more than its tokens' borders, the ids of the text alone are right.
+    """
+    alone = tokenizer.encode(texts, [[] for _ in texts])
+    followed = tokenizer.encode(
+        [text + _STAND_IN for text in texts], [[Span(len(text), len(text) + 1, 1.0)] for text in texts]
+    )
+    rows = zip(
+        _split(alone.id_T, alone), _split(followed.id_T, followed), _split(followed.weight_T, followed), strict=True
+    )
+    for alone_ids, followed_ids, weights in rows:
+        before = followed_ids[: weights.index(1.0)]
+        is_same_text = before == alone_ids or tokenizer.decode(before) == tokenizer.decode(alone_ids)
+        yield before if is_same_text else alone_ids
+
+
+def _split(values_T: NDArray[Any], codes: Encoded) -> Iterator[list[Any]]:
+    """A list for each text."""
+    ends = np.cumsum(codes.num_tokens_R)
+    return (each.tolist() for each in np.split(values_T, ends[:-1]))
+
+
+def _plain(question: Question) -> str:
+    if question.text is None:
+        raise InvalidInput("the model has no chat template, and the row is a conversation", question.place)
+    return question.text
+
+
+@dataclass
+class _Tally:
+    """Counts rows as they come."""
+
+    dataset: PromptDataset
+    max_tokens: int
+    num_rows: int = 0
+    num_answers: int = 0
+    num_too_long: int = 0
+    longest: int = 0
+    shortest: int = 1 << 62
+    probe: tuple[int, ...] = ()
+    lost: list[LostRow] = field(default_factory=list)
+
+    def count(self, question: Question, token_ids: list[int]) -> bool:
+        """Whether the model is asked this. Raises InvalidInput for a prompt of no token."""
+        num_tokens = len(token_ids)
+        if not num_tokens:
+            raise InvalidInput("the prompt is empty: it has no token for the model to go on from", question.place)
+        self.num_rows += 1
+        self.num_answers += question.had_answer
+        self.longest, self.shortest = max(self.longest, num_tokens), min(self.shortest, num_tokens)
+        if num_tokens <= self.max_tokens:
+            self.probe = self.probe or _probe_of(token_ids)
+            return True
+        self.num_too_long += 1
+        if len(self.lost) < _MAX_LISTED:
+            reason = f"{num_tokens} tokens are more than max_prompt_tokens {self.max_tokens}"
+            self.lost.append(LostRow(place=question.place, reason=reason))
+        return False
+
+    def report(self) -> PromptsReport:
+        return PromptsReport(
+            format=self.dataset.kind,
+            num_rows=self.num_rows,
+            num_prompts=self.num_rows - self.num_too_long,
+            num_too_long=self.num_too_long,
+            num_answers=self.num_answers,
+            max_prompt_tokens=self.max_tokens,
+            longest_tokens=self.longest,
+            probe=self.probe,
+            lost=tuple(self.lost),
+        )
+
+
+def _probe_of(token_ids: list[int]) -> tuple[int, ...]:
+    """A prompt of one token is shown twice: the first token of a probe has no logprob."""
+    return tuple(token_ids[:_PROBE_TOKENS]) if len(token_ids) > 1 else (*token_ids, *token_ids)
+
+
+def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest) -> None:
+    place = request.source.uri
+    if not report.num_rows:
+        raise InvalidInput("the dataset is empty: no file holds a row", place)
+    if not report.num_prompts:
+        raise InvalidInput(
+            f"all {report.num_rows} prompts are too long: the shortest has {shortest} tokens, and "
+            f"{report.max_prompt_tokens} leave room for an answer",
+            place,
+        )
+    if report.num_too_long > request.max_lost_fraction * report.num_rows:
+        first = "; ".join(f"{row.place} ({row.reason})" for row in report.lost[:_MAX_NAMED])
+        raise InvalidInput(
+            f"{report.num_too_long} of {report.num_rows} prompts are too long to be answered, more than "
+            f"max_lost_fraction {request.max_lost_fraction:g}; first: {first}",
+            place,
+        )
+
+
+def _result(store: ObjectStore, key: str, prompts: Artifact) -> Prompts:
+    report = read_record(store, f"{key}/{REPORT}", PromptsReport)
+    return Prompts(
+        prompts=prompts,
+        report_uri=f"{prompts.uri}/{REPORT}",
+        num_prompts=report.num_prompts,
+        num_too_long=report.num_too_long,
+        probe=report.probe,
+    )

@@ -1,0 +1,227 @@
+"""Chat templates in a process of their own, under limits of time and memory: a template is code of a stranger.
+
+The process is in the sandbox of python graders (activities/grading/sandbox_process.py), and opens no file.
+
+The parent writes one JSON line a batch to the child's stdin and reads one from its stdout.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from activities.grading import sandbox_process
+from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, load_everything
+from shared.errors import InvalidInput
+
+if TYPE_CHECKING:  # the child starts sooner without
+    from activities.formats.examples_of import Chat
+    from activities.formats.prompts import Question
+
+_MEMORY_BYTES = 1 << 30
+_MAX_LINE_BYTES = 256 << 20
+_START_S = 30.0
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """A chat template and the tokens that it may name. `control_tokens`: those that can end or open a turn."""
+
+    source: str
+    special_tokens: dict[str, str]
+    control_tokens: list[str]
+
+
+class TemplateProcess:
+    """Renders conversations in a child, which dies with the `with` block, or with a batch that cannot be stopped."""
+
+    def __init__(self, template: TemplateSource, place: str, row_limit_s: float = 10.0) -> None:
+        """`place` names the template in errors."""
+        self._place = place
+        self._row_limit_s = row_limit_s
+        self._folder = tempfile.mkdtemp(prefix="longshore-template-")  # where the sandbox mounts its root
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "activities.tokenizing.template_process", self._folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,  # a terminal's Ctrl-C is for the host
+            env={"PATH": os.environ.get("PATH", ""), "TZ": os.environ.get("TZ", ""), "LANG": "C.UTF-8"},
+        )
+        self._buffer = bytearray()
+        answer = self._ask([asdict(template), row_limit_s], _START_S + row_limit_s)
+        if "error" in answer:
+            self.close()
+            raise InvalidInput(answer["error"], place)
+
+    def spans(self, chats: "Sequence[Chat]", *, prompts: bool = False) -> list[Rendered]:
+        """The text and trained spans of each conversation; with `prompts` also the text that asks for the last answer.
+
+        Raises:
+            InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
+        """
+        rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
+        answers = self._answers([rows, prompts], [chat.place for chat in chats])
+        return [Rendered(text, [Span(*span) for span in spans], prompt) for text, spans, prompt in answers]
+
+    def asked(self, questions: "Sequence[Question]") -> list[str]:
+        """The text with which the model is asked each question: its messages, and the head of the turn that answers.
+
+        Raises:
+            InvalidInput: the template refuses a question, or takes too long, or too much memory.
+        """
+        rows = [[question.messages, question.tools, None] for question in questions]
+        return [prompt for [prompt] in self._answers([rows, True], [question.place for question in questions])]
+
+    def _answers(self, batch: list[Any], places: list[str]) -> list[list[Any]]:
+        # The child stops a slow row by itself and says which; this limit is for one that cannot be interrupted.
+        limit_s = _START_S + 2 * self._row_limit_s + len(places) * 0.1
+        answers: list[Any] = self._ask(batch, limit_s)["rows"]
+        for place, answer in zip(places, answers, strict=False):
+            if isinstance(answer, str):
+                raise InvalidInput(answer, place)
+        return answers
+
+    def kill(self) -> None:
+        """End the child now; a call in another thread raises."""
+        self._child.kill()
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        with suppress(OSError):
+            Path(self._folder).rmdir()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe:
+                with suppress(BrokenPipeError):  # what the child did not read is of no use to anybody
+                    pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, question: Any, limit_s: float) -> Any:
+        assert self._child.stdin and self._child.stdout
+        deadline = time.monotonic() + limit_s
+        try:
+            self._child.stdin.write(json.dumps(question).encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            self._ended()
+        return json.loads(self._line(deadline))
+
+    def _line(self, deadline: float) -> bytes:
+        """The child's next line, without waiting beyond the deadline."""
+        assert self._child.stdout
+        pieces, num_bytes = list[bytes](), 0
+        while True:
+            ready, _, _ = select.select([self._child.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._lost("takes too long and was stopped")
+            piece = os.read(self._child.stdout.fileno(), 1 << 20)
+            if not piece:
+                self._ended()
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > _MAX_LINE_BYTES:
+                self._lost("makes longer texts than any may be")
+            if piece.endswith(b"\n"):
+                return b"".join(pieces)
+
+    def _ended(self) -> NoReturn:
+        """Raises InvalidInput, or RuntimeError when somebody killed the child: then another try may do better."""
+        status = self._child.wait(_START_S)
+        if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            self.close()
+            raise RuntimeError(f"the process of the chat template was killed by signal {-status}")
+        self._lost("ended its process")
+
+    def _lost(self, what: str) -> NoReturn:
+        self.close()
+        raise InvalidInput(f"the chat template {what}", self._place)
+
+
+# The child.
+
+
+class _TooSlow(BaseException):
+    """Not an Exception, so that nothing in a template swallows it."""
+
+
+def _alarm(_: int, __: FrameType | None) -> NoReturn:
+    raise _TooSlow
+
+
+def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
+    """The result of `work`, or the reason why there is none."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return work()
+    except Refused as error:
+        return str(error)
+    except _TooSlow:
+        return f"the chat template takes longer than {limit_s:g} s and was stopped"
+    except MemoryError:
+        return "the chat template takes too much memory"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
+    try:
+        return template.prompt_of(messages, tools)
+    except Refused:  # samples are a courtesy: a row can be trained on without
+        return None
+
+
+def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
+    """An answer a row; one refused row refuses the dataset, so the first reason is the last answer.
+
+    A row without weights has no answer to train: it is a question.
+    """
+    for messages, tools, weights in rows:
+
+        def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any]:
+            if weights is None:
+                return [template.render(messages, tools, prompt=True)]
+            rendered = template.spans(messages, tools, weights)
+            prompt = _prompt_or_none(template, messages, tools) if prompts else None
+            return [rendered.text, [[s.start, s.end, s.weight] for s in rendered.spans], prompt]
+
+        yield (result := _limited(limit_s, answer))
+        if isinstance(result, str):
+            return
+
+
+def _serve() -> None:
+    sandbox_process.lift_processor_limit()
+    load_everything()
+    sandbox_process.confine(sys.argv[1], _MEMORY_BYTES)
+    signal.signal(signal.SIGALRM, _alarm)
+    described, limit_s = json.loads(sys.stdin.readline())
+    template = _limited(limit_s, lambda: ChatTemplate(**described))
+    _answer({"error": template} if isinstance(template, str) else {})
+    for line in sys.stdin:
+        rows, prompts = json.loads(line)
+        _answer({"rows": list(_answers(template, rows, prompts, limit_s))})
+
+
+def _answer(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()

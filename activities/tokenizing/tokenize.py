@@ -1,0 +1,152 @@
+"""Tokenize: a downloaded dataset into units of tokens and targets, with a report of what became of its rows."""
+
+import json
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.formats.examples_of import open_dataset
+from activities.heartbeat import beating
+from activities.scratch import scratch_folder
+from activities.tokenizing import blocks
+from activities.tokenizing import preference_units as preference_pairs
+from activities.tokenizing.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
+from activities.tokenizing.report import Report, Tally
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
+from shared.contract import Artifact, Frozen
+from shared.jobs.packed import UnitsHeader, UnitsWriter
+from shared.runs.requests import DatasetSource
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, content_key, tokenized
+from shared.storage.store import ObjectStore, disk_errors, open_store
+
+_VERSION = "tokenize-1"  # raise it when the same input gives other units
+
+UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
+
+
+class TokenizeRequest(Frozen):
+    """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with.
+
+    `pairs`: whether its rows are to be preference pairs, or none of them is to be one.
+    """
+
+    dataset: Artifact
+    source: DatasetSource
+    model: Artifact
+    max_tokens: int = Field(ge=2)
+    too_long: Literal["drop", "truncate"] = "drop"
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+    pairs: bool = False
+
+    @model_validator(mode="after")
+    def _pairs_are_not_cut(self) -> Self:
+        if self.pairs and self.too_long == "truncate":
+            raise ValueError("pairs are never cut: too_long must be drop")
+        return self
+
+    @property
+    def key(self) -> str:
+        """By content: where the bytes came from does not matter."""
+        fields = self.source.model_dump_json(exclude={"uri"})
+        rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction", "pairs"})
+        return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
+
+
+class Tokenized(Frozen):
+    """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them."""
+
+    units: Artifact
+    report_uri: str
+    num_units: int
+    num_tokens: int
+    num_targets: int
+
+
+class Tokenize:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="tokenize")
+    def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Raises InvalidInput for a dataset that cannot be read, loses too many rows, or a model without tokenizer."""
+        store = open_store(self._settings.store, self._settings.s3)
+        key = tokenized(request.key)
+        if done := find(store, key):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "tokenize") as folder, disk_errors(folder):
+            work = UnitsWork(
+                dataset=stage(request.dataset, paths.cache, self._settings.s3),
+                tokenizer=stage_tokenizer(request.model, paths.cache, self._settings.s3),
+                request=request,
+                folder=folder,
+            )
+            confined.call(write_units_of, work, self._settings.confined, kind="dataset")
+            seal(folder)
+            return _result(store, key, upload(store, key, folder))
+
+
+class UnitsWork(Frozen):
+    """What tokenizing takes from this machine, and the folder that it writes."""
+
+    dataset: Path
+    tokenizer: TokenizerFiles
+    request: TokenizeRequest
+    folder: Path
+
+
+def write_units_of(work: UnitsWork) -> None:
+    """Raises InvalidInput as `write_units` does."""
+    write_units(work.dataset, work.tokenizer.load(), work.request, work.folder)
+
+
+def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
+    """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
+    opened = open_dataset(dataset, request.source, request.pairs)
+    tally, prompts = Tally(opened.kind, request.max_tokens), list[Prompt]()
+    writer = UnitsWriter(folder, preference_pairs.COLUMNS) if request.pairs else UnitsWriter(folder)
+    with closing(encoded(opened, tokenizer)) as batches:
+        for batch in batches:
+            _write_batch(batch, request, writer, tally)
+            tally.add_control_tokens(batch.control_tokens)
+            prompts += batch.prompts
+    writer.close()
+    tally.refuse_losses(request.max_lost_fraction, request.source.uri)
+    report = tally.report()
+    fitting = (p for p in prompts if len(p.prompt_ids) < request.max_tokens)
+    chosen = [prompt.model_dump() for prompt in islice(fitting, NUM_PROMPTS)]
+    (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
+    (folder / PROMPTS).write_text(json.dumps(chosen, indent=1) + "\n")
+    return report
+
+
+def _write_batch(batch: EncodedBatch, request: TokenizeRequest, writer: UnitsWriter, tally: Tally) -> None:
+    if request.pairs:
+        pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
+        preference_pairs.count(pairs, tally)
+        preference_pairs.write(pairs, writer)
+        return
+    truncate = request.too_long == "truncate"
+    kept = blocks.keep(batch.block, request.max_tokens, truncate)
+    blocks.count(batch.block, kept, truncate, tally)
+    blocks.write(batch.block, kept, writer)
+
+
+def _result(store: ObjectStore, key: str, units: Artifact) -> Tokenized:
+    header = read_record(store, f"{key}/{UNITS}", UnitsHeader)
+    return Tokenized(
+        units=units,
+        report_uri=f"{units.uri}/{REPORT}",
+        num_units=header.num_units,
+        num_tokens=header.num_tokens,
+        num_targets=header.num_targets,
+    )

@@ -1,0 +1,290 @@
+"""A model's tokenizer and chat template, from its folder's small files; texts in, ids and trained weights out."""
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from activities.confined.fork_server import sign
+from activities.tokenizing.chat_template import Span
+from activities.tokenizing.template_process import TemplateSource
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.settings import S3Settings
+from shared.storage.artifacts import stage
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+MAX_CHARACTERS = 4 << 20
+_MAX_FILE_BYTES = 128 << 20
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "config.json")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable ones as themselves, the others as characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + k): byte for k, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Texts one behind the other: ids [T], loss weights [T] (0: not trained), tokens of each text [R]."""
+
+    id_T: NDArray[np.uint32]
+    weight_T: NDArray[np.float32]
+    num_tokens_R: NDArray[np.int64]
+
+
+class ModelTokenizer:
+    """The tokenizer of one model. `template` is None for a model without a chat template."""
+
+    def __init__(self, files: dict[str, bytes], place: str) -> None:
+        """Raises InvalidInput when there is no tokenizer.json, or a file cannot be used."""
+        self.place = place
+        if "tokenizer.json" not in files:
+            raise InvalidInput("the model has no tokenizer.json", place)
+        described = _json(files["tokenizer.json"], f"{place}/tokenizer.json")
+        config = _json(files.get("tokenizer_config.json", b"{}"), f"{place}/tokenizer_config.json")
+        legacy = _json(files.get("special_tokens_map.json", b"{}"), f"{place}/special_tokens_map.json")
+        self._tokenizer = _tokenizer(files["tokenizer.json"], f"{place}/tokenizer.json")
+        self.special_tokens = _special_tokens(legacy | config)
+        self.vocab_size = _vocab_size(files, self._tokenizer)
+        self.prefix_ids = _ids_before_text(self._tokenizer)
+        self._widths = _token_bytes(described, self._tokenizer)
+        self._normalizer = (described.get("normalizer") or {}).get("type")
+        self._added = {token["id"] for token in described.get("added_tokens", [])}
+        control = {t["content"] for t in described.get("added_tokens", []) if t.get("special")}
+        control |= {self.special_tokens[name] for name in ("eos_token",) if name in self.special_tokens}
+        source = _template(files, config, place)
+        self.template = TemplateSource(source, self.special_tokens, sorted(control)) if source else None
+
+    @property
+    def eos(self) -> str:
+        """Raises InvalidInput for a tokenizer without an eos_token."""
+        if "eos_token" not in self.special_tokens:
+            raise InvalidInput("the tokenizer names no eos_token, with which texts must end", self.place)
+        return self.special_tokens["eos_token"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def spoken(self, ids: Sequence[int]) -> str:
+        """The text without special tokens, as servers give an answer to their clients."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's own bytes; where the tokenizer keeps none, those of its text as it is decoded alone."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if self._widths is None or piece is None or token_id in self._added:
+            return self.decode([token_id]).encode()
+        return bytes(_BYTE_OF[character] for character in piece)
+
+    def tokens_of(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode(self, texts: list[str], spans: list[list[Span]]) -> Encoded:
+        """Encode texts whole, on all cores, and weigh each token by the span that it shares a character with.
+
+        A token that straddles the beginning or end of a span is trained: the model has to write its trained part.
+        """
+        if self._widths is not None:
+            fast = self._by_bytes(texts, spans, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            if fast is not None:
+                return fast
+        return self._by_offsets(spans, self._tokenizer.encode_batch(texts, add_special_tokens=False), texts)
+
+    def _by_bytes(self, texts: list[str], spans: list[list[Span]], encodings: "list[Encoding]") -> Encoded | None:
+        """Tokens of a byte-level vocabulary lie in the text end to end, so their lengths say where they are.
+
+        None when some text's bytes are not its tokens' (a normalizer, a token that swallows space).
+        """
+        assert self._widths is not None
+        ids_by_text = [encoding.ids for encoding in encodings]
+        num_tokens_R = np.array([len(ids) for ids in ids_by_text], dtype=np.int64)
+        id_T = np.fromiter(chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(num_tokens_R.sum()))
+        end_T = np.cumsum(self._widths[id_T])
+        end_R = np.concatenate([[0], end_T])[np.cumsum(num_tokens_R)]
+        sizes_R = np.array([len(t) if t.isascii() else len(t.encode()) for t in texts])
+        if not np.array_equal(end_R, np.cumsum(sizes_R)) or not all(map(self._is_normal, texts)):
+            return None
+        byte_spans = [[_in_bytes(span, text) for span in each] for text, each in zip(texts, spans, strict=True)]
+        weight_T = _weights(byte_spans, end_R - sizes_R, end_T - self._widths[id_T], end_T)
+        return Encoded(id_T, weight_T, num_tokens_R)
+
+    def _is_normal(self, text: str) -> bool:
+        return self._normalizer is None or text.isascii() or unicodedata.is_normalized("NFC", text)
+
+    def _by_offsets(self, spans: list[list[Span]], encodings: "list[Encoding]", texts: list[str]) -> Encoded:
+        """The tokenizer's own character offsets: slower, and right for every kind."""
+        num_tokens_R = np.array([len(encoding) for encoding in encodings], dtype=np.int64)
+        id_T = np.array([i for encoding in encodings for i in encoding.ids], dtype=np.uint32)
+        offsets_T2 = np.array([o for e in encodings for o in e.offsets], dtype=np.int64).reshape(-1, 2)
+        sizes_R = np.array([len(text) for text in texts], dtype=np.int64)
+        start_R = np.cumsum(sizes_R) - sizes_R
+        begin_T, end_T = (offsets_T2 + np.repeat(start_R, num_tokens_R)[:, None]).T
+        return Encoded(id_T, _weights(spans, start_R, begin_T, end_T), num_tokens_R)
+
+
+def _weights(
+    spans: list[list[Span]], start_R: NDArray[np.int64], begin_T: NDArray[np.int64], end_T: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Each token's weight: that of the span which overlaps its characters [begin, end), 0 without one."""
+    weight_T = np.zeros(len(begin_T), dtype=np.float32)
+    flat = [(start, span) for start, each in zip(start_R.tolist(), spans, strict=True) for span in each]
+    first_S = np.searchsorted(end_T, [start + span.start for start, span in flat], side="right")
+    last_S = np.searchsorted(begin_T, [start + span.end for start, span in flat], side="left")
+    for first, last, (_, span) in zip(first_S.tolist(), last_S.tolist(), flat, strict=True):
+        weight_T[first:last] = span.weight
+    return weight_T
+
+
+def _in_bytes(span: Span, text: str) -> Span:
+    if text.isascii():
+        return span
+    start = len(text[: span.start].encode())
+    return Span(start, start + len(text[span.start : span.end].encode()), span.weight)
+
+
+class TokenizerFiles(Frozen):
+    """A model's tokenizer as it lies on this machine: a stranger's, to be loaded in a confined process."""
+
+    folder: Path
+    place: str = Field(description="what errors call it")
+
+    def load(self) -> ModelTokenizer:
+        """Raises InvalidInput when the tokenizer is missing or cannot be used."""
+        sign(f"{self.place}/tokenizer.json")
+        files = {}
+        for path in (self.folder / name for name in _FILES):
+            if path.is_file():
+                if (size := path.stat().st_size) > _MAX_FILE_BYTES:
+                    rule = f"{size:,} bytes; a file of a tokenizer has up to {_MAX_FILE_BYTES:,}"
+                    raise InvalidInput(rule, f"{self.place}/{path.name}")
+                files[path.name] = path.read_bytes()
+        return ModelTokenizer(files, self.place)
+
+
+def stage_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> TokenizerFiles:
+    """Bring a model's tokenizer from its artifact, without touching the weights.
+
+    Raises:
+        CorruptArtifact: a file is not the manifest's.
+    """
+    return TokenizerFiles(folder=stage(model, cache, s3, only=_FILES), place=model.uri)
+
+
+def check_loading(files: TokenizerFiles) -> None:
+    """For a confined process. Raises InvalidInput as `load` does."""
+    files.load()
+
+
+def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
+    """Read a model's tokenizer from its artifact. Raises as `stage_tokenizer` and `TokenizerFiles.load` do."""
+    return stage_tokenizer(model, cache, s3).load()
+
+
+def check_characters(text: str, place: str) -> None:
+    """Raises InvalidInput for a text longer than any that can be trained on: tokenizers take hundreds of its bytes."""
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidInput(f"a text of {len(text):,} characters; a row may have up to {MAX_CHARACTERS:,}", place)
+
+
+def _json(data: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"invalid JSON: {error}", place) from error
+    if not isinstance(value, dict):
+        raise InvalidInput("the file must hold a JSON object", place)
+    return value
+
+
+def _tokenizer(data: bytes, place: str) -> "Tokenizer":
+    """The Rust tokenizer, whole texts only: no truncation or padding of its own."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InvalidInput(f"the tokenizer cannot be read: {error}", place) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and the like, as templates know them."""
+    values = {name: config.get(name) for name in _SPECIAL}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _vocab_size(files: dict[str, bytes], tokenizer: "Tokenizer") -> int:
+    """Rows of the model's embedding; the tokenizer's own count where config.json does not say."""
+    declared = _json(files.get("config.json", b"{}"), "config.json").get("vocab_size")
+    return declared if isinstance(declared, int) else tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:
+    """What the tokenizer puts before a plain text (BOS). Offsets are no longer trimmed afterwards."""
+    from tokenizers import processors
+
+    bare = tokenizer.encode("x", add_special_tokens=False).ids
+    dressed = tokenizer.encode("x", add_special_tokens=True).ids
+    at = next((k for k in range(len(dressed)) if dressed[k : k + len(bare)] == bare), 0)
+    # Trimming takes leading space out of a token's offsets, and so out of its span. Nothing else is lost: texts
+    # are encoded without special tokens.
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return dressed[:at]
+
+
+def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[np.int64] | None:
+    """Bytes of each token's text, [vocabulary]; None unless this is byte-level BPE that adds nothing of its own."""
+    pre = described.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", [pre])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    is_plain = (
+        (described.get("model") or {}).get("type") == "BPE"
+        and (described.get("normalizer") or {"type": "NFC"}).get("type") == "NFC"
+        and len(byte_level) == 1
+        and not byte_level[0].get("add_prefix_space", False)
+        and all(step.get("type") in ("ByteLevel", "Split", "Digits") for step in steps)
+    )
+    if not is_plain:
+        return None
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    widths = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
+    for text, index in vocab.items():
+        widths[index] = len(text)  # byte-level vocabularies spell each byte as one character
+    for added in described.get("added_tokens", []):
+        widths[added["id"]] = len(added["content"].encode())
+    return widths
+
+
+def _template(files: dict[str, bytes], config: dict[str, Any], place: str) -> str | None:
+    """The chat template: chat_template.jinja, or what tokenizer_config.json holds (its `default`, of several)."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    match config.get("chat_template"):
+        case str() as source:
+            return source
+        case list() as named:
+            by_name = {each["name"]: each["template"] for each in named}
+            if "default" not in by_name:
+                raise InvalidInput("there are several chat templates and none is the default", place)
+            return by_name["default"]
+        case _:
+            return None

@@ -1,0 +1,73 @@
+"""Tool calls: as chat completions write them, as chat templates take them, and as models say them.
+
+Models say them in the form that the templates of Qwen and Hermes teach: `<tool_call>`, a JSON object with a name and
+arguments, `</tool_call>`, as often as there are calls. Other forms stay text.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shared.chat.messages import CalledFunction, ToolCall
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+NO_CALLS: tuple[ToolCall, ...] = ()
+
+
+def with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of tool calls as objects: chat completions write them as text, servers give templates objects."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": str() as text} as function}:
+            try:
+                arguments = json.loads(text)
+            except (ValueError, RecursionError):
+                return call
+            return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        case _:
+            return call
+
+
+def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """What a model said, and the calls in it. An answer in which one is broken is text, all of it.
+
+    Args:
+        answer_id: unlike that of any other answer; the calls are named after it.
+    """
+    blocks, rest = _taken_out(text)
+    functions = [_function(block) for block in blocks]
+    calls = [function for function in functions if function is not None]
+    if not calls or len(calls) < len(functions) or _BEGIN in rest or _END in rest:
+        return text, NO_CALLS
+    return rest.strip(), _numbered(calls, answer_id)
+
+
+def _taken_out(text: str) -> tuple[list[str], str]:
+    """What stands between the tags, and what around them, in one pass however many tags are never closed."""
+    blocks, around, at = [], [], 0
+    while (begin := text.find(_BEGIN, at)) >= 0 and (end := text.find(_END, begin)) >= 0:
+        around.append(text[at:begin])
+        blocks.append(text[begin + len(_BEGIN) : end])
+        at = end + len(_END)
+    return blocks, "".join((*around, text[at:]))
+
+
+def _function(block: str) -> CalledFunction | None:
+    try:
+        said = json.loads(block)
+    except (ValueError, RecursionError):
+        return None
+    match said:
+        case {"name": str(name), "arguments": dict(arguments)} if name:
+            return CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+        case _:
+            return None
+
+
+def _numbered(functions: Sequence[CalledFunction], answer_id: str) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(id=f"call_{answer_id}_{i}", function=function) for i, function in enumerate(functions))

@@ -1,0 +1,328 @@
+"""Track: follow a run's events and train steps, and hand them to W&B.
+
+W&B may be slow, away or broken: the run does not notice. A run that is followed costs the host neither a thread nor a
+process of its own: all of them share the few threads that read the store, and the one process that writes
+(wandb_process.py). So any number may be followed, and none keeps another's work waiting.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
+
+from activities.heartbeat import HOST_LEAVES
+from activities.tracking.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
+from activities.tracking.wandb_rows import Done, History, Line, TrainStep
+from activities.tracking.wandb_writer import WriterStart
+from shared.contract import Frozen
+from shared.errors import NotFound
+from shared.runs.events import EventCursor, RunEvent, read_run_events
+from shared.runs.requests import Run, RunRecord, WandbRun
+from shared.runs.status import StepStatus
+from shared.settings import Settings
+from shared.storage.artifacts import read_record
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectInfo, ObjectStore, open_store
+
+POLL_S = 1.0
+_LOOKS_PER_S = 20.0  # at all runs together: a thousand are looked at more rarely than one
+_READERS = 4
+_EVENTS_A_PAGE = 1000
+_BEAT_S = 5.0
+_TURN_S = 60.0  # that an online run stays open in the writer while others wait for a place
+_TRIES = 3  # of one mode in a row that bring nothing new to W&B
+_TRY_AGAIN = timedelta(minutes=5)  # when not even an offline run could be written
+_log = logging.getLogger(__name__)
+
+Mode = Literal["offline", "online"]
+T = TypeVar("T")
+
+
+class TrackRequest(Frozen):
+    run_id: str
+    run: Run
+
+
+class Tracked(Frozen):
+    """`folder` holds what W&B wrote on this machine; `warning` says what went wrong with W&B, if anything did."""
+
+    folder: str | None = None
+    num_events: int = 0
+    warning: str | None = None
+
+
+class Track:
+    """Writes runs to W&B, each from its first event to its end."""
+
+    def __init__(
+        self, settings: Settings, *, init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S
+    ) -> None:
+        self._settings = settings
+        self._finish_timeout_s = finish_timeout_s
+        self._init_timeout_s = init_timeout_s
+        self._folder = settings.root_path / "wandb"
+        self._writer = Writer(self._folder)
+        self._readers = ThreadPoolExecutor(_READERS, "track")
+        self._num_followed = 0
+
+    async def close(self) -> None:
+        """End the writer process and the threads."""
+        await self._writer.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    @activity.defn(name="track")
+    async def track(self, request: TrackRequest) -> Tracked:
+        """Follow the run until its result stands. Trouble with a W&B server ends in a warning.
+
+        A run that is written offline is written at its end, from its first event, into a folder that takes the place
+        of whatever stood there: so neither a retry nor a writer that was killed duplicates anything or loses it. A run
+        on a W&B server goes on behind what the server has. When the server cannot be reached, the run is written
+        offline instead; when that fails too, all of it is tried again later. A cancelled activity still writes what is
+        there before it ends.
+
+        Raises:
+            ApplicationError: nothing could be written, or this host leaves.
+        """
+        if self._settings.wandb_mode == "disabled":
+            return Tracked()
+        asked_to_end = asyncio.Event()
+        work = asyncio.create_task(self._write(request, asked_to_end))
+        beside = [asyncio.create_task(activity.wait_for_worker_shutdown()), asyncio.create_task(_beat())]
+        try:
+            await asyncio.wait({work, beside[0]}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # another host begins anew
+                raise ApplicationError(HOST_LEAVES, category=ApplicationErrorCategory.BENIGN)
+            return work.result()
+        except asyncio.CancelledError:
+            asked_to_end.set()
+            await asyncio.wait({work, beside[0]}, timeout=self._finish_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            for task in (work, *beside):
+                task.cancel()
+            await asyncio.gather(work, *beside, return_exceptions=True)
+
+    async def _write(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
+        self._num_followed += 1
+        try:
+            return await self._in_some_mode(request, asked_to_end)
+        finally:
+            self._num_followed -= 1
+
+    async def _in_some_mode(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
+        modes: list[Mode] = ["online", "offline"] if self._settings.wandb_mode == "online" else ["offline"]
+        warning, trouble = None, ""
+        store = open_store(self._settings.store, self._settings.s3)
+        before = await self._read(lambda: store.head(RunKeys(request.run_id).previous_result))
+        for mode in modes:
+            tries = Tries()
+            while tries.num_vain < _TRIES:
+                try:
+                    tracked = await self._follow(RunLines(store, request, before), request, mode, asked_to_end, tries)
+                    return tracked.model_copy(update={"warning": warning})
+                except (WriterLost, RunRefused) as error:
+                    trouble = f"W&B could not be written {mode}: {error}"
+                    _log.warning("run %s: %s", request.run_id, trouble)
+                    tries.failed(error)
+                    if mode == "online" and isinstance(error, RunRefused):
+                        break  # it waited for the server already
+                    await asyncio.sleep(POLL_S * 2**tries.num_vain if tries.num_vain < _TRIES else 0)
+            warning = trouble
+        raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
+
+    async def _follow(
+        self, lines: "RunLines", request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event, tries: "Tries"
+    ) -> Tracked:
+        """One attempt, from the first event on."""
+        while mode == "offline" and not asked_to_end.is_set() and not await self._read(lines.has_ended):
+            await self._pause(asked_to_end)
+        history: History | None = None
+        folder: Path | None = None
+        while True:
+            page = await self._next(lines, asked_to_end)
+            if page.lines:
+                start = await self._read(lambda: self._start(request, mode))
+                async with self._writer.opened(start) as run:
+                    tries.opened(run.done)
+                    history = history or History(run.done)
+                    page = await self._visit(run, history, lines, page, asked_to_end)
+                    await run.close(self._finish_timeout_s)
+                    folder = await self._read(partial(self._keep, request.run_id, run.folder))
+            if page.is_last:
+                return Tracked(folder=folder and str(folder), num_events=lines.num_events)
+            if not page.is_full:
+                await self._pause(asked_to_end)
+
+    async def _visit(
+        self, run: OpenRun, history: History, lines: "RunLines", page: "Page", asked_to_end: asyncio.Event
+    ) -> "Page":
+        """Write page after page, to the last one or until others wait. Returns the one that was written last."""
+        loop = asyncio.get_running_loop()
+        give_way_at = loop.time() + _TURN_S
+        while True:
+            await run.write(list(history.rows(page.lines)))
+            if page.is_last or (self._writer.is_crowded and loop.time() > give_way_at):
+                return page
+            if not page.is_full:
+                await self._pause(asked_to_end)
+            page = await self._next(lines, asked_to_end)
+
+    async def _next(self, lines: "RunLines", asked_to_end: asyncio.Event) -> "Page":
+        return await self._read(partial(lines.read, asked_to_end.is_set()))
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Something of the store or the disk, on the threads that all runs share."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    async def _pause(self, asked_to_end: asyncio.Event) -> None:
+        """Until the run is looked at again."""
+        pause_s = max(POLL_S, self._num_followed / _LOOKS_PER_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asked_to_end.wait(), pause_s)
+
+    def _start(self, request: TrackRequest, mode: Mode) -> WriterStart:
+        place = self._place(request.run_id)
+        return WriterStart(
+            run_id=request.run_id,
+            name=place.name or request.run.name or request.run_id,
+            project=place.project,
+            entity=place.entity,
+            tags=place.tags,
+            kind=request.run.kind,
+            mode=mode,
+            folder=self._folder,
+            init_timeout_s=self._init_timeout_s,
+            config=request.run.model_dump(mode="json"),
+        )
+
+    def _place(self, run_id: str) -> WandbRun:
+        """Where the run's sender wants it in W&B, or else the installation."""
+        store = open_store(self._settings.store, self._settings.s3)
+        try:
+            record = read_record(store, RunKeys(run_id).record, RunRecord)
+        except NotFound:  # a run that was started by hand
+            return WandbRun(project=self._settings.wandb_project)
+        return record.source.wandb or WandbRun(project=self._settings.wandb_project)
+
+    def _keep(self, run_id: str, written: Path) -> Path:
+        """What W&B wrote takes the place of what an earlier attempt did."""
+        folder = self._folder / run_id
+        shutil.rmtree(folder, ignore_errors=True)
+        written.rename(folder)
+        return folder
+
+
+class Tries:
+    """Of writing a run in one mode. `num_vain`: those in a row that failed by this run's own call, or by nobody's, and
+    brought nothing new to W&B."""
+
+    def __init__(self) -> None:
+        self.num_vain = 0
+        self._done = Done()
+
+    def opened(self, done: Done) -> None:
+        """What stands on the server now."""
+        if done != self._done:
+            self.num_vain, self._done = 0, done
+
+    def failed(self, error: WriterLost | RunRefused) -> None:
+        if not (isinstance(error, WriterLost) and error.by_another):
+            self.num_vain += 1
+
+
+async def _beat() -> None:
+    while True:
+        activity.heartbeat()
+        await asyncio.sleep(_BEAT_S)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Lines that were read at once. `is_full`: more stand there. `is_last`: the run has ended, and nothing is left."""
+
+    lines: list[Line]
+    is_full: bool
+    is_last: bool
+
+
+class RunLines:
+    """A run's events and train steps, read a page at a time.
+
+    `before` is the previous result that stood when following began. Another one means that the run ended and was
+    resumed, before anybody here saw its result: whoever is started for the resumed run follows that.
+    """
+
+    def __init__(self, store: ObjectStore, request: TrackRequest, before: ObjectInfo | None) -> None:
+        self._store, self._keys, self._before = store, RunKeys(request.run_id), before
+        self._run_id = request.run_id
+        self._cursor, self._steps = EventCursor(), TrainSteps(store, request)
+        self.num_events = 0
+
+    def has_ended(self) -> bool:
+        keys = self._keys
+        return self._store.head(keys.result) is not None or self._store.head(keys.previous_result) != self._before
+
+    def read(self, is_all: bool) -> Page:
+        """The next ones. `is_all`: nothing is waited for that is not there yet."""
+        has_ended = is_all or self.has_ended()  # asked first, so that the last events are read after it
+        events, self._cursor = read_run_events(self._store, self._run_id, self._cursor, _EVENTS_A_PAGE)
+        self.num_events += len(events)
+        is_full = len(events) == _EVENTS_A_PAGE
+        lines = self._steps.among(events, is_full, has_ended)
+        return Page(lines, is_full, is_last=has_ended and not is_full)
+
+
+class TrainSteps:
+    """The train steps of an RL run, each put behind the events of its own job and before those of the next.
+
+    Jobs are numbered as their steps are, and a step comes on record after its job's events, and before the next job
+    begins.
+    """
+
+    def __init__(self, store: ObjectStore, request: TrackRequest) -> None:
+        self._store, self._folder = store, f"{RunKeys(request.run_id).steps}/"
+        self._has_steps = request.run.kind == "rl"
+        self._before = self._sent = ""
+        self._last_job = ""
+
+    def among(self, events: Sequence[RunEvent], is_full: bool, has_ended: bool) -> list[Line]:
+        """The events just read, with the steps whose events are read by now. `is_full`: more events stand there."""
+        if events:
+            self._last_job = events[-1].job_id
+        waiting = self._waiting()
+        # A step has all of its events read that has a later job behind it; or, where all events were read, that was
+        # listed before.
+        before = "" if is_full else waiting[-1] if has_ended and waiting else self._before
+        ready = [k for k in waiting if k <= before or _number(k) < int(self._last_job or 0)]
+        self._before = waiting[-1] if waiting else self._before
+        self._sent = ready[-1] if ready else self._sent
+        lines: list[Line] = []
+        for item in events:
+            while ready and _number(ready[0]) < int(item.job_id):
+                lines.append(self._record(ready.pop(0)))
+            lines.append(item.event)
+        return lines + [self._record(key) for key in ready]
+
+    def _waiting(self) -> list[str]:
+        """Keys of records that were not sent, in order of step."""
+        if not self._has_steps:
+            return []
+        return sorted(info.key for info in self._store.list(self._folder) if info.key > self._sent)
+
+    def _record(self, key: str) -> TrainStep:
+        return TrainStep(record=read_record(self._store, key, StepStatus))
+
+
+def _number(key: str) -> int:
+    """The step that a record's key is of."""
+    return int(key.rsplit("/", 1)[-1].removesuffix(".json"))

@@ -1,0 +1,296 @@
+"""A host's writer process (wandb_writer.py), seen from the host: started for the first run, ended when idle."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from activities.tracking.wandb_rows import Done, Row
+from activities.tracking.wandb_writer import Answer, Close, Open, Request, Write, WriterStart
+from shared.child_environment import child_environment
+
+PLACES = 8
+"""Runs that are open at a time: what W&B holds of each is this process's memory."""
+INIT_TIMEOUT_S = 20.0
+FINISH_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 60.0
+_IDLE_S = 30.0
+_RUNS_A_PROCESS = 500  # then a new one takes its place: what W&B keeps of runs that are closed is bounded
+_ROWS_A_CALL = 200
+_LAST_BYTES = 4096
+
+
+class WriterLost(Exception):
+    """The writer process ended, or did not answer in time: the run is to be written anew.
+
+    `by_another`: it was ended because another run's call got no answer in time.
+    """
+
+    def __init__(self, message: str, *, by_another: bool = False) -> None:
+        super().__init__(message)
+        self.by_another = by_another
+
+
+class RunRefused(Exception):
+    """W&B did not take a run."""
+
+
+class OpenRun:
+    """A run that the writer has open. `done`: what stands on the server already."""
+
+    def __init__(self, process: "_Process", number: int, folder: Path) -> None:
+        self._process = process
+        self._number = number
+        self.folder = folder
+        self.done = Done()
+        self.is_closed = False
+
+    async def open(self, start: WriterStart) -> None:
+        """Raises: WriterLost, RunRefused."""
+        answer = await self._process.call(self._number, Open(start=start), start.init_timeout_s + _CALL_TIMEOUT_S)
+        self.done = answer.done or Done()
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        """Raises: WriterLost, RunRefused."""
+        for first in range(0, len(rows), _ROWS_A_CALL):
+            part = Write(rows=tuple(rows[first : first + _ROWS_A_CALL]))
+            await self._process.call(self._number, part, _CALL_TIMEOUT_S)
+
+    async def close(self, timeout_s: float) -> None:
+        """Let W&B write or send the rest. Raises: WriterLost, RunRefused."""
+        self.is_closed = True
+        await self._process.call(self._number, Close(), timeout_s)
+
+    def abandon(self) -> None:
+        """Close it without waiting."""
+        if not self.is_closed:
+            self._process.post(self._number, Close())
+
+
+class Writer:
+    """Runs that are written to W&B, a bounded number at a time, by one process.
+
+    Args:
+        folder: where offline runs are to lie.
+    """
+
+    def __init__(self, folder: Path, num_places: int = PLACES) -> None:
+        self._folder = folder
+        self._places = asyncio.Semaphore(num_places)
+        self._starting = asyncio.Lock()
+        self._process: _Process | None = None
+        self._num_waiting = 0
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether somebody waits for a place."""
+        return self._num_waiting > 0
+
+    @asynccontextmanager
+    async def opened(self, start: WriterStart) -> AsyncIterator[OpenRun]:
+        """A run in the writer, as soon as there is a place. One that was not closed is abandoned.
+
+        Raises:
+            WriterLost, RunRefused.
+        """
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            async with (await self._running()).used() as run:
+                try:
+                    await run.open(start.model_copy(update={"folder": run.folder}))
+                    yield run
+                finally:
+                    run.abandon()
+        finally:
+            self._places.release()
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            await self._process.end()
+
+    async def _running(self) -> "_Process":
+        async with self._starting:
+            if self._process is None or not self._process.takes_runs:
+                self._process = await _Process.start(self._folder)
+            return self._process
+
+
+class _Process:
+    """One writer process, with a folder of its own for all that it and W&B leave there."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._num_open = self._num_opened = 0
+        self._idle: asyncio.TimerHandle | None = None
+        self._has_ended = self._is_retired = self._is_given_up = False
+        self._sending = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, folder: Path) -> "_Process":
+        with _only_one(folder):
+            _remove_leftovers(folder)
+            own = folder / f".writer-{uuid.uuid4().hex}"
+            temporary = own / "tmp"
+            temporary.mkdir(parents=True)
+            held = _hold(own)
+        try:
+            with (own / "writer.log").open("wb") as log:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "activities.tracking.wandb_writer",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    cwd=Path(__file__).parents[2],
+                    env=_environment(temporary),
+                    start_new_session=True,
+                    pass_fds=(held,),  # held until the process has ended, however it ends
+                )
+        finally:
+            os.close(held)
+        return cls(process, own)
+
+    @property
+    def takes_runs(self) -> bool:
+        return not self._is_retired and self._process.returncode is None and self._num_opened < _RUNS_A_PROCESS
+
+    @asynccontextmanager
+    async def used(self) -> AsyncIterator[OpenRun]:
+        """A run's number and folder here."""
+        if self._idle is not None:
+            self._idle.cancel()
+        self._num_open += 1
+        self._num_opened += 1
+        folder = self._folder / "runs" / str(self._num_opened)
+        folder.mkdir(parents=True)
+        try:
+            yield OpenRun(self, self._num_opened, folder)
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                wait_s = _IDLE_S if self.takes_runs else 0.0
+                self._idle = asyncio.get_running_loop().call_later(wait_s, self._end_if_idle)
+
+    async def call(self, number: int, body: Open | Write | Close, timeout_s: float) -> Answer:
+        """The answer to one command; a process that does not answer is ended, with all of its runs."""
+        answered = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.post(number, body)
+                await self._drain()
+                answer = await answered
+        except TimeoutError:
+            self._is_given_up = True
+            self._kill()
+            raise WriterLost(f"it did not {body.command} within {timeout_s:g} s") from None
+        finally:
+            self._calls.pop(number, None)
+        if answer.error is not None:
+            self._is_retired = True  # a run that W&B refused stays in use there: its next try needs another process
+            raise RunRefused(answer.error)
+        return answer
+
+    def post(self, number: int, body: Open | Write | Close) -> None:
+        """Send a command; nobody waits for its answer here."""
+        if self._has_ended:
+            if (answered := self._calls.get(number)) is not None and not answered.done():
+                answered.set_exception(WriterLost(self._last_words(), by_another=self._is_given_up))
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.write(Request(number=number, body=body).model_dump_json().encode() + b"\n")
+
+    async def _drain(self) -> None:
+        assert self._process.stdin is not None
+        # Whoever waits for the answer is told by `_read` when the process has ended.
+        async with self._sending:
+            with contextlib.suppress(ConnectionError):
+                await self._process.stdin.drain()
+
+    async def _read(self) -> None:
+        """Hand out answers until the process has ended; then tell whoever still waits."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            answer = Answer.model_validate_json(line)
+            if (answered := self._calls.get(answer.number)) is not None and not answered.done():
+                answered.set_result(answer)
+        self._kill()  # what W&B started besides
+        await self._process.wait()
+        self._has_ended = True
+        said = self._last_words()
+        for answered in self._calls.values():
+            if not answered.done():
+                answered.set_exception(WriterLost(said, by_another=self._is_given_up))
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _end_if_idle(self) -> None:
+        if self._num_open == 0:
+            self._kill()
+
+    def _kill(self) -> None:
+        self._is_retired = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        self._kill()
+        if self._idle is not None:
+            self._idle.cancel()
+        await self._reader
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self._folder / "writer.log").read_bytes()[-_LAST_BYTES:].decode(errors="replace").splitlines()
+            if lines:
+                return lines[-1]
+        return f"the writer ended with status {self._process.returncode}"
+
+
+def _environment(temporary: Path) -> dict[str, str]:
+    places = {name: str(temporary) for name in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
+    return {**child_environment("wandb"), **places, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Of all hosts of this machine, one at a time looks through the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _hold(folder: Path) -> int:
+    """Mark a writer's folder as in use, for as long as a process has this file open."""
+    held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Folders of writers that were killed with their hosts."""
+    for left in folder.glob(".writer-*"):
+        held = os.open(left / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+        finally:
+            os.close(held)

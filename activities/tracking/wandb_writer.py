@@ -1,0 +1,178 @@
+"""The one process of a host that writes runs to W&B: commands on stdin, an answer to each on stdout, as JSON lines.
+
+    python -m activities.tracking.wandb_writer < commands > answers
+
+Several runs are open at a time, each on a thread of its own, so that one whose server does not answer holds up no
+other. W&B lives in a process of its own because it starts threads and servers, and may hang: whoever feeds it can leave
+it behind. End of input ends the process and all that W&B started.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic import Field, JsonValue, TypeAdapter
+
+from activities.tracking.wandb_rows import EVALUATION, STEP, TRAIN_STEP, Done, Row
+from shared.contract import Frozen
+
+
+class WriterStart(Frozen):
+    """What W&B needs to know before the first row. `kind`: what the run optimises; `config`: its hyperparameters."""
+
+    run_id: str
+    name: str
+    project: str
+    entity: str | None = None
+    tags: tuple[str, ...] = ()
+    kind: str
+    mode: Literal["offline", "online"]
+    folder: Path
+    init_timeout_s: float
+    config: dict[str, JsonValue]
+
+
+class Open(Frozen):
+    """Begin a run, or go on with one that the server has."""
+
+    command: Literal["open"] = "open"
+    start: WriterStart
+
+
+class Write(Frozen):
+    """Add rows."""
+
+    command: Literal["write"] = "write"
+    rows: tuple[Row, ...]
+
+
+class Close(Frozen):
+    """End the run, once W&B has everything."""
+
+    command: Literal["close"] = "close"
+
+
+class Request(Frozen):
+    """A command, and the name under which its run is open: `number` counts the runs of this process."""
+
+    number: int
+    body: Open | Write | Close = Field(discriminator="command")
+
+
+class Answer(Frozen):
+    """To one request. `error`: what W&B said; such a run takes nothing more but its `close`."""
+
+    number: int
+    done: Done | None = None
+    error: str | None = None
+
+
+_request: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+def serve(requests: Iterable[bytes], answers: BinaryIO) -> None:
+    """Do what is asked until the input ends."""
+    threads: dict[int, ThreadPoolExecutor] = {}
+    runs: dict[int, Any] = {}
+    lock = threading.Lock()
+
+    def do(request: Request) -> None:
+        answer = _do(request, runs)
+        with lock:
+            answers.write(answer.model_dump_json().encode() + b"\n")
+            answers.flush()
+
+    for line in requests:
+        request = _request.validate_json(line)
+        thread = threads.setdefault(request.number, ThreadPoolExecutor(1))
+        thread.submit(do, request)
+        if isinstance(request.body, Close):
+            threads.pop(request.number).shutdown(wait=False)
+
+
+def _do(request: Request, runs: dict[int, Any]) -> Answer:
+    number = request.number
+    try:
+        match request.body:
+            case Open(start=start):
+                runs[number] = _open(start)
+                return Answer(number=number, done=_done(runs[number]))
+            case Write(rows=rows):
+                for row in rows:
+                    runs[number].log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
+            case Close():
+                if (run := runs.pop(number, None)) is not None:
+                    run.finish()
+    except Exception as error:  # whatever it is, the other runs have nothing to do with it
+        if not _core_is_up():  # W&B never starts it again: another process will
+            print(f"wandb-core is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return Answer(number=number, error=f"{type(error).__name__}: {error}"[:2000])
+    return Answer(number=number)
+
+
+def _core_is_up() -> bool:
+    """Whether W&B's own process, which all runs share, is there."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "wandb-core" in child.name() and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def _open(start: WriterStart) -> Any:
+    import wandb
+
+    run = wandb.init(
+        id=start.run_id,
+        name=start.name,
+        project=start.project,
+        entity=start.entity,
+        tags=start.tags or None,
+        job_type=start.kind,
+        mode=start.mode,
+        resume="allow" if start.mode == "online" else None,
+        reinit="create_new",
+        dir=str(start.folder),
+        config=start.config,
+        settings=wandb.Settings(
+            init_timeout=start.init_timeout_s, silent=True, console="off", disable_git=True, disable_code=True
+        ),
+    )
+    run.define_metric(STEP)
+    run.define_metric("*", step_metric=STEP)
+    return run
+
+
+def _done(run: Any) -> Done:
+    """What a W&B server has of a run."""
+    if not run.resumed:
+        return Done()
+    names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP}
+    found = {field: run.summary.get(name) for field, name in names.items()}
+    return Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
+
+
+def _table(row: Row) -> Any:
+    import wandb
+
+    data = [[row.values[STEP], s.prompt, s.completion, s.reference] for s in row.samples]
+    return wandb.Table(columns=["step", "prompt", "completion", "reference"], data=data)
+
+
+if __name__ == "__main__":
+    own_answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what W&B prints is no answer
+    serve(sys.stdin.buffer, own_answers)
+    # Whoever fed us has gone, and with it every run that is open: they are written anew, from their beginning.
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""From trajectory groups to units with advantages."""

@@ -1,0 +1,298 @@
+"""Conversations with what was sampled in them, as trajectories of token ids.
+
+The ids of an answer are those that were drawn, never those that its text would be tokenized to. Where this
+installation gave the answer, it remembers them, and what it was asked with. Where the client brings ids, they are held
+against the text. Where it brings texts alone, rendering the conversation must give every sampled token again. What is
+none of these is broken: other tokens would be trained than were sampled.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
+
+from activities.formats.examples_of import Chat
+from activities.formats.prompts import Question
+from activities.tokenizing.template_process import TemplateProcess
+from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
+from activities.trajectories.remembered_answers import RememberedAnswers, is_same_message
+from activities.trajectories.sampled_turns import PLACE, BrokenConversation, Turns, broken, turns_of
+from shared.chat.answer_records import AnswerRecord
+from shared.chat.trajectories import ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
+from shared.contract import Artifact
+from shared.errors import InvalidInput
+from shared.settings import S3Settings
+
+__all__ = ["BrokenConversation", "Conversations", "PublishedPolicy"]
+
+_TOKEN_ID = "token_id:"
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class PublishedPolicy:
+    """The policy that a step starts from: its number in the run, and the name and version that it was published as.
+
+    `version` is None before the run's first step.
+    """
+
+    number: int
+    name: str | None = None
+    version: int | None = None
+
+    def number_of(self, version: int | None, name: str | None = None) -> int | None:
+        """The run's number of a published version; 0 for what is older than the run, None for what is another's."""
+        if version is None or name not in (None, self.name):
+            return None
+        if self.version is None:
+            return 0
+        return min(self.number, max(0, self.number - (self.version - version)))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """How an answer was drawn: the ids that were asked with, the ids that came, and their logprobs."""
+
+    asked: list[int]
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"] | None
+    policy_version: int | None = None
+
+
+@dataclass
+class _Sequence:
+    """Ids in the order in which the model saw them; a logprob beside each that was drawn."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def extend(self, turn: _Drawn) -> None:
+        context = turn.asked[len(self.ids) :]
+        self.ids += [*context, *turn.ids]
+        self.logprobs += [*[None] * len(context), *turn.logprobs]
+        self.finish_reason = turn.finish_reason
+
+
+class Conversations:
+    """Reads conversations of one model. Its tokenizer and template are opened at the first; `with` closes them.
+
+    `counts`: turns whose drawn ids were remembered, turns that were rendered, ids of answers that nobody remembers.
+    """
+
+    def __init__(
+        self,
+        model: Artifact | None,
+        cache: Path,
+        s3: S3Settings,
+        answers: RememberedAnswers | None = None,
+        policy: PublishedPolicy | None = None,
+    ) -> None:
+        self._model, self._cache, self._s3 = model, cache, s3
+        self._answers = answers
+        self._policy = policy or PublishedPolicy(0)
+        self._open: tuple[ModelTokenizer, TemplateProcess] | None = None
+        self._closing = ExitStack()
+        self.counts: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def prepare(self, trajectories: Iterable[SentTrajectory]) -> None:
+        """Read at once what is remembered of these trajectories' answers. Raises StoreUnavailable."""
+        if self._answers is not None:
+            chats = (one for one in trajectories if isinstance(one, ChatTrajectory))
+            named = (message.get("answer_id") for chat in chats for message in chat.messages)
+            self._answers.fetch(answer_id for answer_id in named if isinstance(answer_id, str))
+
+    def trajectories_of(self, chat: ChatTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
+        """The token form of a conversation: one sequence, or several where a later answer was asked for with other ids
+        than the answers before it were drawn as (templates rewrite earlier turns, texts are tokenized anew).
+
+        Raises:
+            BrokenConversation: it is no conversation, too long, or does not give again what was sampled.
+            InvalidInput: the model has no chat template, or its template does not end.
+        """
+        turns = turns_of(chat)
+        tools = [dict(tool) for tool in chat.tools] if chat.tools else None
+        drawn = [self._drawn(i, turn, turns, tools) for i, turn in turns.sampled.items()]
+        sequences = _chained(drawn)
+        if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
+            broken(PLACE, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
+        version = drawn[0].policy_version
+        if version is None:
+            version = chat.policy_version
+        if version is None:
+            version = self._policy.number_of(chat.model_version)
+        return tuple(
+            Trajectory(
+                token_ids=tuple(one.ids),
+                sampled=tuple(logprob is not None for logprob in one.logprobs),
+                logprobs=tuple(one.logprobs),
+                reward=chat.reward,
+                advantage=chat.advantage,
+                policy_version=version,
+                finish_reason=one.finish_reason,
+                metrics=chat.metrics,
+                metadata=chat.metadata,
+            )
+            for one in sequences
+        )
+
+    def _drawn(self, i: int, turn: SampledTurn, turns: Turns, tools: list[Any] | None) -> _Drawn:
+        record = None
+        if turn.answer_id is not None:
+            record = self._answers.get(turn.answer_id) if self._answers is not None else None
+            if record is None and turn.logprobs is None:
+                rule = "no answer of this id is remembered here, and there are no logprobs beside it"
+                broken(f"messages.{i}.answer_id", "unknown_answer", rule)
+            self.counts["unknown_answers"] += record is None
+        if record is not None:
+            self.counts["remembered_turns"] += 1
+            return self._remembered(i, turn, turns.messages[i], record)
+        self.counts["rendered_turns"] += 1
+        tokenizer, process = self._opened()
+        return _rendered(i, turns, tools, tokenizer, process)
+
+    def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
+        """What was drawn, where the client's message is the answer's. Nothing is rendered or tokenized."""
+        place = f"messages.{i}"
+        if self._model is not None and record.model_sha256 != self._model.sha256:
+            broken(f"{place}.answer_id", "another_model", "another model than the run's gave this answer")
+        if turn.index >= len(record.choices):
+            broken(f"{place}.index", "unknown_answer", f"the answer has {len(record.choices)} choices")
+        choice = record.choices[turn.index]
+        if not is_same_message(message, choice):
+            rule = "the message is not what the answer of this id said: send it as it was given, or without answer_id"
+            broken(f"{place}.message", "another_text", rule)
+        if turn.token_ids is not None and turn.token_ids != choice.token_ids:
+            broken(f"{place}.token_ids", "differs", "these are not the ids that were drawn for the answer of this id")
+        version = self._policy.number_of(record.version, record.name)
+        return _Drawn(list(record.prompt_ids), list(choice.token_ids), list(choice.logprobs), _end_of(turn), version)
+
+    def _opened(self) -> tuple[ModelTokenizer, TemplateProcess]:
+        if self._open is None:
+            if self._model is None:
+                raise InvalidInput("trajectories of messages need the model that they are rendered for", PLACE)
+            tokenizer = load_tokenizer(self._model, self._cache, self._s3)
+            if tokenizer.template is None:
+                rule = "the model has no chat template: send trajectories as token ids"
+                raise InvalidInput(rule, tokenizer.place)
+            process = self._closing.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
+            self._open = tokenizer, process
+        return self._open
+
+
+def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
+    """One answer behind the other, as long as each was asked for with the very ids of those before it."""
+    sequences: list[_Sequence] = []
+    for turn in drawn:
+        if not sequences or turn.asked[: len(sequences[-1].ids)] != sequences[-1].ids:
+            sequences.append(_Sequence())
+        sequences[-1].extend(turn)
+    return sequences
+
+
+def _rendered(
+    i: int, turns: Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
+) -> _Drawn:
+    """A turn behind the conversation up to it, as a server renders it to ask for the turn.
+
+    Templates write an answer in one way where it is the last, and in another where more follows (they add empty
+    thoughts, or cut thoughts out): it was sampled as one of the two.
+    """
+    turn, ends = turns.sampled[i], (i + 1, max(turns.sampled) + 1)
+    assert turn.logprobs is not None
+    try:
+        [text] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
+        rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
+        rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
+    except InvalidInput as error:
+        _refused(error)
+    differs: BrokenConversation | None = None
+    for each in rendered:
+        encoded = tokenizer.encode([each.text], [each.spans])
+        try:
+            ids = _drawn_ids(i, turn, encoded.id_T[encoded.weight_T == 1.0].tolist(), turns.messages[i], tokenizer)
+        except BrokenConversation as error:
+            differs = differs or error
+        else:
+            logprobs = [token.logprob for token in turn.logprobs.tokens]
+            return _Drawn(tokenizer.tokens_of(text), ids, logprobs, _end_of(turn))
+    assert differs is not None
+    raise differs
+
+
+def _drawn_ids(
+    i: int, turn: SampledTurn, own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer
+) -> list[int]:
+    """The ids that the client brings, if the turn says the same; else the turn's own, which must be those sampled."""
+    assert turn.logprobs is not None
+    tokens = turn.logprobs.tokens
+    given = list(turn.token_ids) if turn.token_ids is not None else [_id_of(token) for token in tokens]
+    whole = [token_id for token_id in given if token_id is not None]
+    if len(whole) == len(given) and _says_the_same(whole, own, message, tokenizer):
+        return whole
+    for k, (token, token_id) in enumerate(zip(tokens, own, strict=False)):
+        if not _is_same(token, given[k], token_id, tokenizer):
+            place = f"messages.{i}.logprobs.content.{k}"
+            broken(place, "differs", _difference(token, given[k], token_id, tokenizer))
+    if len(tokens) not in (len(own), len(own) - 1):
+        rule = f"{len(tokens)} tokens were sampled, and the conversation has {len(own)} there, end token and all"
+        broken(f"messages.{i}.logprobs", "differs", rule)
+    return own[: len(tokens)]
+
+
+def _says_the_same(given: list[int], own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer) -> bool:
+    """Whether ids have a turn's text, tokenized in whatever way. The end may be the template's own, and not sampled."""
+    text = tokenizer.decode(given)
+    if text in (tokenizer.decode(own), tokenizer.decode(own[:-1])):
+        return True
+    content = message.get("content")
+    is_text = isinstance(content, str) and not message.get("tool_calls")
+    return is_text and tokenizer.spoken(given).strip() == str(content).strip()
+
+
+def _end_of(turn: SampledTurn) -> Literal["stop", "length"] | None:
+    match turn.finish_reason:
+        case "length":
+            return "length"
+        case "stop" | "tool_calls" | "function_call":
+            return "stop"
+        case _:
+            return None
+
+
+def _id_of(token: TokenLogprob) -> int | None:
+    number = token.token.removeprefix(_TOKEN_ID)
+    return int(number) if number != token.token and number.isdecimal() else None
+
+
+def _is_same(token: TokenLogprob, given: int | None, own: int, tokenizer: ModelTokenizer) -> bool:
+    if given is not None:
+        return given == own
+    if token.bytes is not None and bytes(token.bytes) == tokenizer.bytes_of(own):
+        return True
+    text = tokenizer.decode([own])
+    return token.token == text and _UNKNOWN not in text
+
+
+def _difference(token: TokenLogprob, given: int | None, own: int, tokenizer: ModelTokenizer) -> str:
+    text = tokenizer.decode([own])
+    if given is None and _UNKNOWN in text:
+        return f"token {own} is a part of a character, which its text cannot show: ask the server for token ids"
+    sampled = f"{token.token!r:.60}" if given is None else f"token {given}"
+    return f"{sampled} was sampled, and the conversation has {text!r:.60} there (token {own})"
+
+
+def _refused(error: InvalidInput) -> NoReturn:
+    """A conversation that the template refuses is broken; a template that does not end refuses the step."""
+    if error.place != PLACE:
+        raise error
+    broken(PLACE, "template", error.message)

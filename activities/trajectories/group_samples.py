@@ -1,0 +1,189 @@
+"""Group samples: completions and their grades become trajectory groups, as a client would have sent them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+from temporalio import activity
+
+from activities.grading.grade import GRADES, SUMMARY, GradeSummary
+from activities.heartbeat import beating
+from activities.packing import bins as packing
+from activities.sampling.completions import Sample, SampledGroup, read_groups
+from activities.scratch import scratch_folder
+from shared.chat.trajectories import Trajectory, TrajectoryGroup
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.grading.graders import SampleGrade
+from shared.settings import Settings
+from shared.storage.artifacts import find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, content_key, grouped, grouped_report, is_grouped
+from shared.storage.store import ObjectStore, disk_errors, open_store, uri_of
+
+_VERSION = "groups-2"  # raise it when the same completions and grades would make other groups
+
+GROUPS = "groups.jsonl"
+
+
+class GroupSamplesRequest(Frozen):
+    """Completions of `sample`, and the grades that `grade` gave its samples.
+
+    `shuffle_seed`: rewards change places within each group, which leaves nothing to learn: a control experiment.
+    """
+
+    completions: Artifact
+    grades: Artifact
+    shuffle_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    max_ungraded_fraction: float = Field(default=0.1, ge=0, le=1)
+
+    @property
+    def key(self) -> str:
+        """By content: where the bytes came from does not matter."""
+        own = self.model_dump_json(include={"shuffle_seed", "max_ungraded_fraction"})
+        return content_key(_VERSION, self.completions.sha256, self.grades.sha256, own)
+
+
+class GroupsMade(Frozen):
+    """Counts of what was made; `num_groups` are those that have a graded sample."""
+
+    num_groups: int
+    num_trajectories: int
+    num_ungraded: int
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the groups themselves no longer say."""
+        num_samples = self.num_trajectories + self.num_ungraded
+        return {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
+
+
+class Grouped(GroupsMade):
+    """`groups` holds `groups.jsonl`, a `TrajectoryGroup` a line, and nothing else."""
+
+    groups: Artifact
+    groups_uri: str
+
+
+class GroupSamples:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="group_samples")
+    def group_samples(self, request: GroupSamplesRequest) -> Grouped:
+        """Raises InvalidInput when more samples have no grade than the run allows, with the first reasons."""
+        store = open_store(self._settings.store, self._settings.s3)
+        key = request.key
+        if done := find(store, grouped(key)):
+            return _result(store, key, done)
+        paths = HostPaths(self._settings.root_path)
+        with beating(), scratch_folder(paths.scratch, "groups") as folder, disk_errors(folder):
+            drawn, graded = (
+                stage(one, paths.cache, self._settings.s3) for one in (request.completions, request.grades)
+            )
+            made = write_groups(drawn, graded, request, folder)
+            seal(folder)
+            store.put_bytes(grouped_report(key), made.model_dump_json(indent=1).encode())
+            return _result(store, key, upload(store, grouped(key), folder))
+
+
+def write_groups(completions: Path, grades: Path, request: GroupSamplesRequest, folder: Path) -> GroupsMade:
+    """Stream completions and grades into a folder with `groups.jsonl`. Not sealed.
+
+    Raises:
+        InvalidInput: more samples have no grade than the run allows, or none has one.
+    """
+    num_groups = num_trajectories = num_ungraded = 0
+    with (folder / GROUPS).open("wb") as file:
+        for graded in _graded(read_groups(completions), _read_grades(grades)):
+            num_ungraded += graded.num_ungraded
+            if (group := graded.trajectories(request.shuffle_seed)) is not None:
+                num_groups += 1
+                num_trajectories += len(group.trajectories)
+                file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
+    made = GroupsMade(num_groups=num_groups, num_trajectories=num_trajectories, num_ungraded=num_ungraded)
+    _refuse_ungraded(made, request.max_ungraded_fraction, grades)
+    return made
+
+
+@dataclass(frozen=True)
+class _GradedGroup:
+    """A group, and its samples' grades in their order."""
+
+    group: SampledGroup
+    grades: list[SampleGrade]
+
+    @property
+    def num_ungraded(self) -> int:
+        return sum(grade.grade is None for grade in self.grades)
+
+    def trajectories(self, shuffle_seed: int | None) -> TrajectoryGroup | None:
+        """None when no sample has a grade."""
+        each = zip(self.group.samples, self.grades, strict=True)
+        graded = [(sample, grade, grade.grade) for sample, grade in each if grade.grade is not None]
+        if not graded:
+            return None
+        order = range(len(graded))
+        if shuffle_seed is not None:
+            order = packing.epoch_order(len(graded), shuffle_seed, self.group.group).tolist()
+        return TrajectoryGroup(
+            trajectories=tuple(
+                _trajectory(self.group, sample, grade, graded[other][2])
+                for (sample, grade, _), other in zip(graded, order, strict=True)
+            ),
+            metadata={"place": self.group.place, "row": self.group.row},
+        )
+
+
+def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward: float) -> Trajectory:
+    num_prompt, num_sampled = len(group.prompt_ids), len(sample.token_ids)
+    return Trajectory(
+        token_ids=group.prompt_ids + sample.token_ids,
+        sampled=(False,) * num_prompt + (True,) * num_sampled,
+        logprobs=(None,) * num_prompt + sample.logprobs,
+        reward=reward,
+        policy_version=group.policy_version,
+        finish_reason=sample.finish_reason,
+        metrics={name: value for name, value in grade.parts.items() if value is not None},
+    )
+
+
+def _graded(groups: Iterable[SampledGroup], grades: Iterator[SampleGrade]) -> Iterator[_GradedGroup]:
+    """Grades come a line a sample, in the samples' order: a count that differs is a bug, and never trained."""
+    for group in groups:
+        found = [grade for _, grade in zip(group.samples, grades, strict=False)]
+        assert len(found) == len(group.samples), "there are fewer grades than samples"
+        yield _GradedGroup(group, found)
+    assert next(grades, None) is None, "there are more grades than samples"
+
+
+def _read_grades(folder: Path) -> Iterator[SampleGrade]:
+    with (folder / GRADES).open("rb") as file:
+        for line in file:
+            yield SampleGrade.model_validate_json(line)
+
+
+def _refuse_ungraded(made: GroupsMade, max_fraction: float, grades: Path) -> None:
+    num_samples = made.num_trajectories + made.num_ungraded
+    if made.num_trajectories and made.num_ungraded <= max_fraction * num_samples:
+        return
+    summary = GradeSummary.model_validate_json((grades / SUMMARY).read_bytes())
+    rule = f"more than max_ungraded_fraction {max_fraction:g}" if made.num_trajectories else "which is all of them"
+    raise InvalidInput(
+        f"{made.num_ungraded} of {num_samples} samples have no grade, {rule}; first: {'; '.join(summary.reasons)}",
+        "grader",
+    )
+
+
+def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
+    """The groups that were made here, by the URI of their file; None for every other URI."""
+    key = uri.removeprefix(f"{store.uri}/").removesuffix(f"/{GROUPS}")
+    is_ours = is_grouped(key) and uri == f"{uri_of(store, key)}/{GROUPS}"
+    return find(store, key) if is_ours else None
+
+
+def _result(store: ObjectStore, key: str, groups: Artifact) -> Grouped:
+    made = read_record(store, grouped_report(key), GroupsMade)
+    return Grouped(groups=groups, groups_uri=f"{groups.uri}/{GROUPS}", **made.model_dump())

@@ -1,0 +1,328 @@
+"""Pack trajectories: a file of trajectory groups into units, and a plan of optimizer steps of whole groups."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from temporalio import activity
+
+from activities.confined import calls as confined
+from activities.heartbeat import beating
+from activities.packing import bins as packing
+from activities.packing.prefix_tree import SequenceRow, split_tree
+from activities.records.record_step import find_key
+from activities.scratch import scratch_folder
+from activities.sources.download import Download, DownloadRequest
+from activities.trajectories.advantages import advantages_of
+from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy
+from activities.trajectories.group_samples import find_groups
+from activities.trajectories.read_groups import (
+    Group,
+    GroupsRead,
+    GroupsReport,
+    Rules,
+    Scored,
+    parse_groups,
+    read_groups,
+    sequences_of,
+)
+from activities.trajectories.remembered_answers import RememberedAnswers
+from shared.chat.trajectories import Trajectory
+from shared.contract import Artifact, Frozen
+from shared.jobs.job import PackedData
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
+from shared.runs.requests import DatasetSource, RLRun, RunId, Tenant
+from shared.runs.status import StepStatus
+from shared.settings import S3Settings, Settings
+from shared.storage.artifacts import files_of, find, read_record, seal, stage, upload
+from shared.storage.paths import HostPaths, content_key, packed, tokenized, write_atomically
+from shared.storage.store import ObjectStore, disk_errors, open_store, uri_of
+
+_VERSION = "trajectories-3"  # raise it when the same groups give other units or another plan
+_REPORT = "report.json"
+logger = logging.getLogger("longshore.pack_trajectories")
+
+
+class GroupsRequest(Frozen):
+    """Which groups to pack for which step of a run. `policy_version` and `vocab_size` are what they are checked by.
+
+    `model` is whose tokenizer and chat template read trajectories of messages; without it they are refused. `tenant` is
+    whose answers are remembered; `name` and `version` are what the policy was published as, if it was.
+    """
+
+    run_id: RunId
+    tenant: Tenant
+    name: str | None = None
+    version: int | None = None
+    run: RLRun
+    step: StepStatus
+    policy_version: int
+    vocab_size: int
+    model: Artifact | None = None
+
+
+class PackedGroups(Frozen):
+    """What to train; nothing when no group says anything. `trained_before`: the step that had this key."""
+
+    data: PackedData | None = None
+    num_steps: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    report_uri: str | None = None
+    trained_before: StepStatus | None = None
+
+
+class StepReport(Frozen):
+    """`report.json` beside the units: what became of the groups, and what they say of the policy."""
+
+    groups: GroupsReport
+    metrics: dict[str, float]
+
+
+class PackTrajectories:
+    """Needs settings for the store and for scratch space."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @activity.defn(name="pack_trajectories")
+    def pack_trajectories(self, request: GroupsRequest) -> PackedGroups:
+        """Bring, check and pack a step's groups. A key that was trained before is not packed again.
+
+        Raises:
+            InvalidInput: the groups cannot be had or trained; names the file, the line, the field and the rule.
+            StoreUnavailable: the source or the store cannot be reached now.
+        """
+        store = open_store(self._settings.store, self._settings.s3)
+        with beating():
+            if (before := find_key(store, request.run_id, request.step)) is not None:
+                return PackedGroups(trained_before=before)
+            # What a client names is brought as any data is: it may not name what another run has sampled.
+            made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
+            groups = made_here or self._bring(request)
+            # With the tenant: what its messages are trained on are the answers that it was given.
+            key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
+            if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
+                self._pack(request, groups, store, key)
+            return _result(store, key)
+
+    def _bring(self, request: GroupsRequest) -> Artifact:
+        """The groups as an artifact of this step alone: clients may write their next step over the same file."""
+        step = request.step
+        split = f"groups-{content_key(str(step.step), step.key, step.groups)}"
+        wanted = DownloadRequest(
+            run_id=request.run_id, tenant=request.tenant, split=split, source=DatasetSource(uri=step.groups)
+        )
+        return Download(self._settings).download(wanted).dataset
+
+    def _pack(self, request: GroupsRequest, groups: Artifact, store: ObjectStore, key: str) -> None:
+        paths, s3 = HostPaths(self._settings.root_path), self._settings.s3
+        with scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
+            _, manifest = files_of(groups, s3)
+            work = GroupsWork(
+                request=request,
+                groups=stage(groups, paths.cache, s3),
+                names=tuple(entry.path for entry in manifest.files),
+                cache=paths.cache,
+                store_uri=store.uri,
+                s3=s3,
+                folder=folder,
+            )
+            report = confined.call(write_groups, work, self._settings.confined, kind="dataset")
+            if report.dropped_broken:
+                logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
+            for name, place in (("units", tokenized(key)), ("plan", packed(key))):
+                seal(folder / name)
+                upload(store, place, folder / name)
+
+
+class GroupsWork(Frozen):
+    """A step's groups, what they are read with, and the folder that gets their units and plan."""
+
+    request: GroupsRequest
+    groups: Path
+    names: tuple[str, ...]
+    cache: Path
+    store_uri: str
+    s3: S3Settings
+    folder: Path
+
+
+def write_groups(work: GroupsWork) -> GroupsReport:
+    """Read and pack a step's groups. Raises InvalidInput as `parse_groups` and `read_groups` do."""
+    request = work.request
+    answers = RememberedAnswers(open_store(work.store_uri, work.s3), request.tenant)
+    policy = PublishedPolicy(request.policy_version, request.name, request.version)
+    with Conversations(request.model, work.cache, work.s3, answers, policy) as conversations:
+        rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
+        parsed = (found for name in work.names for found in parse_groups(work.groups / name, name))
+        read = read_groups(parsed, rules)
+    return write_step(read, request, work.folder / "units", work.folder / "plan").groups
+
+
+def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
+    """Units, plan and report of a step's groups, into two folders. Not sealed."""
+    run, bin_tokens = request.run, _bin_tokens(request.run)
+    rows = rows_of(read.groups, run)
+    steps = mini_batches(len(rows), run, request.policy_version)
+    sets = sharing_sets(steps, len(rows))
+    trees = [split_tree([row for group in each for row in rows[group]], bin_tokens) for each in sets]
+    writer = UnitsWriter(units, (*TOKEN_COLUMNS, *TARGET_COLUMNS))
+    for unit in (unit for of_set in trees for unit in of_set):
+        writer.append(**unit.columns())
+    writer.close()
+    tokens_U = np.array([unit.num_tokens for of_set in trees for unit in of_set], dtype=np.int64)
+    planned = PlanWriter(plan, bin_tokens)
+    for bins in plan_steps(steps, sets, [len(of_set) for of_set in trees], tokens_U, bin_tokens):
+        planned.append_step(bins)
+    planned.close(tokens_U)
+    report = StepReport(groups=read.report, metrics=rollout_metrics(read, int(tokens_U.sum()), request.policy_version))
+    write_atomically(units / _REPORT, report.model_dump_json(indent=1).encode())
+    return report
+
+
+def rows_of(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
+    """The sequences of every group, with the advantages that they have among all of these groups.
+
+    Every reward counts: the baseline of a policy gradient is the mean of what the policy was given, and those whose
+    tokens are lost were drawn from it like the others.
+    """
+    rewards = [np.array([one.reward for one in group]) for group in groups]
+    given = [np.array([_given(one) for one in group]) for group in groups]
+    advantages = advantages_of(run.advantages, rewards, given)
+    return [
+        [sequence_of(each, float(a)) for one, a in zip(group, advantage_G, strict=True) for each in one.sequences]
+        for group, advantage_G in zip(groups, advantages, strict=True)
+    ]
+
+
+def _given(one: Scored) -> float:
+    return (one.sequences[0].advantage if one.sequences else None) or 0.0
+
+
+def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
+    """A trajectory's columns: every sampled token is a target of weight 1, and the sampler's logprob the old one."""
+    sampled_L = np.array(one.sampled, dtype=bool)
+    length = len(one.token_ids)
+    return SequenceRow(
+        token_ids=np.array(one.token_ids, dtype=np.int64),
+        target_mask=sampled_L,
+        weight=sampled_L.astype(np.float32),
+        advantage=np.full(length, advantage, dtype=np.float32),
+        old_logprob=np.array([p or 0.0 for p in one.logprobs], dtype=np.float32),
+        ref_logprob=np.zeros(length, dtype=np.float32),
+    )
+
+
+def mini_batches(num_groups: int, run: RLRun, policy_version: int) -> list[tuple[int, ...]]:
+    """The groups of every optimizer step, epoch after epoch: a new shuffle, cut into parts as even as can be.
+
+    Args:
+        policy_version: the one that the steps begin from. The shuffles depend on it and on the run's seed alone, so a
+            run that failed steps or was resumed goes on to the same bits.
+    """
+    steps: list[tuple[int, ...]] = []
+    for epoch in range(run.epochs if num_groups else 0):
+        order = packing.epoch_order(num_groups, run.seed, policy_version * run.epochs + epoch)
+        parts = np.array_split(order, min(run.mini_batches, num_groups))
+        steps += [tuple(sorted(part.tolist())) for part in parts]
+    return steps
+
+
+def sharing_sets(steps: Sequence[tuple[int, ...]], num_groups: int) -> list[tuple[int, ...]]:
+    """Sets of groups whose sequences become trees together: what they share, a system prompt say, stands once.
+
+    The groups of a mini-batch, if they are never trained with others; else each group by itself. Either way a sequence
+    is written once, and scored once by what is frozen for the whole job.
+    """
+    distinct = sorted(set(steps))
+    if sum(len(each) for each in distinct) == num_groups:
+        return distinct
+    return [(group,) for group in range(num_groups)]
+
+
+def plan_steps(
+    steps: Sequence[tuple[int, ...]],
+    sets: Sequence[tuple[int, ...]],
+    num_units: Sequence[int],
+    tokens_U: NDArray[np.int64],
+    bin_tokens: int,
+) -> Iterable[list[list[int]]]:
+    """Every optimizer step's bins.
+
+    Args:
+        steps: the groups of each step.
+        sets: groups that have their units in common. No step has only some groups of a set.
+        num_units: of each set; its units stand one behind the other.
+    """
+    ends = list(accumulate(num_units))
+    units_of = {each[0]: range(end - num, end) for each, end, num in zip(sets, ends, num_units, strict=True)}
+    for groups in steps:
+        units = [unit for group in groups for unit in units_of.get(group, ())]
+        bins = packing.pack(tokens_U[units].tolist(), bin_tokens)
+        yield [[units[place] for place in each] for each in bins]
+
+
+def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -> dict[str, float]:
+    """What the groups say of the policy that sampled them: over all trajectories that have a reward, dropped or not;
+    what only ids tell, over those that have ids.
+    """
+    report = read.report
+    everyone = [one for group in read.all_groups for one in group]
+    whole = [one for one in everyone if one.sequences]
+    trained = [each for group in read.groups for each in sequences_of(group)]
+    metrics: dict[str, float] = {
+        "groups": report.num_groups,
+        "trajectories": report.num_trajectories,
+        "trained_trajectories": report.trained_trajectories,
+        "dropped_trajectories": report.num_trajectories - report.trained_trajectories,
+        "broken_trajectories": report.dropped_broken,
+        **{f"dropped_for_{rule}": count for rule, count in report.dropped_for.items()},
+        **report.turns,
+    }
+    if everyone:
+        reward = np.array([one.reward for one in everyone])
+        spread = [np.std([one.reward for one in group]) for group in read.all_groups]
+        metrics |= {"reward_mean": float(reward.mean()), "reward_std": float(reward.std())}
+        metrics["reward_spread_mean"] = float(np.mean(spread))
+        metrics["zero_variance_share"] = report.equal_reward_groups / len(read.all_groups)
+    if whole:
+        lengths = np.array([sum(sum(each.sampled) for each in one.sequences) for one in whole])
+        metrics |= {"response_tokens_mean": float(lengths.mean()), "response_tokens_max": float(lengths.max())}
+    versions = [one.sequences[0].policy_version for one in whole]
+    if behind := [policy_version - version for version in versions if version is not None]:
+        metrics |= {"staleness_mean": float(np.mean(behind)), "staleness_max": max(behind)}
+    if ends := [end for one in whole if (end := one.sequences[-1].finish_reason) is not None]:
+        metrics["truncation_rate"] = ends.count("length") / len(ends)
+    if packed_tokens:
+        metrics["packing_factor"] = sum(len(one.token_ids) for one in trained) / packed_tokens
+    return {name: float(value) for name, value in metrics.items()} | _clients_own(everyone)
+
+
+def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
+    """Means of what clients measured themselves, over the trajectories that have it."""
+    names = sorted({name for one in everyone for name in one.metrics})
+    return {
+        f"trajectory_{name}": float(np.mean([one.metrics[name] for one in everyone if name in one.metrics]))
+        for name in names
+    }
+
+
+def _bin_tokens(run: RLRun) -> int:
+    return run.bin_tokens or run.max_tokens
+
+
+def _result(store: ObjectStore, key: str) -> PackedGroups:
+    report = read_record(store, f"{tokenized(key)}/{_REPORT}", StepReport)
+    header = read_record(store, f"{packed(key)}/plan.json", PlanHeader)
+    units, plan = find(store, tokenized(key)), find(store, packed(key))
+    assert units is not None and plan is not None
+    return PackedGroups(
+        data=PackedData(units=units, plan=plan) if header.num_steps else None,
+        num_steps=header.num_steps,
+        metrics=report.metrics,
+        report_uri=uri_of(store, f"{tokenized(key)}/{_REPORT}"),
+    )

@@ -1,0 +1,242 @@
+"""Trajectory groups of a file: parsed, checked, and what cannot be trained refused or dropped, and counted."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from activities.formats.rows import lines_of
+from activities.trajectories.chat_trajectories import BrokenConversation, Conversations
+from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.runs.requests import RLRun
+
+# What compares the rewards of a group says nothing of a group of one.
+_COMPARING = ("group_mean", "group_normalized", "leave_one_out")
+MAX_TRAJECTORIES = 65_536
+
+
+class GroupsReport(Frozen):
+    """What became of a step's groups. Counts are of trajectories where they do not say groups."""
+
+    num_groups: int = 0
+    num_trajectories: int = 0
+    trained_groups: int = 0
+    trained_trajectories: int = 0
+    dropped_broken: int = 0
+    dropped_single_groups: int = 0
+    dropped_equal_groups: int = 0
+    equal_reward_groups: int = 0
+    dropped_for: dict[str, int] = Field(default_factory=dict)
+    turns: dict[str, int] = Field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """What was broken, in words."""
+        reasons = ", ".join(f"{count} {rule}" for rule, count in sorted(self.dropped_for.items()))
+        return f"{self.dropped_broken} of {self.num_trajectories} trajectories were left out: {reasons}"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A trajectory as it was read. Its reward counts in its group, also where it is broken and has no sequences.
+
+    A conversation has several sequences where its answers do not stand behind one another.
+    """
+
+    reward: float
+    metrics: dict[str, float]
+    sequences: tuple[Trajectory, ...]
+
+
+Group = tuple[Scored, ...]
+
+
+def sequences_of(group: Group) -> list[Trajectory]:
+    """Everything that is trained of a group."""
+    return [sequence for one in group for sequence in one.sequences]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a trajectory must keep to. `policy_version`: the one that the step starts from.
+
+    `conversations` reads those that are chat messages; without it they are no input.
+    """
+
+    run: RLRun
+    policy_version: int
+    vocab_size: int
+    conversations: Conversations | None = None
+
+
+@dataclass
+class GroupsRead:
+    """The groups to train, what was there before any was dropped, and counts."""
+
+    groups: list[Group] = field(default_factory=list)
+    all_groups: list[Group] = field(default_factory=list)
+    report: GroupsReport = field(default_factory=GroupsReport)
+
+
+def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
+    """Every line's place and group.
+
+    Raises:
+        InvalidInput: a line is no group; says where in it.
+    """
+    for place, line in lines_of(path, name):
+        try:
+            yield place, SentGroup.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"] if part not in FORMS)
+            raise InvalidInput(f"{where}: {first['msg']}" if where else first["msg"], place) from None
+
+
+def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> GroupsRead:
+    """Check every trajectory, and keep what can be learnt from.
+
+    Raises:
+        InvalidInput: there is no group; or one is broken and the run does not drop those.
+    """
+    read, counts, reasons = GroupsRead(), dict.fromkeys(GroupsReport.model_fields, 0), dict[str, int]()
+    del counts["dropped_for"], counts["turns"]
+    for place, group in parsed:
+        counts["num_groups"] += 1
+        counts["num_trajectories"] += len(group.trajectories)
+        if counts["num_trajectories"] > MAX_TRAJECTORIES:
+            raise InvalidInput(f"a step has at most {MAX_TRAJECTORIES:,} trajectories", place)
+        if rules.conversations is not None:
+            rules.conversations.prepare(group.trajectories)
+        scored = tuple(_scored(place, group, rules, reasons))
+        num_whole = sum(bool(one.sequences) for one in scored)
+        counts["dropped_broken"] += len(group.trajectories) - num_whole
+        if not scored:
+            continue
+        read.all_groups.append(scored)
+        if (reason := _nothing_to_learn(scored, rules.run)) is not None:
+            counts["equal_reward_groups"] += reason != "dropped_single_groups"
+            if reason in counts:
+                counts[reason] += 1
+                continue
+        if num_whole:
+            read.groups.append(scored)
+    if not counts["num_groups"]:
+        raise InvalidInput("there is no trajectory group: a line of JSON for each", "groups")
+    counts["trained_groups"] = len(read.groups)
+    counts["trained_trajectories"] = sum(bool(one.sequences) for group in read.groups for one in group)
+    turns = dict(rules.conversations.counts) if rules.conversations is not None else {}
+    read.report = GroupsReport(**counts, dropped_for=reasons, turns=turns)
+    return read
+
+
+def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Scored]:
+    """The trajectories of a group; one that cannot be trained has no sequences, and without a reward it is none."""
+    for number, sent in enumerate(group.trajectories):
+        match _read(sent, rules):
+            case tuple() as sequences:
+                yield Scored(sent.reward, sent.metrics, sequences)
+            case fault if rules.run.broken == "refuse":
+                raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}")
+            case fault:
+                reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
+                if math.isfinite(sent.reward):
+                    yield Scored(sent.reward, sent.metrics, ())
+
+
+@dataclass(frozen=True)
+class TrajectoryFault:
+    """Why a trajectory cannot be trained: the field, a short name for the rule, and a sentence."""
+
+    field: str
+    rule: str
+    message: str
+
+
+def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...] | TrajectoryFault:
+    """The sequences of token ids of a trajectory, or why there are none that can be trained."""
+    sequences: tuple[Trajectory, ...]
+    if isinstance(sent, ChatTrajectory):
+        if rules.conversations is None:
+            return TrajectoryFault("messages", "messages", "trajectories of token ids alone are taken here")
+        try:
+            sequences = rules.conversations.trajectories_of(sent, rules.run.max_tokens)
+        except BrokenConversation as error:
+            return TrajectoryFault(error.field, error.rule, error.message)
+    else:
+        sequences = (sent,)
+    return next((fault for one in sequences if (fault := fault_of(one, rules))), None) or sequences
+
+
+def fault_of(trajectory: Trajectory, rules: Rules) -> TrajectoryFault | None:
+    """The first rule that a trajectory breaks."""
+    return next(_faults(trajectory, rules), None)
+
+
+def _faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
+    run, length = rules.run, len(one.token_ids)
+    for name in ("sampled", "logprobs"):
+        if (found := len(getattr(one, name))) != length:
+            yield TrajectoryFault(name, "length", f"it has {found} entries for {length} token_ids")
+            return
+    if length > run.max_tokens:
+        yield TrajectoryFault("token_ids", "too_long", f"{length} tokens; max_tokens is {run.max_tokens}")
+    if not 0 <= min(one.token_ids) <= max(one.token_ids) < rules.vocab_size:
+        yield TrajectoryFault("token_ids", "vocabulary", f"ids lie in 0 to {rules.vocab_size - 1}, the model's own")
+    if not any(one.sampled):
+        yield TrajectoryFault("sampled", "nothing_sampled", "no token was sampled: there is nothing to train")
+    if one.sampled[0]:
+        yield TrajectoryFault("sampled", "first_sampled", "the first token cannot be sampled: nothing stands before it")
+    if not math.isfinite(one.reward):
+        yield TrajectoryFault("reward", "reward", f"it is {one.reward}; a reward is a finite number")
+    if (fault := _logprob_fault(one)) is not None:
+        yield fault
+    if (fault := _advantage_fault(one, run)) is not None:
+        yield fault
+    yield from _version_faults(one, rules)
+
+
+def _logprob_fault(one: Trajectory) -> TrajectoryFault | None:
+    sampled = [p for p, is_sampled in zip(one.logprobs, one.sampled, strict=True) if is_sampled]
+    if None in sampled:
+        rule = f"{sampled.count(None)} sampled tokens have none: the trainer's are compared with the sampler's"
+        return TrajectoryFault("logprobs", "missing_logprobs", rule)
+    if not all(p is None or (math.isfinite(p) and p <= 0) for p in sampled):
+        return TrajectoryFault("logprobs", "logprobs", "logprobs of sampled tokens are finite, and at most 0")
+    return None
+
+
+def _advantage_fault(one: Trajectory, run: RLRun) -> TrajectoryFault | None:
+    if run.advantages != "given":
+        if one.advantage is None:
+            return None
+        return TrajectoryFault("advantage", "advantage", f"the run computes {run.advantages}: it would be ignored")
+    if one.advantage is None or not math.isfinite(one.advantage):
+        return TrajectoryFault("advantage", "advantage", "the run's advantages are given: a finite number")
+    return None
+
+
+def _version_faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
+    version = one.policy_version or 0  # who says nothing may have sampled it at the run's beginning
+    behind, bound = rules.policy_version - version, rules.run.max_staleness
+    if behind < 0:
+        message = f"{version} does not exist yet: the newest is {rules.policy_version}"
+        yield TrajectoryFault("policy_version", "future", message)
+    if bound is not None and behind > bound:
+        message = f"{version} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
+        yield TrajectoryFault("policy_version", "stale", message)
+
+
+def _nothing_to_learn(group: Group, run: RLRun) -> str | None:
+    """Why a group's advantages are all 0, as the name of its count; `kept` where the run wants it all the same."""
+    if run.advantages not in _COMPARING:
+        return None
+    if len(group) == 1:
+        return "dropped_single_groups"
+    if len({one.reward for one in group}) == 1:
+        return "dropped_equal_groups" if run.equal_rewards == "drop" else "kept"
+    return None

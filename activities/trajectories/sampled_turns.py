@@ -1,0 +1,80 @@
+"""Conversations of trajectories: their messages, and what a client says of how some of them were sampled."""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from activities.formats.examples_of import message_of
+from activities.formats.rows import Row
+from activities.tokenizing.tool_calls import with_parsed_calls
+from shared.chat.trajectories import ChatTrajectory, SampledTurn
+from shared.errors import InvalidInput
+
+PLACE = "messages"  # of a conversation alone; whoever asks knows its file and line
+
+
+class BrokenConversation(Exception):
+    """A conversation that is no trajectory: the field, a short name for the rule, and a sentence."""
+
+    def __init__(self, field: str, rule: str, message: str) -> None:
+        self.field, self.rule, self.message = field, rule, message
+        super().__init__(f"{field}: {message}")
+
+
+def broken(field: str, rule: str, message: str) -> NoReturn:
+    raise BrokenConversation(field, rule, message)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Messages as templates take them, and how some of them were sampled, by message."""
+
+    messages: list[dict[str, Any]]
+    sampled: dict[int, SampledTurn]
+
+
+def turns_of(chat: ChatTrajectory) -> Turns:
+    """Messages and choices told apart; nothing of how a turn was sampled is left in its message.
+
+    Raises:
+        BrokenConversation: it is no conversation, or nothing in it was sampled.
+    """
+    turns = Turns([], {})
+    for i, given in enumerate(chat.messages):
+        match given.get("message"):
+            case dict() as inner:
+                message, sampling = inner, {key: value for key, value in given.items() if key != "message"}
+            case _:
+                beside = set(SampledTurn.model_fields)
+                message = {key: value for key, value in given.items() if key not in beside}
+                sampling = {key: value for key, value in given.items() if key in beside}
+        try:
+            turns.messages.append(with_parsed_calls(message_of(Row(PLACE, {}), f"messages[{i}]", message)))
+        except InvalidInput as error:
+            broken(PLACE, "messages", error.message)
+        if sampling.get("logprobs") is not None or sampling.get("answer_id") is not None:
+            turns.sampled[i] = _sampled(i, sampling, turns.messages[-1]["role"])
+    if not turns.sampled:
+        rule = "no assistant's turn has logprobs, or an answer_id: there is nothing to train"
+        broken(PLACE, "nothing_sampled", rule)
+    return turns
+
+
+def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
+    place = f"messages.{i}"
+    if role != "assistant":
+        broken(f"{place}.logprobs", "role", f"the message is the {role}'s: an assistant's alone are sampled")
+    try:
+        turn = SampledTurn.model_validate(sampling)
+    except ValidationError as error:
+        first = error.errors()[0]
+        broken(".".join([place, *map(str, first["loc"])]), "logprobs", first["msg"])
+    if turn.logprobs is None:
+        return turn
+    tokens, ids = len(turn.logprobs.tokens), turn.token_ids
+    if not tokens:
+        broken(f"{place}.logprobs", "missing_logprobs", "it names no token: ask the server for logprobs")
+    if ids is not None and len(ids) != tokens:
+        broken(f"{place}.token_ids", "length", f"it has {len(ids)} entries for {tokens} logprobs")
+    return turn

@@ -1,0 +1,1 @@
+"""The log-probability head: torch and Triton, without ever holding [targets, vocabulary]."""

@@ -1,0 +1,227 @@
+"""The logprob head's kernels: a tile of logits is made, used up in registers, and never written down.
+
+A program makes one tile, [targets, rows of the output embedding], as any matrix product does, and leaves of it what a
+softmax needs to know (Milakov & Gimelshein 2018, arXiv:1805.02867): maximum, sum of exponentials, the target's logit,
+the sum of exponential times logit, the k greatest. A second kernel merges the tiles of a target. Where the gradient's
+rows are wanted, sum_v exp_v W_v, a chunk of targets leaves its exponentials too, in the dtype of the weights, for a
+matrix product of torch's own: the one buffer that is as wide as the vocabulary, bounded by WORKSPACE_BYTES (as are the
+candidates for the k greatest), though never less than one tile of targets. The
+weight's gradient has its factor made in the same way, from logits computed anew.
+
+The reference is logprobs.py, which does the same with torch alone. Against it, logits are not rounded to
+bfloat16. Nothing is added up by atomics, and no block size is found by timing: the same inputs give the same bits. A
+target's numbers do not depend on how many others stand beside it; its gradient's row, of torch's own product, may.
+
+Shape suffixes: N targets, H hidden size, V rows of this rank's shard without padding, C targets of a chunk, K greatest
+logits kept, L tiles of a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_worker.head.top_k import greatest, pack
+from megatron_worker.head.triton_tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
+from megatron_worker.head.workspace import WORKSPACE_BYTES, Blocks, blocks_for, chunk_targets, padded, scan_target_bytes
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What is known of each target from these rows alone, float32 [N]. Exponentials are relative to `max_N`.
+
+    `target_N` is 0 where the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
+    `top_NK` are keys of top_k.py, their ids counted from these rows.
+    """
+
+    max_N: Tensor
+    sum_exp_N: Tensor
+    target_N: Tensor
+    weighted_logit_N: Tensor
+    top_NK: Tensor | None
+
+
+def scan(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    row_N: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    top_k: int = 0,
+    rows_NH: Tensor | None = None,
+    logit_rows_NH: Tensor | None = None,
+    blocks: Blocks | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> Scan:
+    """Go over the logits of all targets once. N and V are 1 or more.
+
+    Args:
+        hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row contiguous.
+        row_N: the label's row, int64; -1 where it is another shard's.
+        top_k: how many of the greatest logits to keep, up to V.
+        rows_NH: float32, written: sums of exponential times row.
+        logit_rows_NH: float32, written: sums of exponential times logit, relative to `max_N`, times row. Only with
+            `rows_NH`.
+    """
+    blocks = blocks or blocks_for(hidden_NH.dtype)
+    num_targets, num_rows = len(hidden_NH), len(weight_VH)
+    num_buffers = (rows_NH is not None) + (logit_rows_NH is not None)
+    space = _make_space(hidden_NH, num_rows, num_buffers, top_k, blocks, workspace_bytes)
+    result_4N = torch.zeros(4, num_targets, dtype=torch.float32, device=hidden_NH.device)
+    top_NK = torch.empty(num_targets, top_k, dtype=torch.int64, device=hidden_NH.device) if top_k else None
+    for chunk in _chunks(num_targets, space.size):
+        length = chunk.stop - chunk.start
+        _scan_chunk(hidden_NH[chunk], weight_VH, row_N[chunk], temperature, entropy, space, blocks)
+        with torch.cuda.device_of(hidden_NH):
+            merge_tiles[(triton.cdiv(length, 32),)](
+                *(space.tiles_4LC, result_4N, chunk.start, length, num_targets, space.num_tiles, space.size),
+                BLOCK_N=32,
+                BLOCK_L=64,
+            )
+        if top_NK is not None:
+            keys_LCK = pack(space.top_LCK[:, :length], space.id_LCK[:, :length])
+            top_NK[chunk] = greatest(keys_LCK.transpose(0, 1).flatten(1), top_k)
+        if space.exps_CV is not None and rows_NH is not None:
+            _rescale_chunk(space, result_4N, chunk, blocks)
+            rows_NH[chunk] = space.exps_CV[:length] @ weight_VH
+        if space.below_CV is not None and logit_rows_NH is not None:
+            logit_rows_NH[chunk] = space.below_CV[:length] @ weight_VH
+    max_N, sum_exp_N, target_N, weighted_logit_N = result_4N
+    return Scan(max_N, sum_exp_N, target_N, weighted_logit_N, top_NK)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """What a chunk of `size` targets leaves: of each tile four numbers and its k greatest logits; of each logit its
+    exponential and how far it lies below, where wanted.
+    """
+
+    size: int
+    num_tiles: int
+    tiles_4LC: Tensor
+    top_LCK: Tensor
+    id_LCK: Tensor
+    exps_CV: Tensor | None
+    below_CV: Tensor | None
+
+
+def _make_space(
+    hidden_NH: Tensor, num_rows: int, num_buffers: int, top_k: int, blocks: Blocks, workspace_bytes: int
+) -> _Space:
+    num_tiles, kept = triton.cdiv(num_rows, blocks.rows), min(top_k, blocks.rows)
+    target_bytes = scan_target_bytes(num_rows, hidden_NH.element_size(), num_buffers, top_k, blocks)
+    size = chunk_targets(len(hidden_NH), target_bytes, blocks, workspace_bytes)
+    exps_CV, below_CV = (_workspace(hidden_NH, size, num_rows) if i < num_buffers else None for i in range(2))
+    return _Space(
+        size=size,
+        num_tiles=num_tiles,
+        tiles_4LC=hidden_NH.new_empty(4, num_tiles, size, dtype=torch.float32),
+        top_LCK=hidden_NH.new_empty(num_tiles, size, kept, dtype=torch.float32),
+        id_LCK=hidden_NH.new_empty(num_tiles, size, kept, dtype=torch.int32),
+        exps_CV=exps_CV,
+        below_CV=below_CV,
+    )
+
+
+def _scan_chunk(
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    row_C: Tensor,
+    temperature: float,
+    entropy: bool,
+    space: _Space,
+    blocks: Blocks,
+) -> None:
+    exps_CV = space.exps_CV
+    grid = (triton.cdiv(len(hidden_CH), blocks.targets) * space.num_tiles,)
+    with torch.cuda.device_of(hidden_CH):
+        scan_tile[grid](
+            *(hidden_CH, weight_VH, row_C, space.tiles_4LC, exps_CV, space.below_CV, space.top_LCK, space.id_LCK),
+            *(len(hidden_CH), len(weight_VH), hidden_CH.shape[1], space.size, space.num_tiles),
+            *(hidden_CH.stride(0), weight_VH.stride(0), exps_CV.stride(0) if exps_CV is not None else 0),
+            1 / temperature,
+            ENTROPY=entropy,
+            TOP_K=space.top_LCK.shape[2],
+            **_shape(hidden_CH, blocks),
+        )
+
+
+def _rescale_chunk(space: _Space, result_4N: Tensor, chunk: slice, blocks: Blocks) -> None:
+    exps_CV, length = space.exps_CV, chunk.stop - chunk.start
+    assert exps_CV is not None
+    with torch.cuda.device_of(exps_CV):
+        rescale[(triton.cdiv(length, 16), space.num_tiles)](
+            *(exps_CV, space.below_CV, space.tiles_4LC, result_4N, chunk.start),
+            *(length, exps_CV.shape[1], space.size, exps_CV.stride(0)),
+            BLOCK_N=16,
+            BLOCK_V=blocks.rows,
+        )
+
+
+def add_weight_gradient(
+    grad_VH: Tensor,
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    row_N: Tensor,
+    lse_N: Tensor,
+    by_logprob_N: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    temperature: float,
+    *,
+    blocks: Blocks | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> None:
+    """Add d loss / d weight to `grad_VH`, float32.
+
+    Args:
+        lse_N: logsumexp over the whole vocabulary, float32.
+        by_logprob_N: the gradient that came in, divided by the temperature, float32.
+        entropy: expected logits, and the gradient by the entropy divided by the temperature, float32 [N] each.
+    """
+    blocks = blocks or blocks_for(hidden_NH.dtype)
+    num_targets, num_rows = len(hidden_NH), len(weight_VH)
+    size = chunk_targets(num_targets, padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)
+    grad_CV = _workspace(hidden_NH, size, num_rows)
+    mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not look
+    for chunk in _chunks(num_targets, size):
+        hidden_CH, length = hidden_NH[chunk], chunk.stop - chunk.start
+        grid = (triton.cdiv(length, blocks.targets) * triton.cdiv(num_rows, blocks.rows),)
+        with torch.cuda.device_of(hidden_NH):
+            logit_gradient_tile[grid](
+                *(hidden_CH, weight_VH, row_N[chunk], lse_N[chunk], by_logprob_N[chunk]),
+                *(mean_N[chunk], by_entropy_N[chunk], grad_CV, length, num_rows, hidden_NH.shape[1]),
+                *(hidden_NH.stride(0), weight_VH.stride(0), grad_CV.stride(0), 1 / temperature),
+                ENTROPY=entropy is not None,
+                **_shape(hidden_NH, blocks),
+            )
+        if hidden_NH.dtype == grad_VH.dtype:
+            grad_VH.addmm_(grad_CV[:length].t(), hidden_CH)
+        else:
+            grad_VH += grad_CV[:length].t() @ hidden_CH
+
+
+def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:
+    return {
+        "PRECISION": "ieee" if hidden_NH.dtype == torch.float32 else "tf32",  # of half precision it says nothing
+        "WIDEN": not hidden_NH.is_cuda,  # the interpreter's products of bfloat16 are of its bits
+        "EVEN_H": hidden_NH.shape[1] % blocks.hidden == 0,
+        "BLOCK_N": blocks.targets,
+        "BLOCK_V": blocks.rows,
+        "BLOCK_H": blocks.hidden,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+
+
+def _workspace(hidden_NH: Tensor, num_targets: int, num_rows: int) -> Tensor:
+    workspace_CV = hidden_NH.new_empty(num_targets, padded(num_rows))
+    workspace_CV[:, num_rows:] = 0  # torch's products of bfloat16 on the CPU read an odd row's neighbour too
+    return workspace_CV[:, :num_rows]
+
+
+def _chunks(num_targets: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, num_targets)) for start in range(0, num_targets, size))

@@ -1,0 +1,82 @@
+"""How large the head's kernels cut their work, and what they take of memory for it: numbers, without Triton.
+
+Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, K greatest logits kept, L
+tiles of a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+WORKSPACE_BYTES = 256 << 20
+# Of one of a tile's greatest logits while the tiles are merged: value, id, and keys in the making.
+CANDIDATE_BYTES = 36
+_MOST_TARGETS = 4096  # of a chunk without workspace: their hidden states stay in the second-level cache
+_ALIGNED = 64  # rows of the workspace begin where tensor cores like them to
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tile: `targets` by `rows`, the hidden size in steps of `hidden`. Powers of two, 16 or more."""
+
+    targets: int
+    rows: int
+    hidden: int
+    num_warps: int
+    num_stages: int
+
+
+def blocks_for(dtype: torch.dtype) -> Blocks:
+    """For tensor cores in half precision. float32 is exact, and therefore without them."""
+    if dtype == torch.float32:
+        return Blocks(targets=64, rows=64, hidden=32, num_warps=4, num_stages=2)
+    return Blocks(targets=128, rows=128, hidden=64, num_warps=8, num_stages=3)
+
+
+def padded(num_rows: int) -> int:
+    return -(-num_rows // _ALIGNED) * _ALIGNED
+
+
+def chunk_targets(num_targets: int, target_bytes: int, blocks: Blocks, workspace_bytes: int) -> int:
+    """How many targets go at once: as many as the workspace holds in whole tiles, and one tile at least."""
+    most = workspace_bytes // target_bytes // blocks.targets * blocks.targets if target_bytes else _MOST_TARGETS
+    return min(max(most, blocks.targets), _MOST_TARGETS, num_targets)
+
+
+def scan_target_bytes(num_rows: int, element_bytes: int, num_buffers: int, top_k: int, blocks: Blocks) -> int:
+    """What a target of a scan's chunk takes of the workspace."""
+    num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
+    return num_buffers * padded(num_rows) * element_bytes + num_tiles * kept * CANDIDATE_BYTES
+
+
+def scan_bytes(
+    num_targets: int,
+    num_rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    num_buffers: int,
+    top_k: int = 0,
+    blocks: Blocks | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> int:
+    """The most that a scan (kernels.py) holds beside what it is given, its results included.
+
+    Args:
+        num_buffers: how many of `rows_NH` and `logit_rows_NH` it writes.
+    """
+    if not num_targets:
+        return 0
+    blocks, element = blocks or blocks_for(dtype), dtype.itemsize
+    num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
+    target = scan_target_bytes(num_rows, element, num_buffers, top_k, blocks)
+    size = chunk_targets(num_targets, target, blocks, workspace_bytes)
+    results = num_targets * (4 * 4 + top_k * 8)
+    space = size * (num_tiles * (4 * 4 + kept * (4 + 4)) + num_buffers * padded(num_rows) * element)
+    # Keys in the making, those of the chunk before being held still.
+    candidates = num_tiles * kept * size * (CANDIDATE_BYTES - 8)
+    if num_targets > size:
+        next_size = min(size, num_targets - size)
+        candidates = max(candidates, num_tiles * kept * (size * 8 + next_size * (CANDIDATE_BYTES - 8)))
+    products = size * hidden_size * element * (num_buffers > 0)
+    return results + space + max(candidates, products)

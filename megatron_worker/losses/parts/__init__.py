@@ -1,0 +1,1 @@
+"""What losses are made of: ratios and clips, divergences, aggregation, checked columns."""

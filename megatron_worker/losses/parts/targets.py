@@ -1,0 +1,78 @@
+"""The live targets of a bin as policy losses see them: rows of weight 0 are gone, whatever they held.
+
+Shape suffixes: N live targets of a bin.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_worker.engine import Batch, Scores
+from megatron_worker.losses.parts.divergence import bounded, divergence
+from shared.jobs.job import PolicyLoss
+
+
+@dataclass(frozen=True)
+class Targets:
+    """`logprob_N` has a gradient, and `entropy_N` if it was asked for; the rest are constants."""
+
+    logprob_N: Tensor
+    old_logprob_N: Tensor
+    ref_logprob_N: Tensor
+    sampler_logprob_N: Tensor
+    entropy_N: Tensor
+    advantage_N: Tensor
+    weight_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+
+    @property
+    def log_ratio_N(self) -> Tensor:
+        return self.logprob_N - self.old_logprob_N
+
+    @property
+    def ratio_N(self) -> Tensor:
+        return bounded(self.log_ratio_N).exp()
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """What an algorithm makes of its targets: a loss for each, its ratios, and which of them it clipped, by kind."""
+
+    loss_N: Tensor
+    ratio_N: Tensor
+    clipped: dict[str, Tensor]
+
+
+def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
+    """Rows of positive weight; sequences numbered anew, from 0 without a gap.
+
+    Against the trainer's own old policy, what was not scored (NaN) is met in the first step alone: there the old policy
+    is the policy.
+    """
+    assert scores.logprob_N is not None and scores.entropy_N is not None
+    live_N = batch.weight_N > 0
+    old_N = batch.old_logprob_N
+    if loss.old == "trainer":
+        old_N = torch.where(torch.isnan(old_N), scores.logprob_N.detach(), old_N)
+    sequences_S, sequence_N = torch.unique(batch.sequence_N[live_N], return_inverse=True)
+    return Targets(
+        logprob_N=scores.logprob_N[live_N],
+        old_logprob_N=old_N[live_N],
+        ref_logprob_N=batch.ref_logprob_N[live_N],
+        sampler_logprob_N=batch.sampler_logprob_N[live_N],
+        entropy_N=scores.entropy_N[live_N],
+        advantage_N=batch.advantage_N[live_N],
+        weight_N=batch.weight_N[live_N],
+        sequence_N=sequence_N,
+        num_sequences=len(sequences_S),
+    )
+
+
+def shaped_advantages(targets: Targets, loss: PolicyLoss) -> Tensor:
+    """Advantages [N], less the KL penalty where it is part of the reward."""
+    if loss.kl is None or loss.kl.placement == "loss":
+        return targets.advantage_N
+    penalty_N = divergence(targets.old_logprob_N, targets.ref_logprob_N, loss.kl.estimator)
+    return targets.advantage_N - loss.kl.coefficient * penalty_N

@@ -1,0 +1,261 @@
+"""LoRA beside megatron's fused, sharded linears, as PEFT's separate matrices (Hu et al. 2021, arXiv:2106.09685).
+
+A fused linear (query, key and value; gate and up) meets the stacked A matrices of its parts in one product, and their
+B matrices, each in its own rows and columns of an otherwise empty matrix, in another. Under tensor parallelism the B
+of a column-parallel linear is sharded with its rows, the A of a row-parallel one with its columns; the other of the
+two is whole on every rank, and its gradient is complete because the rank-r activations, the smallest thing there is,
+are summed over tp.
+
+Where ranks have different tokens (sequence parallelism; experts) nothing is summed beside a linear: its output, or the
+gradient of its input, is added up with the main product's, by whoever brings the tokens together; the matrix that is
+whole on every rank then has a gradient that is its rank's part alone.
+
+Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from megatron_worker.families.pieces import Linear, Piece
+from megatron_worker.megatron.optimizer import Optimizer
+from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
+from megatron_worker.megatron.parallel.mesh import Group, Holding, Mesh
+from megatron_worker.megatron.parallel.stages import holds
+from megatron_worker.megatron.regions import arrange
+from megatron_worker.tensors.lora_init import kaiming_uniform
+from shared.jobs.job import Lora
+from shared.models.peft import PREFIX
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An adapter's weights beside one fused linear. Part p owns ranks `p * rank` to `(p + 1) * rank`."""
+
+    rank: int
+    scale: float
+    parts: tuple[Piece, ...]
+    a_RI: Parameter
+    b_parts: tuple[Parameter, ...]
+
+    def b_OR(self, num_rows: int) -> Tensor:
+        """All B matrices in one, each in its own rows and ranks."""
+        if len(self.b_parts) == 1 and self.b_parts[0].shape[0] == num_rows:
+            return self.b_parts[0].detach()
+        dense_OR = self.a_RI.new_zeros(num_rows, len(self.parts) * self.rank)
+        for target, source in zip(self.blocks(dense_OR), self.b_parts, strict=True):
+            target.copy_(source.detach().view(target.shape))
+        return dense_OR
+
+    def blocks(self, dense_OR: Tensor) -> list[Tensor]:
+        """The block of each part, [groups, rows, rank] views."""
+        blocks = []
+        for number, part in enumerate(self.parts):
+            columns = slice(number * self.rank, (number + 1) * self.rank)
+            blocks.append(dense_OR.view(part.groups, -1, dense_OR.shape[1])[:, part.start : part.stop, columns])
+        return blocks
+
+
+class AdaptedColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear with an adapter beside it, or none."""
+
+    beside: Beside | None = None
+    sequence: Group | None = None  # under sequence parallelism, the ranks that share the tokens out
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.sequence is not None:
+            return _alone(gather_rows(input_, self.sequence), self.weight, self.bias, self.beside), None
+        if self.beside is None:
+            return super().forward(input_, *args, **kwargs)
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        return _beside(input_, self.weight, self.bias, self.beside, None, group), None
+
+
+class AdaptedRowLinear(RowParallelLinear):
+    """A row-parallel linear with an adapter beside it, or none."""
+
+    beside: Beside | None = None
+    sequence: Group | None = None
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.sequence is not None:
+            return sum_rows(_alone(input_, self.weight, None, self.beside), self.sequence), None
+        if self.beside is None:
+            return super().forward(input_)
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        return _beside(input_, self.weight, None, self.beside, group, None), None
+
+
+class ExpertLinear(torch.nn.Module):
+    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none."""
+
+    beside: Beside | None = None
+
+    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return _alone(input_, self.weight, None, self.beside)
+
+
+def _alone(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, beside: Beside | None) -> Tensor:
+    """Without a word to other ranks."""
+    if beside is None:
+        return F.linear(input_, weight_OI, bias_O)
+    return _beside(input_, weight_OI, bias_O, beside, None, None)
+
+
+def _beside(
+    input_: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    beside: Beside,
+    forward_group: dist.ProcessGroup | None,
+    backward_group: dist.ProcessGroup | None,
+) -> Tensor:
+    flat_TI = input_.reshape(-1, input_.shape[-1])
+    output_TO = _LoraLinear.apply(
+        flat_TI, weight_OI, bias_O, beside, forward_group, backward_group, beside.a_RI, *beside.b_parts
+    )
+    return output_TO.view(*input_.shape[:-1], output_TO.shape[-1])
+
+
+class _LoraLinear(torch.autograd.Function):
+    """y = x W^T + bias + scale (x A^T) B^T with W frozen; only x and the rank-r activations are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        beside: Beside,
+        forward_group: dist.ProcessGroup | None,
+        backward_group: dist.ProcessGroup | None,
+        a_RI: Tensor,
+        *b_parts: Tensor,
+    ) -> Tensor:
+        low_TR = (input_TI @ a_RI.t()).mul_(beside.scale)
+        b_OR = beside.b_OR(weight_OI.shape[0])
+        output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
+        _sum(output_TO, forward_group)
+        _sum(low_TR, forward_group)
+        output_TO.addmm_(low_TR, b_OR.t())
+        ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
+        ctx.beside, ctx.group = beside, backward_group
+        return output_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        input_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
+        beside: Beside = ctx.beside
+        grad_low_TR = (grad_TO @ b_OR).mul_(beside.scale)
+        _sum(grad_low_TR, ctx.group)
+        grad_TI = None
+        if ctx.needs_input_grad[0]:
+            grad_TI = grad_TO @ weight_OI
+            _sum(grad_TI, ctx.group)
+            grad_TI.addmm_(grad_low_TR, a_RI)
+        grad_a_RI = grad_low_TR.t() @ input_TI if ctx.needs_input_grad[6] else None
+        grad_b: list[Tensor | None] = [None] * len(beside.b_parts)
+        if any(ctx.needs_input_grad[7:]):
+            blocks = beside.blocks(grad_TO.t() @ low_TR)
+            grad_b = [block.reshape(p.shape) for block, p in zip(blocks, beside.b_parts, strict=True)]
+        return (grad_TI, None, None, None, None, None, grad_a_RI, *grad_b)
+
+
+def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+
+
+AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
+
+
+class Adapter:
+    """One slot: an adapter's weights beside every linear it targets, those of this rank in one buffer."""
+
+    def __init__(self, lora: Lora, linears: Sequence[Linear], mesh: Mesh, dtype: torch.dtype) -> None:
+        self.lora = lora
+        self._mesh = mesh
+        chosen = [(linear, _targeted(linear, lora)) for linear in linears]
+        chosen = [(linear, parts) for linear, parts in chosen if parts]
+        self.pieces = [p for linear, parts in chosen for p in _pieces(linear, parts, lora.rank)]
+        self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
+        held = [p for p in self.pieces if holds(mesh, p)]
+        holdings = {p.parameter: _holding(p, mesh) for p in held}
+        self.flat, self._regions = arrange(_local_shapes(held, mesh), holdings, mesh, dtype)
+        self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
+
+    def initialise(self, seed: int) -> None:
+        """As PEFT: A Kaiming-uniform (a = sqrt 5), B zero. Each A from the seed and its own name, whole, then cut."""
+        for piece in self.pieces:
+            if ".lora_A." in piece.name and holds(self._mesh, piece):
+                whole = kaiming_uniform(piece.name, piece.shape, seed)
+                group = self._mesh.splitting(piece.expert)
+                piece.write(self.flat.views[piece.parameter], piece.local(whole, group.rank, group.size))
+
+    def new_optimizer(self) -> Optimizer:
+        """Train this adapter."""
+        return Optimizer(self.parameters, self.flat, self._regions, self._mesh)
+
+    def beside(self) -> dict[str, Beside]:
+        """By the name of the fused linear."""
+        return {
+            linear.name: Beside(
+                self.lora.rank,
+                self.lora.scale,
+                parts,
+                self.parameters[f"{linear.name}.A"],
+                tuple(self.parameters[f"{linear.name}.B{number}"] for number in range(len(parts))),
+            )
+            for linear, parts in self._linears
+        }
+
+
+def _targeted(linear: Linear, lora: Lora) -> tuple[Piece, ...]:
+    return tuple(p for p in linear.pieces if p.name.split(".")[-2] in lora.targets)
+
+
+def _pieces(linear: Linear, parts: tuple[Piece, ...], rank: int) -> list[Piece]:
+    """The A and B of every part, under PEFT's names."""
+    pieces = []
+    for number, part in enumerate(parts):
+        module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
+        split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
+        start, stop = number * rank, (number + 1) * rank
+        piece_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
+        piece_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
+        pieces.append(replace(piece_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
+        pieces.append(replace(piece_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
+    return pieces
+
+
+def _holding(piece: Piece, mesh: Mesh) -> Holding:
+    if piece.expert is not None:
+        return "expert" if piece.split is not None else "expert partial"
+    if piece.split is not None:
+        return "split"
+    return "partial" if mesh.layout.sp else "whole"
+
+
+def _local_shapes(pieces: Sequence[Piece], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    rows: dict[str, int] = {}
+    for piece in pieces:
+        rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.stop)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        size, columns = mesh.splitting(piece.expert).size, piece.shape[1]
+        own_rows = rows[piece.parameter] // (size if piece.split == 0 else 1)
+        shapes[piece.parameter] = (own_rows, columns // size if piece.split == 1 else columns)
+    return shapes

@@ -1,0 +1,168 @@
+"""AdamW (adamw.py) on float32 masters: flat buffers for weights, gradients and both moments.
+
+What several ranks hold alike, each of them updates a share of, and keeps masters and moments of that alone (Rajbhandari
+et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, weights gathered from them.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_worker.engine import Norms
+from megatron_worker.megatron.parallel.mesh import Mesh
+from megatron_worker.megatron.regions import Region
+from megatron_worker.tensors.adamw import sum_of_squares, update
+from megatron_worker.tensors.flat_buffer import Flat
+from shared.jobs.job import Adam
+
+State = Literal["master", "exp_avg", "exp_avg_sq"]
+
+
+class Optimizer:
+    """Trains parameters that are views of one `Flat`, which `regions` cover.
+
+    Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that
+    is float32; else, as the moments, this rank's shares one after another.
+    """
+
+    def __init__(self, parameters: dict[str, Parameter], working: Flat, regions: list[Region], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._parameters = parameters
+        self._regions = regions
+        self._working = working
+        self.step_count = 0
+        self.is_exact = working.buffer.dtype == torch.float32
+        self.grad = working.like(torch.float32)
+        self.master = working if self.is_exact else self._new_shares()
+        self.exp_avg, self.exp_avg_sq = self._new_shares(), self._new_shares()
+        if not self.is_exact:
+            self.put("master", working)
+        self._hooks = [self._attach(name, parameter) for name, parameter in parameters.items()]
+
+    def _new_shares(self) -> Flat:
+        num_elements = sum(region.own.stop - region.own.start for region in self._regions)
+        return Flat({"shares": (num_elements,)}, torch.float32, self._working.buffer.device)
+
+    def _attach(self, name: str, parameter: Parameter) -> torch.utils.hooks.RemovableHandle:
+        grad = self.grad.views[name]
+        parameter.requires_grad_(True)
+        if parameter.dtype == torch.float32:
+            parameter.grad = grad  # autograd adds in place
+
+        def accumulate(parameter: Parameter) -> None:
+            if parameter.grad is not None and parameter.grad is not grad:
+                grad.add_(parameter.grad)
+                parameter.grad = None
+
+        return parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def flats(self) -> list[Flat]:
+        """Every buffer of its own; the working weights are their owner's."""
+        masters = [] if self.is_exact else [self.master]
+        return [*masters, self.grad, self.exp_avg, self.exp_avg_sq]
+
+    def detach(self) -> None:
+        """Freeze the parameters and let go of their gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+            parameter.requires_grad_(False)
+
+    def zero_grad(self) -> None:
+        self.grad.buffer.zero_()
+
+    # State as whole as this rank's parameters, however it is shared out.
+
+    def put(self, state: State, values: Flat) -> None:
+        """Take what a buffer like the working one says."""
+        if self._is_working(state):
+            self._working.buffer.copy_(values.buffer)
+            return
+        for own, share in zip(self._owned(values.buffer), self._shares(state), strict=True):
+            share.copy_(own)
+
+    def gathered(self, state: State) -> Flat:
+        """A buffer like the working one in float32, or the working one itself. Collective."""
+        if self._is_working(state):
+            return self._working
+        whole = self._working.like(torch.float32)
+        for region, share in zip(self._regions, self._shares(state), strict=True):
+            whole.buffer[region.all] = region.copies.join_shares(share)
+        return whole
+
+    def refresh_working(self) -> None:
+        """Round the masters into the weights that the model computes with, on all ranks that hold them."""
+        if not self.is_exact:
+            for own, share in zip(self._owned(self._working.buffer), self._shares("master"), strict=True):
+                own.copy_(share)
+        for region in self._regions:
+            if region.copies.size > 1:
+                own = self._working.buffer[region.own].clone()
+                self._working.buffer[region.all] = region.copies.join_shares(own)
+
+    def _is_working(self, state: State) -> bool:
+        return state == "master" and self.is_exact
+
+    def _shares(self, state: State) -> list[Tensor]:
+        """This rank's share of each region, as views."""
+        if self._is_working(state):
+            return self._owned(self._working.buffer)
+        shares: Flat = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[state]
+        sizes = [region.own.stop - region.own.start for region in self._regions]
+        return list(shares.buffer[: sum(sizes)].split(sizes))
+
+    def _owned(self, buffer: Tensor) -> list[Tensor]:
+        return [buffer[region.own] for region in self._regions]
+
+    # A step.
+
+    def step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        """Reduce, divide, clip, update, zero. A norm that is not finite only zeroes the gradients."""
+        return self.apply(adam, learning_rate, self.reduce(denominator))
+
+    @torch.no_grad()
+    def reduce(self, denominator: float) -> float:
+        """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next.
+
+        From then on this rank's shares are whole, and what is beside them void.
+        """
+        for region in self._regions:
+            if region.copies.size > 1:
+                self.grad.buffer[region.own] = region.copies.sum_shares(self.grad.buffer[region.all])
+        for grad in self._owned(self.grad.buffer):
+            grad.div_(denominator)
+        return self._norm()
+
+    @torch.no_grad()
+    def apply(self, adam: Adam, learning_rate: float, norm: float) -> Norms:
+        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
+        if not math.isfinite(norm):
+            self.zero_grad()
+            return Norms(norm, clipped=False)
+        clipped = 0 < adam.clip_norm < norm
+        if clipped:
+            for grad in self._owned(self.grad.buffer):
+                grad.mul_(adam.clip_norm / (norm + 1e-6))
+        self.step_count += 1
+        self._update(adam, learning_rate)
+        self.refresh_working()
+        self.zero_grad()
+        return Norms(norm, clipped)
+
+    def _norm(self) -> float:
+        """The gradient's norm over all ranks: shares do not overlap, and what ranks hold alike counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for region in self._regions:
+            if region.counts:
+                total += sum_of_squares(self.grad.buffer[region.own])
+        self._mesh.world.sum(total)
+        return float(total.sqrt())
+
+    def _update(self, adam: Adam, learning_rate: float) -> None:
+        weights, grads = self._shares("master"), self._owned(self.grad.buffer)
+        for own in zip(weights, grads, self._shares("exp_avg"), self._shares("exp_avg_sq"), strict=True):
+            update(*own, adam, learning_rate, self.step_count)

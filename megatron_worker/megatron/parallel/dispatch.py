@@ -1,0 +1,105 @@
+"""Tokens on their way to the ranks that hold the experts that they chose, and back (all-to-all).
+
+A token goes once to each of those ranks, however many experts of one it chose, together with its choices; what comes
+back from each is already weighted and summed over that rank's experts. So no rank is sent more than if all tokens were
+gathered, and with many ranks far less. Under etp each rank that has a slice of an expert is sent the token, and what
+they bring back is added up.
+
+Rows that stand several times over are indexed in blocks; within a block an index stands once, so that sums have one
+order on any device.
+
+Shape suffixes: s tokens of this rank, C rows that it sends, R rows that it is sent, K experts of a token, G ranks that
+share experts, E ranks of ep, B rows of all blocks, X any width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_worker.megatron.parallel.collectives import exchange_rows
+from megatron_worker.megatron.parallel.mesh import Group, Mesh
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """`token_C`: which of this rank's `num_tokens` each row is, sorted by the rank of `group` that it goes to.
+
+    `sent` and `received`: rows by rank.
+    """
+
+    group: Group
+    num_tokens: int
+    token_C: Tensor
+    sent: list[int]
+    received: list[int]
+
+    def out(self, x_sX: Tensor) -> Tensor:
+        """What other ranks' tokens and this one's own bring: [R, X]. Collective, its backward too."""
+        return exchange_rows(copied(x_sX, self.token_C, self.sent), self.sent, self.received, self.group)
+
+    def back(self, x_RX: Tensor) -> Tensor:
+        """The sum of what each token was given, [s, X]. Collective, its backward too."""
+        x_CX = exchange_rows(x_RX, self.received, self.sent, self.group)
+        return added(x_CX, self.token_C, self.sent, self.num_tokens)
+
+
+def dispatch(expert_sK: Tensor, experts_per_rank: int, mesh: Mesh) -> Dispatch:
+    """Find out which tokens go where, and how many come. Collective."""
+    chosen_sE = torch.zeros(len(expert_sK), mesh.ep.size, dtype=torch.bool, device=expert_sK.device)
+    chosen_sE.scatter_(1, expert_sK // experts_per_rank, True)
+    chosen_Gs = chosen_sE.t().repeat_interleave(mesh.etp.size, dim=0)  # etp is the faster dimension
+    sent_G = chosen_Gs.sum(1)
+    ones = [1] * mesh.experts.size
+    received_G = mesh.experts.exchange(sent_G, ones, ones)
+    sent, received = torch.stack([sent_G, received_G]).tolist()
+    return Dispatch(mesh.experts, len(expert_sK), chosen_Gs.nonzero()[:, 1], sent, received)
+
+
+def copied(x: Tensor, index_B: Tensor, counts: Sequence[int]) -> Tensor:
+    """The rows of `x` at `index_B`, which stands in blocks of `counts`."""
+    result: Tensor = _Copied.apply(x, index_B, counts)
+    return result
+
+
+def added(x_BX: Tensor, index_B: Tensor, counts: Sequence[int], num_rows: int) -> Tensor:
+    """The transpose of `copied`: a sum of rows for each of `num_rows` indices, in the order of the blocks."""
+    result: Tensor = _Added.apply(x_BX, index_B, counts, num_rows)
+    return result
+
+
+def _added(x_BX: Tensor, index_B: Tensor, counts: Sequence[int], num_rows: int) -> Tensor:
+    total = x_BX.new_zeros(num_rows, *x_BX.shape[1:])
+    for rows, index in zip(x_BX.split(counts), index_B.split(counts), strict=True):
+        total.index_add_(0, index, rows)
+    return total
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index_B: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(index_B)
+        ctx.counts, ctx.num_rows = counts, len(x)
+        return x.index_select(0, index_B)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index_B,) = ctx.saved_tensors
+        return _added(grad, index_B, ctx.counts, ctx.num_rows), None, None
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BX: Tensor, index_B: Tensor, counts: list[int], num_rows: int) -> Tensor:
+        ctx.save_for_backward(index_B)
+        return _added(x_BX, index_B, counts, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_B,) = ctx.saved_tensors
+        return grad.index_select(0, index_B), None, None, None

@@ -1,0 +1,224 @@
+"""The mesh: this process's place in every dimension of a layout, and the groups of ranks that it talks to.
+
+Ranks are numbered with tensor parallelism fastest, then context, data, pipeline. Experts see the ranks of a pipeline
+stage anew: expert tensor parallelism fastest, then expert parallelism, then copies.
+"""
+
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_worker.process.agreement import agreement
+from megatron_worker.process.process_group import join
+from shared.jobs.layout import Layout
+
+# How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
+# gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
+# expert, split over etp; of one expert, whole with a gradient to be added up over etp.
+Holding = Literal["split", "whole", "partial", "tied", "expert", "expert partial"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks, this one among them. A group of one has nothing to talk about: every method is local and free."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def sum(self, tensor: Tensor) -> None:
+        if self.group is not None and tensor.numel():
+            dist.all_reduce(tensor, group=self.group)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every rank of the group; shapes are equal."""
+        if self.group is None:
+            return [tensor]
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of rank `source` of the group."""
+        if self.group is not None and tensor.numel():
+            dist.broadcast(tensor, self.ranks[source], group=self.group)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows for each rank of the group, one's after another's, for those that each has for this one.
+
+        `sent` and `received`: how many, by rank.
+        """
+        if self.group is None:
+            return rows
+        theirs = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(theirs, rows.contiguous(), list(received), list(sent), group=self.group)
+        return theirs
+
+    def sum_shares(self, tensor: Tensor) -> Tensor:
+        """The group's sum of this rank's equal share of the first dimension."""
+        share = tensor.chunk(self.size)[self.rank] if tensor.numel() else tensor
+        if self.group is not None and tensor.numel():
+            share = torch.empty_like(share, memory_format=torch.contiguous_format)
+            dist.reduce_scatter_tensor(share, tensor.contiguous(), group=self.group)
+        return share
+
+    def join_shares(self, share: Tensor) -> Tensor:
+        """The inverse: every rank's share, one after another along the first dimension."""
+        if self.group is None or not share.numel():
+            return share
+        whole = share.new_empty(self.size * share.shape[0], *share.shape[1:])
+        dist.all_gather_into_tensor(whole, share.contiguous(), group=self.group)
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """This process's place, by dimension. `experts`: the ranks that hold one copy of all experts of a stage.
+
+    `copies[holding]`: the ranks whose gradients of what they hold so are added up.
+    """
+
+    layout: Layout
+    device: torch.device
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    pp: Group
+    ep: Group
+    etp: Group
+    experts: Group
+    copies: dict[Holding, Group]
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    def splitting(self, expert: int | None) -> Group:
+        """The ranks that a tensor, of an expert or not, is split over."""
+        return self.tp if expert is None else self.etp
+
+    def counts(self, holding: Holding) -> bool:
+        """Whether this rank is the one that counts what several hold with the same gradient: in a norm, once."""
+        return holding != "whole" or self.tp.rank == 0
+
+    def agreement(self) -> AbstractContextManager[None]:
+        """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
+        return agreement(self.world.size, self.device)
+
+
+def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
+    """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
+    device = join(layout, device)
+    _initialise_megatron(layout)
+    ranks = range(layout.world_size)
+    dense = {rank: _place(rank, (layout.tp, layout.cp, layout.dp, layout.pp)) for rank in ranks}
+    stage_size = layout.world_size // layout.pp
+    num_copies = stage_size // (layout.etp * layout.ep)
+    expert = {rank: _place(rank, (layout.etp, layout.ep, num_copies, layout.pp)) for rank in ranks}
+
+    def group(places: dict[int, tuple[int, ...]], *varying: int) -> Group:
+        """Of the ranks that differ in these dimensions alone."""
+        return _group_of(_alike(places, varying))
+
+    data = group(dense, 1, 2)
+    copies: dict[Holding, Group] = {
+        "split": data,
+        "whole": data,
+        "partial": group(dense, 0, 1, 2),
+        "tied": _tied(dense, layout.pp),
+        "expert": group(expert, 2),
+        "expert partial": group(expert, 0, 2),
+    }
+    pp = group(dense, 3)
+    # NCCL wants all of a group to be there when its first two talk.
+    pp.sum(torch.zeros(1, device=device))
+    return Mesh(
+        layout=layout,
+        device=device,
+        world=_group_of([tuple(ranks)]),
+        tp=group(dense, 0),
+        cp=group(dense, 1),
+        dp=group(dense, 2),
+        pp=pp,
+        ep=group(expert, 1),
+        etp=group(expert, 0),
+        experts=group(expert, 0, 1),
+        copies=copies,
+    )
+
+
+def _place(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates, the first dimension fastest."""
+    place = []
+    for size in sizes:
+        place.append(rank % size)
+        rank //= size
+    return tuple(place)
+
+
+def _alike(places: dict[int, tuple[int, ...]], varying: Sequence[int]) -> list[tuple[int, ...]]:
+    """All ranks, in groups that are alike in every dimension but these."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in places.items():
+        fixed = tuple(x for dimension, x in enumerate(place) if dimension not in varying)
+        groups.setdefault(fixed, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def _tied(places: dict[int, tuple[int, ...]], num_stages: int) -> Group:
+    """First and last stage together, for each tp rank; stages between hold nothing tied, and keep to themselves."""
+    ends = (0, num_stages - 1)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, (tp_rank, _cp, _dp, stage) in places.items():
+        groups.setdefault((tp_rank, 0 if stage in ends else stage), []).append(rank)
+    return _group_of([tuple(ranks) for ranks in groups.values()])
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+_groups_of: list[dist.ProcessGroup | None] = [None]
+
+
+def _group_of(groups: Sequence[tuple[int, ...]]) -> Group:
+    """This rank's of several groups. Collective; groups of ranks that were asked for before are used again."""
+    if _groups_of[0] is not dist.group.WORLD:
+        _groups.clear()
+        _groups_of[0] = dist.group.WORLD
+    for ranks in groups:
+        if ranks not in _groups:
+            _groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+    own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return Group(own, own.index(dist.get_rank()), _groups[own])
+
+
+def _initialise_megatron(layout: Layout) -> None:
+    """Megatron's linears find their tensor-parallel group in module state; of other dimensions it knows nothing."""
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == layout.tp:
+            return
+        parallel_state.destroy_model_parallel()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron's ordering of collectives and kernels
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp, create_gloo_process_groups=not torch.cuda.is_available()
+    )

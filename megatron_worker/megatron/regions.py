@@ -1,0 +1,50 @@
+"""Regions of a flat buffer: what the same ranks hold alike. Their gradients are added up, and each updates a share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_worker.megatron.parallel.mesh import Group, Holding, Mesh
+from megatron_worker.tensors.flat_buffer import Flat
+
+_SHARE_ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements `start` to `stop`, held alike by the ranks of `copies`. `counts`: this rank's share counts in a norm."""
+
+    start: int
+    stop: int
+    copies: Group
+    counts: bool
+
+    @property
+    def all(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def own(self) -> slice:
+        """This rank's share."""
+        size = (self.stop - self.start) // self.copies.size
+        return slice(self.start + self.copies.rank * size, self.start + (self.copies.rank + 1) * size)
+
+
+def arrange(
+    shapes: Mapping[str, tuple[int, ...]],
+    holdings: Mapping[str, Holding],
+    mesh: Mesh,
+    dtype: torch.dtype,
+) -> tuple[Flat, list[Region]]:
+    """A flat buffer of zeros for these tensors, and its regions, which cover it."""
+    sections: dict[tuple[Group, bool], list[str]] = {}
+    for name in shapes:
+        key = mesh.copies[holdings[name]], mesh.counts(holdings[name])
+        sections.setdefault(key, []).append(name)
+    names = [name for section in sections.values() for name in section]
+    multiples = {section[0]: _SHARE_ALIGNMENT * copies.size for (copies, _), section in sections.items()}
+    flat = Flat({name: shapes[name] for name in names}, dtype, mesh.device, multiples)
+    starts = [flat.offsets[section[0]] for section in sections.values()]
+    stops = [*starts[1:], flat.num_elements]
+    return flat, [Region(a, b, *key) for a, b, key in zip(starts, stops, sections, strict=True)]

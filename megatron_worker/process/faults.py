@@ -1,0 +1,47 @@
+"""Faults: why a job cannot go on, as its user reads it."""
+
+import errno
+from typing import Literal
+
+from shared.contract import Frozen
+from shared.errors import CorruptArtifact, DiskFull, InvalidInput, LongshoreError
+
+Kind = Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "error"]
+
+
+class Fault(Frozen):
+    kind: Kind
+    message: str
+
+
+class JobFailed(Exception):
+    """All ranks know of this fault. The runner answers it with the ordinary end and a `failed` event."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        super().__init__(fault.message)
+
+
+def fault_of(error: Exception) -> Fault:
+    match error:
+        case JobFailed():
+            return error.fault
+        case CorruptArtifact():
+            return Fault(kind="corrupt_artifact", message=str(error))
+        case InvalidInput():
+            return Fault(kind="invalid_input", message=str(error))
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            place = f" while writing {error.filename}" if error.filename else ""
+            return Fault(kind="disk_full", message=f"no space is left on the worker's disk{place}")
+        case DiskFull():
+            return Fault(kind="disk_full", message=str(error))
+        case LongshoreError():
+            return Fault(kind="error", message=str(error))
+        case _ if "No space left on device" in str(error):  # safetensors wraps the errno away
+            return Fault(kind="disk_full", message="no space is left on the worker's disk")
+        case _:
+            return Fault(kind="error", message=f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,71 @@
+"""Rank 0's side of the worker's folder: claim a job, check its fence, see a cancel or stop, archive."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megatron_worker.process.event_log import Report
+from shared.errors import InvalidInput
+from shared.jobs.job import Job
+from shared.jobs.leases import LeaseMark
+from shared.storage.paths import WorkerPaths
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job in hand: its file below `claimed/`, its log, and why it is refused, if it is."""
+
+    path: Path
+    job: Job
+    report: Report
+    stale: str | None
+
+
+class JobQueue:
+    """Used by rank 0 alone: the other ranks hear of jobs by broadcast."""
+
+    def __init__(self, paths: WorkerPaths) -> None:
+        self.paths = paths
+        for folder in (paths.jobs, paths.claimed, paths.archive):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def claim(self) -> Claim | None:
+        """Take the job of the lowest name, by rename. Files that are still being written have other names."""
+        for path in sorted(self.paths.jobs.glob("[!.]*.json")):
+            claimed = self.paths.claimed / path.name
+            path.rename(claimed)
+            try:
+                job = Job.model_validate_json(claimed.read_bytes())
+                report = Report(Path(job.log_path))
+            except (ValidationError, InvalidInput) as error:
+                self._set_aside(claimed, error)
+                continue
+            return Claim(claimed, job, report, self._stale(job))
+        return None
+
+    def is_cancelled(self, job: Job) -> bool:
+        return self.paths.cancel(job.plan.job_id, job.fence).exists()
+
+    def should_leave(self) -> bool:
+        return self.paths.stop.exists()
+
+    def archive(self, claimed: Path) -> None:
+        claimed.rename(self.paths.archive / claimed.name)
+
+    def _stale(self, job: Job) -> str | None:
+        """Why the lease that stands now forbids this job. A worker without a lease, started by hand, takes any."""
+        if not self.paths.lease.exists():
+            return None
+        lease = LeaseMark.model_validate_json(self.paths.lease.read_bytes())
+        if job.plan.run_id != lease.run_id:
+            return f"the job is of run {job.plan.run_id}, this worker is leased to {lease.run_id}"
+        if job.fence.is_older_than(lease.fence):
+            return f"the job's fence {job.fence.label} is older than the lease's {lease.fence.label}"
+        return None
+
+    def _set_aside(self, claimed: Path, error: Exception) -> None:
+        """A file that is no job, or whose log is another attempt's, has no log to report to."""
+        print(f"{claimed.name} is set aside: {error}", file=sys.stderr, flush=True)
+        claimed.rename(self.paths.archive / f"{claimed.name}.refused")

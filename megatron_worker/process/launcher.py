@@ -1,0 +1,92 @@
+"""Start the ranks of one machine, and end all of them when one fails.
+
+    python -m megatron_worker.process.launcher N MODULE …
+
+The ranks meet in a file of a folder that only this user can open (torch's FileStore): unlike torchrun, nothing listens
+for them, and nothing that a stranger could send is ever unpickled.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from megatron_worker.process.rendezvous import RENDEZVOUS_VARIABLE
+
+_TERM_GRACE_S = 1.0
+
+
+class Ranks:
+    """The processes of all ranks, by pid. A signal that asks the launcher to leave is passed on to them."""
+
+    def __init__(self) -> None:
+        self._living: dict[int, int] = {}
+        self._is_asked_to_leave = False
+
+    def start(self, num: int, module: str, arguments: Sequence[str], rendezvous: Path) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._leave)
+        signal.signal(signal.SIGALRM, self._kill)
+        safe_path = ["-P"] if sys.flags.safe_path else []
+        for rank in range(num):
+            process = subprocess.Popen(
+                [sys.executable, *safe_path, "-m", module, *arguments],
+                env={**os.environ, **_place(rank, num), RENDEZVOUS_VARIABLE: str(rendezvous)},
+            )
+            self._living[process.pid] = rank
+            if self._is_asked_to_leave:  # between two starts
+                self._end()
+
+    def wait(self) -> int:
+        """Wait for all. Returns 0, or the exit status of the first that failed: after a signal, 128 more than that."""
+        failed = 0
+        while self._living:
+            pid, status = os.wait()
+            rank = self._living.pop(pid, None)
+            code = os.waitstatus_to_exitcode(status)
+            if rank is None or code == 0 or failed:
+                continue
+            failed = code if code > 0 else 128 - code
+            if code < 0:
+                print(f"rank {rank} was ended by signal {-code}", file=sys.stderr, flush=True)
+            self._end()
+        return failed
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked_to_leave = True
+        self._end()
+
+    def _end(self) -> None:
+        """SIGTERM now, SIGKILL after a grace."""
+        self._signal(signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, _TERM_GRACE_S)
+
+    def _kill(self, number: int, frame: FrameType | None) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for pid in list(self._living):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _place(rank: int, num: int) -> dict[str, str]:
+    """What torchrun, too, tells a rank."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num)}
+
+
+def main() -> int:
+    num, module, *arguments = sys.argv[1:]
+    ranks = Ranks()
+    with tempfile.TemporaryDirectory(prefix="longshore-ranks-") as folder:  # which only this user can open
+        ranks.start(int(num), module, arguments, Path(folder) / "rendezvous")
+        return ranks.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The process group in which an engine's ranks meet: the launcher's, or one made for a process that is alone."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from megatron_worker.process.rendezvous import RENDEZVOUS_VARIABLE
+from shared.jobs.layout import Layout
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_PATIENCE = timedelta(minutes=30)
+
+
+def backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def start_group(backend: str, timeout: timedelta = _PATIENCE) -> Store:
+    """Join the other ranks of our launcher, or of torchrun; without either, be a group of one.
+
+    Returns:
+        What they met in, for what they tell each other later.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # Other launchers, of several machines, may say nothing of their ranks on this one.
+    if world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        _stay_on_this_machine()
+    store = _meeting_place(world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
+
+
+def _stay_on_this_machine() -> None:
+    """By themselves gloo and NCCL listen where the machine's name leads."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+
+
+def _meeting_place(world_size: int) -> Store:
+    if world_size == 1:
+        return dist.HashStore()
+    if (path := os.environ.get(RENDEZVOUS_VARIABLE)) is None:
+        store: Store
+        store, _, _ = next(dist.rendezvous("env://"))
+        return store
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(_PATIENCE)
+    return store
+
+
+def join(layout: Layout, device: torch.device | None) -> torch.device:
+    """Take this process's place; its device. One process alone needs no group beforehand; several do."""
+    if not dist.is_initialized():
+        assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
+        _stay_on_this_machine()
+        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+    if device is not None or not torch.cuda.is_available():
+        return device or torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

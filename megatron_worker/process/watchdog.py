@@ -1,0 +1,55 @@
+"""The vigil: a thread that ends this process when its parent, or the host that launched the worker, is gone.
+
+It ends it hard. A rank that waits in a collective cannot be asked, and no process has state worth keeping.
+"""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from shared.jobs.leases import WorkerRecord
+
+PERIOD_S = 0.2
+_START_TIME_TOLERANCE_S = 1.0
+
+
+def keep_vigil(record: Path | None) -> None:
+    """Watch from now on. `record` is `worker.json`, which may not be there yet, and names another host once adopted."""
+    parent = os.getppid()
+    threading.Thread(target=_watch, args=(parent, record), name="vigil", daemon=True).start()
+
+
+def _watch(parent: int, record: Path | None) -> None:
+    while True:
+        if os.getppid() != parent:
+            _leave("its parent process")
+        if record is not None and host_is_gone(record):
+            _leave("its host")
+        time.sleep(PERIOD_S)
+
+
+def host_is_gone(record: Path) -> bool:
+    try:
+        worker = WorkerRecord.model_validate_json(record.read_bytes())
+    except FileNotFoundError:
+        return False
+    return not is_alive(worker.host_pid, worker.host_started_at)
+
+
+def is_alive(pid: int, started_at: float) -> bool:
+    """Whether the process of this pid is the one that started then (seconds since 1970), and has not ended."""
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started_at) < _START_TIME_TOLERANCE_S
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _leave(who: str) -> None:
+    print(f"worker {os.getpid()} ends: {who} is gone", file=sys.stderr, flush=True)
+    os._exit(70)

@@ -1,0 +1,38 @@
+"""AdamW's update on flat float32 tensors, pure: what every engine's optimizer does once gradients are whole.
+
+Update (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate):
+
+    m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2
+    w = (1 - lr * decay) w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shared.jobs.job import Adam
+
+_CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are updated
+
+
+def update(
+    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, adam: Adam, learning_rate: float, step: int
+) -> None:
+    """Step number `step`, counted from 1, in place. All tensors are flat, float32 and of one length."""
+    correction1 = 1 - adam.beta1**step
+    correction2 = math.sqrt(1 - adam.beta2**step)
+    for w, g, m, v in zip(*(x.split(_CHUNK) for x in (weight, grad, mean, square)), strict=True):
+        w.mul_(1 - learning_rate * adam.weight_decay)
+        m.lerp_(g, 1 - adam.beta1)
+        v.mul_(adam.beta2).addcmul_(g, g, value=1 - adam.beta2)
+        scale = v.sqrt().div_(correction2).add_(adam.eps)
+        w.addcdiv_(m, scale, value=-learning_rate / correction1)
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Float64 scalar, added up in float64, a chunk at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for chunk in tensor.split(_CHUNK):
+        total += torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2
+    return total

@@ -1,0 +1,218 @@
+"""Safetensors in and out, a tensor at a time: slices read from files as they lie, whole tensors streamed into new ones.
+
+No pickle, and no more than one whole tensor in memory.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_worker.families.pieces import Piece
+from shared.errors import InvalidInput
+
+INDEX = "model.safetensors.index.json"
+_IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+class TensorFiles:
+    """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def local(self, piece: Piece, name: str, rank: int, size: int) -> Tensor:
+        """A rank's slice of a tensor. Raises InvalidInput when it is missing or not of the piece's shape."""
+        if name not in self._files:
+            raise InvalidInput(f"the tensor {name!r} is missing", self._place())
+        if self.shape(name) != piece.shape:
+            message = f"{name!r} has shape {list(self.shape(name))}, expected {list(piece.shape)}"
+            raise InvalidInput(message, str(self._files[name]))
+        index: list[slice] = [slice(None)] * len(piece.shape)
+        if piece.split is not None:
+            index[piece.split] = slice(*piece.bounds(rank, size))
+        try:
+            return self._slice(name)[tuple(index)]
+        except SafetensorError as error:
+            raise InvalidInput(f"{name!r} cannot be read: {error}", str(self._files[name])) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def _slice(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = open_safetensors(path)
+        try:
+            return self._open[path].get_slice(name)
+        except SafetensorError as error:
+            raise InvalidInput(f"{name!r} is not in the file that the index names", str(path)) from error
+
+    def _place(self) -> str:
+        return ", ".join(sorted({str(p) for p in self._files.values()})[:3]) or "no file"
+
+
+def open_safetensors(path: Path) -> Any:
+    """Raises InvalidInput when the file is missing, truncated or no safetensors file."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise InvalidInput("the file is missing", str(path)) from error
+    except SafetensorError as error:
+        raise InvalidInput(f"the safetensors file is damaged or truncated: {error}", str(path)) from error
+
+
+def single_file(path: Path) -> TensorFiles:
+    return TensorFiles(dict.fromkeys(open_safetensors(path).keys(), path))
+
+
+def model_files(folder: Path) -> TensorFiles:
+    """The weights of a Hugging Face folder: one file, or several behind an index."""
+    if (folder / INDEX).exists():
+        return _indexed(folder)
+    if not (folder / "model.safetensors").exists():
+        raise InvalidInput("the folder has no model.safetensors (only safetensors are read)", str(folder))
+    return single_file(folder / "model.safetensors")
+
+
+def _indexed(folder: Path) -> TensorFiles:
+    try:
+        places = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        files = {str(name): folder / Path(str(file)).name for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput("the index is not valid JSON with a weight_map", str(folder / INDEX)) from error
+    return TensorFiles(files)
+
+
+def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
+    """Raises InvalidInput unless exactly the expected tensors are there."""
+    missing, unknown = sorted(expected - files.names), sorted(files.names - expected)
+    if missing:
+        raise InvalidInput(f"{len(missing)} tensors are missing, the first is {missing[0]!r}", str(place))
+    if unknown:
+        raise InvalidInput(f"{len(unknown)} tensors do not belong here, the first is {unknown[0]!r}", str(place))
+
+
+def refuse_unknown(files: TensorFiles, pieces: Iterable[Piece], folder: Path) -> None:
+    """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
+    known = {piece.name for piece in pieces} | {"lm_head.weight"}
+    unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
+    if unknown:
+        raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file to be written, and its size in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_safetensors(path: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor]) -> None:
+    """Stream tensors into a file, in the order of the entries; equal tensors give equal bytes.
+
+    `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
+    """
+    with nullcontext() if path is None else _created(path) as file:
+        if file is not None:
+            file.write(_header(entries))
+        for entry in entries:
+            tensor = next(tensors)
+            assert tensor.shape == entry.shape, (entry, tensor.shape)
+            if file is not None:
+                file.write(_bytes_of(tensor.to(entry.dtype)))
+
+
+def _created(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
+
+
+@contextmanager
+def all_drawn(tensors: Iterator[Tensor]) -> Iterator[None]:
+    """Draw what is left of the tensors at the end, an error or not.
+
+    Drawing is collective where it gathers: a rank whose disk is full must not leave its peers waiting for the rest.
+    """
+    try:
+        yield
+    finally:
+        for _ in tensors:
+            pass
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    """The format's own: eight bytes of length, then JSON padded with spaces to a multiple of eight."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.num_bytes
+        header[entry.name] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    # A copy: torch never again resizes a storage that numpy has seen, and offload resizes the engine's to nothing.
+    flat = tensor.detach().cpu().reshape(-1).clone()
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def shards_of(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Cut entries into files of at most `max_bytes` (or one tensor), keeping their order."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.num_bytes
+    return shards
+
+
+def write_model(folder: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor], max_bytes: int) -> None:
+    """Hugging Face's layout: `model.safetensors`, or numbered files and an index where that would pass `max_bytes`."""
+    shards = shards_of(entries, max_bytes)
+    if len(shards) == 1:
+        write_safetensors(folder and folder / "model.safetensors", entries, tensors)
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder and folder / file, shard, tensors)
+        places |= {entry.name: file for entry in shard}
+    if folder is not None:
+        total = sum(entry.num_bytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=1))

@@ -1,0 +1,1 @@
+"""How much memory a micro-batch takes, and which micro-batches fit."""

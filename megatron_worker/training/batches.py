@@ -1,0 +1,134 @@
+"""Packed data as batches on a device: which bins a data-parallel rank takes, and how a bin becomes tensors.
+
+Shape suffixes: T tokens of a bin, N targets of a bin.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_worker.engine import Batch, LossFunction, Scores
+from megatron_worker.sums import combine
+from shared.errors import CorruptArtifact
+from shared.jobs.packed import Ints, PackedBin, Plan, Units
+
+Scored = Literal["old_logprob_N", "ref_logprob_N"]
+NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # what makes an empty batch
+
+
+class PackedBatches:
+    """Units and their plan, memory-mapped. Leave its `with` block, or close it, to drop the maps."""
+
+    def __init__(self, units: Path, plan: Path) -> None:
+        self._units = Units(units)
+        self._plan = Plan(plan)
+        self._scored: dict[Scored, NDArray[np.float32]] = {}
+        self.num_steps = self._plan.header.num_steps
+
+    @property
+    def units(self) -> Units:
+        return self._units
+
+    def bins(self, step: int) -> list[Ints]:
+        return self._plan.bins(step)
+
+    def bins_of_rank(self, step: int, dp_rank: int, dp_size: int) -> list[Ints]:
+        """Bins are dealt round: rank r takes r, r + dp_size, ... A rank may have fewer than another, or none."""
+        return self.bins(step)[dp_rank::dp_size]
+
+    def batch(self, units: Ints, device: torch.device) -> Batch:
+        if len(units) and int(units.max()) >= self._units.header.num_units:
+            raise CorruptArtifact(f"the plan names unit {int(units.max())}, the units end before it", "plan")
+        batch = to_batch(self._units.read_bin(units), device)
+        index_N = self._units.target_indices(units) if self._scored else None
+        scored = {name: torch.from_numpy(values[index_N]).to(device) for name, values in self._scored.items()}
+        return dataclasses.replace(batch, **scored) if scored else batch
+
+    def put(self, name: Scored, values: NDArray[np.float32]) -> None:
+        """From now on batches hold these instead of what their column says. `values`: one for each target on file."""
+        assert len(values) == self._units.header.num_targets
+        self._scored[name] = values
+
+    def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
+        """As many on every rank: where one has a bin less than another, its last batch is empty."""
+        bins = self.bins_of_rank(step, dp_rank, dp_size)
+        num_turns = -(-len(self.bins(step)) // dp_size)
+        return (self.batch(units, device) for units in [*bins, *[NO_UNITS] * (num_turns - len(bins))])
+
+    def close(self) -> None:
+        self._units.close()
+        self._plan.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+def to_batch(packed: PackedBin, device: torch.device) -> Batch:
+    """Indices become int64, scores float32. The arrays are copied, so that no tensor holds a memory map."""
+
+    def ints(values: Ints) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
+
+    def floats(values: NDArray[np.floating]) -> Tensor:
+        return torch.from_numpy(values.astype(np.float32)).to(device)
+
+    return Batch(
+        token_id_T=ints(packed.token_id_T),
+        position_T=ints(packed.position_T),
+        parent_T=ints(packed.parent_T),
+        hidden_index_N=ints(packed.hidden_index_N),
+        label_N=ints(packed.label_N),
+        weight_N=floats(packed.weight_N),
+        advantage_N=floats(packed.advantage_N),
+        old_logprob_N=floats(packed.old_logprob_N),
+        ref_logprob_N=floats(packed.ref_logprob_N),
+        sampler_logprob_N=floats(packed.old_logprob_N),
+        sequence_N=ints(packed.sequence_N),
+    )
+
+
+class Sums:
+    """Running sums (and maxima) over the bins of one rank, in float64 so that they do not depend on how bins were cut.
+
+    A rank without bins has the same names as its peers: they come from the loss of an empty batch.
+    """
+
+    def __init__(self, loss: LossFunction, device: torch.device) -> None:
+        self._device = device
+        zeros_0 = torch.zeros(0, device=device)
+        indices_0 = torch.zeros(0, dtype=torch.int64, device=device)
+        empty = Batch(
+            token_id_T=indices_0,
+            position_T=indices_0,
+            parent_T=indices_0,
+            hidden_index_N=indices_0,
+            label_N=indices_0,
+            weight_N=zeros_0,
+            advantage_N=zeros_0,
+            old_logprob_N=zeros_0,
+            ref_logprob_N=zeros_0,
+            sampler_logprob_N=zeros_0,
+            sequence_N=indices_0,
+        )
+        self.totals: dict[str, Tensor] = {}
+        self.add(loss.sums(Scores(zeros_0, zeros_0), empty).detached(), empty)
+
+    def add(self, sums: dict[str, Tensor], batch: Batch) -> None:
+        counts = {
+            "tokens": len(batch.token_id_T),
+            "target_tokens": torch.count_nonzero(batch.weight_N),
+            "num_bins": int(not batch.is_empty),
+        }
+        for name, value in {**sums, **counts}.items():
+            value_64 = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+            self.totals[name] = combine(name, self.totals[name], value_64) if name in self.totals else value_64

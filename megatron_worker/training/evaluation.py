@@ -1,0 +1,169 @@
+"""Held-out loss over all bins of an evaluation's plan, and greedy completions of its first prompts.
+
+The loss is cross entropy whatever is trained for, since held-out rows have no advantages; but of pairs, it is DPO's.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_worker.engine import Engine
+from megatron_worker.losses import loss_function
+from megatron_worker.sums import SUM, reported
+from megatron_worker.training.batches import PackedBatches, Sums
+from shared.contract import Frozen
+from shared.errors import CorruptArtifact
+from shared.jobs.events import Sample
+from shared.jobs.job import DPO, CrossEntropy, Evaluation, Loss
+
+T = TypeVar("T")
+_TOKENS_A_TURN = 8
+
+
+class Prompt(Frozen):
+    """A held-out row: what is shown to the model, and what the data answers."""
+
+    prompt_ids: list[int]
+    prompt: str
+    reference: str | None = None
+
+
+class Evaluator:
+    """The held-out side of one job."""
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        data: PackedBatches | None,
+        prompts: list[Prompt],
+        model: Path,
+        loss: CrossEntropy | DPO,
+    ) -> None:
+        self._evaluation = evaluation
+        self._data = data
+        self._loss = loss
+        self._prompts = prompts
+        self._model = model
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Before the first step, after the last, and every `every_steps` between."""
+        every = self._evaluation.every_steps
+        wanted = self._data is not None
+        return wanted and (step in (0, num_steps) or (every > 0 and step % every == 0))
+
+    @property
+    def wants_reference(self) -> PackedBatches | None:
+        """The data whose loss is against a reference, which is to be scored first."""
+        return self._data if isinstance(self._loss, DPO) else None
+
+    def metrics(self, engine: Engine, cancelled: Callable[[], bool]) -> dict[str, float] | None:
+        """Held-out loss, its own metrics (perplexity of cross entropy) and counts; None when cancelled meanwhile."""
+        assert self._data is not None
+        loss = loss_function(self._loss)
+        facts, sums = engine.facts, Sums(loss, engine.facts.device)
+        with torch.no_grad():
+            for batch in self._data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
+                if cancelled():
+                    return None
+                sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
+        held_out = _held_out(engine.reduce(sums.totals))
+        if isinstance(self._loss, CrossEntropy) and "loss" in held_out:
+            held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
+        return held_out
+
+    def samples(self, engine: Engine, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
+        """Greedy completions of the first `num_samples` prompts; None when cancelled meanwhile."""
+        prompts = self._prompts[: self._evaluation.num_samples]
+        if not prompts:
+            return ()
+        completions = self._complete(engine, [p.prompt_ids for p in prompts], cancelled)
+        if completions is None:
+            return None
+        texts = _decode(self._model, completions)
+        return tuple(
+            Sample(prompt=p.prompt, completion=text, reference=p.reference)
+            for p, text in zip(prompts, texts, strict=True)
+        )
+
+    def _complete(
+        self, engine: Engine, prompts: list[list[int]], cancelled: Callable[[], bool]
+    ) -> list[list[int]] | None:
+        """A few tokens at a time, so that a cancel need not wait for the last."""
+        stop_ids, max_tokens = read_stop_ids(self._model), self._evaluation.sample_tokens
+        completions: list[list[int]] = [[] for _ in prompts]
+        growing = list(range(len(prompts)))
+        for done in range(0, max_tokens, _TOKENS_A_TURN):
+            if cancelled():
+                return None
+            length = min(_TOKENS_A_TURN, max_tokens - done)
+            more = engine.greedy([prompts[row] + completions[row] for row in growing], length, stop_ids)
+            for row, tokens in zip(growing, more, strict=True):
+                completions[row] += tokens
+            growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]
+        return completions
+
+
+def _held_out(sums: dict[str, float]) -> dict[str, float]:
+    counts = {"tokens": sums["tokens"], "target_tokens": sums["target_tokens"]}
+    if not sums["weight"]:
+        return counts
+    means = {name: value for name, value in reported(sums).items() if name + SUM in sums}
+    return {"loss": sums["loss"] / sums["weight"], **means, **counts}
+
+
+def held_out_loss(loss: Loss) -> CrossEntropy | DPO:
+    """What a job that trains for `loss` is evaluated by."""
+    return loss if isinstance(loss, DPO) else CrossEntropy()
+
+
+_prompts: TypeAdapter[list[Prompt]] = TypeAdapter(list[Prompt])
+
+
+def read_prompts(units: Path) -> list[Prompt]:
+    """`prompts.json` beside the units. Data that was tokenized elsewhere has none."""
+    path = units / "prompts.json"
+    return _parse(_prompts, path) if path.exists() else []
+
+
+class _Stops(Frozen, extra="ignore"):
+    """The part of `generation_config.json` or `config.json` that says where a model stops."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def read_stop_ids(model: Path) -> frozenset[int]:
+    """Every id that ends a turn by the model's own word."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if (model / name).exists():
+            match _parse(TypeAdapter(_Stops), model / name).eos_token_id:
+                case int(one):
+                    ids.add(one)
+                case list(several):
+                    ids.update(several)
+    return frozenset(ids)
+
+
+def _decode(model: Path, ids: list[list[int]]) -> list[str]:
+    from tokenizers import Tokenizer
+
+    path = model / "tokenizer.json"
+    if not path.exists():
+        raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(model))
+    return Tokenizer.from_file(str(path)).decode_batch(ids, skip_special_tokens=True)
+
+
+def _parse(adapter: TypeAdapter[T], path: Path) -> T:
+    try:
+        return adapter.validate_python(json.loads(path.read_bytes()))
+    except json.JSONDecodeError as error:
+        raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CorruptArtifact(f"{where}: {first['msg']}", str(path)) from error

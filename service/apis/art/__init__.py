@@ -1,0 +1,1 @@
+"""OpenPipe ART's API."""

@@ -1,0 +1,199 @@
+"""A job's events as ART's client follows them: its beginning, a `gradient_step` for every optimizer step, its end.
+
+The client turns every value of a gradient step into a number, and breaks when one comes before the beginning.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, JsonValue
+
+from service.apis.openai.answers import ListAnswer, page_after, page_of
+from service.backend import Backend
+from service.inference.art_models import finite
+from service.runs.views import RunView, dropped, last_lines
+from shared.errors import InvalidInput, NotFound
+from shared.jobs.events import Step
+from shared.runs.events import EventCursor, RunEvent
+from shared.runs.status import StepStatus
+
+EventType = Literal["training_started", "gradient_step", "training_ended", "training_failed"]
+JobStatus = Literal["queued", "running", "succeeded", "failed"]
+_AT_ONCE = 1000
+_ALL_BROKEN = (
+    "no trajectory can be trained: each is broken (docs/trajectories.md): an answer that nobody remembers and that has "
+    "no logprobs, one that the model's tokenizer and template do not give again, or more than max_tokens"
+)
+# What ART's trainer calls them; the client renames these to its own.
+_ART_NAMES = {
+    "reward_mean": "reward",
+    "reward_spread_mean": "reward_std_dev",
+    "loss": "policy_loss",
+    "kl_old_new": "kl_div",
+    "kl_reference": "kl_policy_ref",
+    "groups": "num_groups_submitted",
+    "trajectories": "num_trajectories",
+    "target_tokens": "num_trainable_tokens",
+}
+
+
+class TrainingEvent(BaseModel):
+    """Something that happened. `data`: numbers; of the beginning `num_sequences`, of a failure `error_message`."""
+
+    id: str
+    object: Literal["training_job.event"] = "training_job.event"
+    type: EventType
+    data: dict[str, JsonValue] = {}
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A train step of a model's run, as a job. `problem`: why it will never end, where its run did."""
+
+    job_id: str
+    step: StepStatus | None
+    problem: str | None = None
+
+    @property
+    def status(self) -> JobStatus:
+        match self.step.state if self.step is not None and self.error is None else "failed":
+            case "done" | "skipped":
+                return "succeeded"
+            case state:
+                return state
+
+    @property
+    def error(self) -> str | None:
+        """A step that was skipped had nothing to learn from; one without a single whole trajectory is an error."""
+        if self.problem is not None or self.step is None:
+            return self.problem
+        metrics = self.step.metrics
+        is_broken = not metrics or metrics.get("broken_trajectories", 0) == metrics.get("trajectories")
+        if self.step.state == "skipped" and is_broken:
+            return ": ".join(filter(None, (_ALL_BROKEN, dropped(metrics))))
+        return self.step.problem.message if self.step.problem is not None else None
+
+    def events(self) -> list[TrainingEvent]:
+        """All of them, oldest first. A step that had nothing to learn from has no gradient step."""
+        if self.status == "queued":
+            return []
+        events = [_event(self.job_id, "training_started", {"num_sequences": 1})]
+        if self.step is not None and self.step.state == "done":
+            events.append(_event(self.job_id, "gradient_step", _numbers(self.step.metrics)))
+        match self.status:
+            case "succeeded":
+                events.append(_event(self.job_id, "training_ended"))
+            case "failed":
+                events.append(_event(self.job_id, "training_failed", {"error_message": self.error}))
+        return events
+
+    def page(self, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
+        return page_after(self.events(), after, limit)
+
+
+async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
+    """A train step as a job. Raises NotFound for one that never came."""
+    job_id = f"{view.run_id}.{number}"
+    try:
+        step = await backend.steps.show(view.tenant, view.run_id, number)
+    except NotFound:
+        if view.state == "running":
+            raise NotFound(f"there is no training job {job_id}") from None
+        return TrainStep(job_id, None, last_lines(view)[0])
+    if step.is_final:
+        return TrainStep(job_id, step)
+    view = await backend.runs.view(view.tenant, view.run_id)
+    if view.state == "running":
+        return TrainStep(job_id, step)
+    step = await backend.steps.show(view.tenant, view.run_id, number)  # its last step may have ended just now
+    return TrainStep(job_id, step, None if step.is_final else last_lines(view)[0])
+
+
+def sft_status(view: RunView) -> JobStatus:
+    """How a supervised job stands. One that was cancelled or paused has failed, as far as its client knows."""
+    match view.state:
+        case "running":
+            return "queued" if view.num_steps is None else "running"
+        case "succeeded":
+            return "succeeded"
+        case _:
+            return "failed"
+
+
+async def sft_events(backend: Backend, view: RunView, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
+    """A page of a supervised job's events: what comes behind one of them is read from there on.
+
+    Steps that were done again, after a worker was lost, come again.
+
+    Raises:
+        InvalidInput: `after` is no id of its events.
+    """
+    place = _place(view.run_id, after)
+    if place == "training_ended" or (view.num_steps is None and view.state == "running"):
+        return page_of(list[TrainingEvent](), has_more=False)
+    events: list[TrainingEvent] = []
+    if place is None and view.num_steps is not None:
+        events.append(_event(view.run_id, "training_started", {"num_sequences": view.num_steps}))
+    cursor = None if place in (None, "training_started") else place
+    steps, has_more = await _steps(backend, view.run_id, cursor, limit)
+    events += [_gradient_step(view.run_id, item) for item in steps]
+    if not has_more and view.state != "running":
+        events.append(_end(view))
+    return page_of(events[:limit], has_more or len(events) > limit)
+
+
+def _place(job_id: str, after: str | None) -> str | None:
+    """What an event's id says behind the job's: the type of an event, or a cursor."""
+    if after is None:
+        return None
+    place = after.removeprefix(f"{job_id}:")
+    if place == after:
+        raise InvalidInput("there is no item of this id", "after")
+    if place not in ("training_started", "training_ended"):
+        try:
+            EventCursor.parse(place)
+        except InvalidInput:
+            raise InvalidInput("there is no item of this id", "after") from None
+    return place
+
+
+async def _steps(backend: Backend, run_id: str, cursor: str | None, limit: int) -> tuple[list[RunEvent], bool]:
+    """Optimizer steps behind a cursor, and whether there are more."""
+    found: list[RunEvent] = []
+    while len(found) <= limit:
+        page = await backend.reader.events(run_id, cursor, _AT_ONCE)
+        if not page.events:
+            break
+        found += [item for item in page.events if isinstance(item.event, Step)]
+        cursor = page.next
+    return found[:limit], len(found) > limit
+
+
+def _gradient_step(job_id: str, item: RunEvent) -> TrainingEvent:
+    assert isinstance(item.event, Step)
+    return TrainingEvent(id=f"{job_id}:{item.cursor}", type="gradient_step", data=_numbers(item.event.metrics))
+
+
+def _end(view: RunView) -> TrainingEvent:
+    """Whatever its type: nothing comes behind it."""
+    if view.state == "succeeded":
+        return _event(view.run_id, "training_ended")
+    failed = _event(view.run_id, "training_failed", {"error_message": error_of(view)})
+    return failed.model_copy(update={"id": f"{view.run_id}:training_ended"})
+
+
+def error_of(view: RunView) -> str | None:
+    """Why a run ended that did not succeed."""
+    if view.state in ("running", "succeeded"):
+        return None
+    return view.problem.message if view.problem is not None else last_lines(view)[0]
+
+
+def _numbers(metrics: dict[str, float]) -> dict[str, JsonValue]:
+    """Under our names, and under ART's."""
+    found = finite(metrics)
+    return {**found, **{theirs: found[ours] for ours, theirs in _ART_NAMES.items() if ours in found}}
+
+
+def _event(job_id: str, kind: EventType, data: dict[str, JsonValue] | None = None) -> TrainingEvent:
+    return TrainingEvent(id=f"{job_id}:{kind}", type=kind, data=data or {})

@@ -1,0 +1,153 @@
+"""What ART's client says of a training job: parsed, and what could not be done as it is meant is refused."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from service.inference.art_models import ModelId
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.jobs.job import CISPO, GSPO, PPO
+
+# What its trainer does where the client says nothing: CISPO's bounds, and those of PPO.
+_CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2
+
+
+# Keys of ART 0.5.20 and later, with the values that change nothing here: their defaults. Chunks and packing are ours.
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "allow_training_without_logprobs": (False,),
+    "kl_penalty_coef": (0,),
+    "kl_ref_adapter_path": (),
+    "normalize_advantages": (True,),
+    "num_trajectories_learning_rate_multiplier_power": (0,),
+    "plot_tensors": (False,),
+    "scale_learning_rate_by_reward_std_dev": (False,),
+    "truncated_importance_sampling": (),
+}
+_NEVER_READ = ("logprob_calculation_chunk_size", "packed_sequence_length")
+_OF_A_KL = ("kl_penalty_reference_step", "kl_penalty_source", "kl_penalty_step_lag")
+
+
+def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -> object:
+    """What a client said but for nulls and for keys at their defaults.
+
+    Raises:
+        ValueError: such a key has another value.
+    """
+    if not isinstance(given, dict):
+        return given
+    for name, values in no_effect.items():
+        if given.get(name) is not None and given[name] not in values:
+            raise ValueError(f"{name}: it is not done here: leave it at its default")
+    return {name: value for name, value in given.items() if value is not None and name not in no_effect}
+
+
+class ExperimentalConfig(Frozen):
+    """Of a reinforcement job. What is null is as ART has it."""
+
+    learning_rate: float | None = None
+    ppo: bool | None = None
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    scale_rewards: bool | None = None
+    importance_sampling_level: Literal["token", "sequence", "average", "geometric_average"] | None = None
+    max_negative_advantage_importance_sampling_weight: float | None = None
+    precalculate_logprobs: bool | None = None
+    advantage_balance: float | None = None
+    mask_prob_ratio: bool | None = None
+    kimi_k2_tau: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newer_keys(cls, given: object) -> object:
+        """`loss_fn` is another word for `ppo`; a KL of nothing has a reference that nobody asks."""
+        known = _without_defaults(given, _NO_EFFECT)
+        if not isinstance(known, dict):
+            return known
+        rest = {name: value for name, value in known.items() if name not in (*_NEVER_READ, *_OF_A_KL)}
+        name = rest.pop("loss_fn", None)
+        if name is None:
+            return rest
+        if name not in ("cispo", "ppo") or rest.setdefault("ppo", name == "ppo") != (name == "ppo"):
+            raise ValueError(f"loss_fn: cispo, or ppo where ppo is true: not {name!r:.40}")
+        return rest
+
+    @property
+    def loss(self) -> CISPO | PPO | GSPO:
+        """ART's objective as a loss of ours: its clipped REINFORCE is CISPO, its clipped surrogate is PPO.
+
+        Raises:
+            InvalidInput: it is neither; names the field. ValidationError: a number is out of its bounds.
+        """
+        for name in ("advantage_balance", "mask_prob_ratio", "kimi_k2_tau"):
+            if getattr(self, name):
+                raise _refusal(name, "no loss here knows it: leave it at its default")
+        low = self.epsilon if self.epsilon is not None else (_PPO if self.ppo else _CISPO_LOW)
+        high = self.epsilon_high if self.epsilon_high is not None else (low if self.ppo else _CISPO_HIGH)
+        most = self.max_negative_advantage_importance_sampling_weight
+        old: Literal["sampler", "trainer"] = "trainer" if self.precalculate_logprobs else "sampler"
+        match self.importance_sampling_level or "token", bool(self.ppo):
+            case "token", True:
+                return PPO(clip_low=low, clip_high=high, dual_clip=most, old=old)
+            case "token", False:
+                # The weight is clipped from above anyhow: a bound on the ratio is another upper clip.
+                return CISPO(clip_low=low, clip_high=high if most is None else min(high, most - 1), old=old)
+            case "sequence", True if most is None:
+                return GSPO(clip_low=low, clip_high=high, aggregation="token_mean", old=old)
+            case "sequence", _:
+                rule = "by sequence alone with ppo, and without max_negative_advantage_importance_sampling_weight"
+                raise _refusal("importance_sampling_level", rule)
+            case level, _:
+                raise _refusal("importance_sampling_level", f"no loss here weighs by {level}: token or sequence")
+
+
+class SftConfig(Frozen):
+    """Of a supervised job. A list of learning rates has one for every batch."""
+
+    batch_size: int | None = None
+    learning_rate: float | tuple[float, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newer_keys(cls, given: object) -> object:
+        return _without_defaults(given, {"assistant_turns": ("all",)})
+
+    @property
+    def rate(self) -> float | None:
+        """Raises InvalidInput for rates that change."""
+        match self.learning_rate:
+            case tuple() as rates:
+                if len(set(rates)) != 1:
+                    rule = "one rate for all batches: give a number (or train in several jobs, one after the other)"
+                    raise InvalidInput(rule, "config.learning_rate")
+                return rates[0]
+            case rate:
+                return rate
+
+
+class SftRequest(Frozen):
+    """`POST /v1/preview/sft-training-jobs`."""
+
+    model_id: ModelId
+    training_data_url: str = Field(min_length=1, max_length=2048, description="any URI that datasets are read from")
+    config: SftConfig | None = None
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        if self.training_data_url.startswith("wandb-artifact:"):
+            raise ValueError(
+                "training_data_url: W&B's artifacts are not downloaded: put the file where datasets are read from, or "
+                "upload it to /api/v1/files, and send its URI"
+            )
+        return self
+
+
+class RlRequest(Frozen):
+    """`POST /v1/preview/training-jobs`, but for its groups, which are read one by one."""
+
+    model_id: ModelId
+    experimental_config: ExperimentalConfig | None = None
+
+
+def _refusal(name: str, rule: str) -> InvalidInput:
+    return InvalidInput(rule, f"experimental_config.{name}")

@@ -1,0 +1,158 @@
+"""`/v1/preview/models`: models to be trained, and their checkpoints."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Response
+from pydantic import BaseModel, Field, StrictBool
+
+from service.accounts.principals import Asking, reads_or_writes
+from service.apis.art.job_request import ExperimentalConfig
+from service.apis.art.job_runs import rl_run
+from service.apis.art.submission import stop
+from service.apis.json_bodies import JsonBody, JsonRoute
+from service.apis.openai.answers import ListAnswer, page_after, page_of
+from service.backend import Backed, Backend
+from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+
+router = APIRouter(
+    route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]
+)
+
+_PROJECT = "uncategorized"  # W&B's own word
+Order = Literal["asc", "desc"]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+After = Annotated[str | None, Query(max_length=256, description="the id of the last item of the page before")]
+
+
+class NewModel(Frozen):
+    """A model to be registered. `entity`: the tenant, if absent."""
+
+    entity: ArtWord | None = None
+    project: ArtWord | None = None
+    name: ArtWord | None = None
+    base_model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    return_existing: StrictBool = Field(default=False, description="else a name that is taken is refused")
+    longshore: ArtSettings = Field(default=ArtSettings(), description="of ours, for all of the model's jobs")
+
+
+class ModelObject(BaseModel):
+    """A model as clients see it. `published_as`: the name of its adapters among all that is published."""
+
+    id: str
+    object: Literal["model"] = "model"
+    entity: str
+    project: str
+    name: str
+    base_model: str
+    run_id: None = Field(default=None, description="of W&B: there is none")
+    created_at: int
+    published_as: str
+    longshore: ArtSettings
+
+    @classmethod
+    def of(cls, model: ArtModel) -> "ModelObject":
+        return cls(
+            id=model.model_id,
+            entity=model.entity,
+            project=model.project,
+            name=model.name,
+            base_model=model.base_model,
+            created_at=int(model.created_at),
+            published_as=model.published_as,
+            longshore=model.settings,
+        )
+
+
+class CheckpointObject(BaseModel):
+    """A model after a job that changed it. `model`: by which name it is asked."""
+
+    id: str
+    object: Literal["checkpoint"] = "checkpoint"
+    step: int
+    metrics: dict[str, float]
+    model: str
+
+
+class Steps(Frozen):
+    """Checkpoints to be deleted."""
+
+    steps: tuple[Annotated[int, Field(ge=0, le=10**6)], ...] = Field(max_length=10_000)
+
+
+class DeletedCheckpoints(BaseModel):
+    deleted_count: int
+    not_found_steps: list[int]
+
+
+@router.post("")
+async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) -> ModelObject:
+    """Register a model, or find the one of this name. 409 when the name is another model's."""
+    entity, project = body.entity or asking.tenant, body.project or _PROJECT
+    model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore)
+    run = rl_run(model, ExperimentalConfig(), None)  # its settings hold for every job: a wrong one is told here
+    try:
+        await backend.runs.check_run(asking.tenant, run, "longshore.")
+    except InvalidInput as error:
+        raise InvalidInput(error.message, "base_model" if error.place == "model" else error.place) from error
+    return ModelObject.of(await backend.art_models.register(model, return_existing=body.return_existing))
+
+
+@router.get("")
+async def list_models(
+    asking: Asking, backend: Backed, after: After = None, limit: Limit = 100
+) -> ListAnswer[ModelObject]:
+    """Models in the order in which they were registered."""
+    found = [ModelObject.of(model) for model in await backend.art_models.all(asking.tenant)]
+    return page_after(found, after, limit)
+
+
+@router.get("/{model_id}")
+async def get_model(model_id: str, asking: Asking, backend: Backed) -> ModelObject:
+    """One of them."""
+    return ModelObject.of(await backend.art_models.show(asking.tenant, model_id))
+
+
+@router.delete("/{model_id}", status_code=204)
+async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Response:
+    """Forget a model and delete its checkpoints; what it is busy with is cancelled. Its runs stay on record."""
+    model = await backend.art_models.show(asking.tenant, model_id)
+    await stop(backend, asking.tenant, model)
+    await backend.art_models.delete(model)
+    return Response(status_code=204)
+
+
+@router.get("/{model_id}/checkpoints")
+async def list_checkpoints(
+    model_id: str, asking: Asking, backend: Backed, after: After = None, limit: Limit = 100, order: Order = "asc"
+) -> ListAnswer[CheckpointObject]:
+    """What the model's jobs made, by step. The base model, step 0, is none of them."""
+    model = await backend.art_models.show(asking.tenant, model_id)
+    steps = sorted(await backend.art_models.steps(model), reverse=order == "desc")
+    if after is not None:
+        ids = [_id(model, step) for step in steps]
+        if after not in ids:
+            raise InvalidInput("there is no item of this id", "after")
+        steps = steps[ids.index(after) + 1 :]
+    found = [await _checkpoint(backend, model, step) for step in steps[:limit]]
+    return page_of(found, has_more=len(steps) > limit)
+
+
+@router.delete("/{model_id}/checkpoints")
+async def delete_checkpoints(
+    model_id: str, body: JsonBody[Steps], asking: Asking, backend: Backed
+) -> DeletedCheckpoints:
+    """Delete checkpoints by step. The newest is refused: the next job goes on from it."""
+    model = await backend.art_models.show(asking.tenant, model_id)
+    count, missing = await backend.art_models.delete_steps(model, body.steps)
+    return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)
+
+
+async def _checkpoint(backend: Backend, model: ArtModel, step: int) -> CheckpointObject:
+    metrics = await backend.art_models.metrics(model, step)
+    return CheckpointObject(id=_id(model, step), step=step, metrics=metrics, model=f"{model.title}:step{step}")
+
+
+def _id(model: ArtModel, step: int) -> str:
+    return f"{model.model_id}:step{step}"

@@ -1,0 +1,133 @@
+"""Trajectory groups as ART's client sends them: one JSON document with all of them in it, made a file of lines.
+
+Of such a document, megabytes of text, one group at a time is held as objects.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from pydantic import ValidationError
+
+from shared.chat.trajectories import FORMS, SentGroup
+from shared.errors import InvalidInput
+
+GROUPS = "trajectory_groups"
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass
+class SentJob:
+    """What came beside the groups, and how many those were."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    num_groups: int = 0
+    num_trajectories: int = 0
+
+
+def split(document: bytes, lines: BinaryIO) -> SentJob:
+    """Write every group of a document as a line of JSON.
+
+    Raises:
+        InvalidInput: the document is no JSON object, or a group in it is none; says where.
+    """
+    job = SentJob()
+    try:
+        reader = _Reader(document.decode())
+        for name in reader.names():
+            if name in job.fields or (name == GROUPS and job.num_groups):
+                raise InvalidInput("it stands in the document twice", name)
+            if name != GROUPS:
+                job.fields[name] = reader.value()
+                continue
+            for group in reader.items():
+                lines.write(_line(group, f"{GROUPS}.{job.num_groups}"))
+                job.num_groups += 1
+                job.num_trajectories += len(group["trajectories"])
+    except RecursionError:
+        raise InvalidInput("it is nested too deeply", "body") from None
+    except ValueError as error:
+        raise InvalidInput(f"this is no JSON object: {error}", "body") from None
+    if not job.num_groups:
+        raise InvalidInput("there is no trajectory group", GROUPS)
+    return job
+
+
+def _line(group: Any, place: str) -> bytes:
+    for trajectory in _trajectories(group):
+        # ART counts a model's steps, which are the versions of its adapter; a run counts its own from 0.
+        trajectory.pop("final_policy_version", None)
+        if (step := trajectory.pop("initial_policy_version", None)) is not None:
+            trajectory["model_version"] = step
+    try:
+        SentGroup.model_validate(group)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part not in FORMS]
+        raise InvalidInput(first["msg"], ".".join([place, *where])) from None
+    return json.dumps(group, separators=(",", ":")).encode() + b"\n"
+
+
+def _trajectories(group: Any) -> Iterator[dict[str, Any]]:
+    found = group.get("trajectories") if isinstance(group, dict) else None
+    return (item for item in found if isinstance(item, dict)) if isinstance(found, list) else iter(())
+
+
+class _Reader:
+    """A JSON object read name by name, and a list in it item by item. Raises ValueError for what is none."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def names(self) -> Iterator[str]:
+        """Every name of the object. Whoever takes one reads its value before the next."""
+        self._take("{")
+        if not self._takes("}"):
+            while True:
+                name = self.value()
+                if not isinstance(name, str):
+                    raise ValueError(f"a name is missing before character {self._at}")
+                self._take(":")
+                yield name
+                if self._takes("}"):
+                    break
+                self._take(",")
+        self._skip()
+        if self._at != len(self._text):
+            raise ValueError(f"there is more behind it, from character {self._at} on")
+
+    def items(self) -> Iterator[Any]:
+        """Every item of the list that comes next."""
+        self._take("[")
+        if self._takes("]"):
+            return
+        while True:
+            yield self.value()
+            if self._takes("]"):
+                return
+            self._take(",")
+
+    def value(self) -> Any:
+        self._skip()
+        found, self._at = _DECODER.raw_decode(self._text, self._at)
+        return found
+
+    def _skip(self) -> None:
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+
+    def _takes(self, sign: str) -> bool:
+        self._skip()
+        if not self._text.startswith(sign, self._at):
+            return False
+        self._at += 1
+        return True
+
+    def _take(self, sign: str) -> None:
+        if not self._takes(sign):
+            raise ValueError(f"{sign} is missing at character {self._at}")

@@ -1,0 +1,275 @@
+"""What every request passes before an API sees it: a request id, Host header, key, rate and size; and the audit log."""
+
+import asyncio
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from http import HTTPStatus
+from urllib.parse import urlencode
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.accounts import audit
+from service.accounts.audit import Audit
+from service.accounts.keys import Keys, sent_key
+from service.accounts.principals import Principal
+from service.accounts.rate_limits import RateLimit
+from service.accounts.sessions import COOKIE, CSRF_HEADER, Sessions, is_from_page
+from service.apis import errors as problems
+from service.apis.page import pages
+from service.errors import DatabaseUnavailable
+
+logger = logging.getLogger("longshore.service")
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+OPEN_PATHS = ("/health", "/api/v1/health", *pages.OPEN_PATHS)
+_LOOKS = ("GET", "HEAD")
+UPLOAD_PATHS = re.compile(r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs")
+_LONGEST_PATH = 2048
+_RECHECK_S = 2.0  # a key that was revoked takes its answers with it: those that are still waited for, and streams
+_SILENCE_S = 30.0  # of a client in the middle of a body
+_BODY_S = 60.0  # for a body, and beyond that as long as it takes at the slowest rate that is waited for
+_SLOWEST_BYTES_PER_S = 16 << 10
+_REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+_KEY_UNKNOWN = "this API key is not known here, was revoked, or has expired"
+_SESSION_OVER = "this session has ended, or its key has: sign in again"
+_HOST = re.compile(r"^\[?(?P<name>[^\]]*?)\]?(:\d+)?$")
+
+
+class Edge:
+    """The outermost layer. It refuses, or passes on; it never reads a body itself."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        sessions: Sessions,
+        audit: Audit,
+        rate_limit: RateLimit,
+        allowed_hosts: Iterable[str] | None,
+        max_body_bytes: int,
+        max_upload_bytes: int,
+        in_hand: set[object],
+    ) -> None:
+        """
+        Args:
+            rate_limit: of each key.
+            allowed_hosts: names that a Host header may carry (DNS rebinding sends others); None for any.
+            max_body_bytes: the largest JSON body.
+            max_upload_bytes: the largest file.
+            in_hand: holds something for each request that is not answered yet, for whoever waits for the last ones.
+        """
+        self._app = app
+        self._keys = keys
+        self._sessions = sessions
+        self._audit = audit
+        self._rate_limit = rate_limit
+        self._hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
+        self._max_body_bytes = max_body_bytes
+        self._max_upload_bytes = max_upload_bytes
+        self._in_hand = in_hand
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        scope.setdefault("state", {})
+        exchange = _Exchange(send, _request_id(headers), scope, self._audit)
+        refusal = await self._refusal(scope, headers, exchange)
+        if refusal is not None:
+            await refusal(scope, receive, exchange.send)
+            return
+        body = _LimitedBody(receive, self._limit(scope))
+        self._in_hand.add(exchange)
+        try:
+            await self._app(scope, body.receive, self._while_known(scope, headers, exchange))
+        except asyncio.CancelledError:  # the service was told to leave, and this is not done within its grace
+            if exchange.begun or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()
+            text = "the service is leaving, or starting anew: ask again"
+            answer = problems.answer(503, text, headers={"retry-after": "2"}, path=scope["path"])
+            await answer(scope, receive, exchange.send)
+        except _NoLongerKnown:
+            await self._end(exchange, scope, receive)
+        except Exception as error:  # the last edge: whatever gets here has no handler, or its answer had begun
+            logger.error("%s failed", exchange, exc_info=error)
+            if not exchange.begun:
+                text = "the service failed; its log has the reason under this answer's x-request-id"
+                await problems.answer(500, text, path=scope["path"])(scope, receive, exchange.send)
+        finally:
+            self._in_hand.discard(exchange)
+
+    def _while_known(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Send:
+        """Sends as long as who asks is still known: what is streamed or waited for outlives its first look."""
+        if "principal" not in scope["state"]:
+            return exchange.send
+        checked_at = time.monotonic()
+
+        async def send(message: Message) -> None:
+            nonlocal checked_at
+            # Pieces of a stream are few, and looked at one by one; those of a file come by the thousand.
+            if exchange.is_event_stream or time.monotonic() - checked_at > _RECHECK_S:
+                with suppress(DatabaseUnavailable):  # then the last answer stands
+                    if await self._principal(headers) is None:
+                        raise _NoLongerKnown
+                checked_at = time.monotonic()
+            await exchange.send(message)
+
+        return send
+
+    async def _end(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
+        """Of a stream the connection is closed: it has no end of its own, and whoever comes again is told why."""
+        logger.info("%s: its key or session ended under it", exchange)
+        if not exchange.begun:
+            text = "the key or session that asked has ended meanwhile"
+            refusal = problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=scope["path"])
+            await refusal(scope, receive, exchange.send)
+
+    async def _principal(self, headers: Headers) -> Principal | None:
+        """Who asks; None for nobody that is known, or no longer. Raises DatabaseUnavailable."""
+        if token := _session_token(headers):
+            return await self._sessions.find(token)
+        return await self._keys.find(headers.get("authorization"))
+
+    async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
+        """Why a request goes no further, as an answer. Puts who asks into the request's state."""
+        path, host = scope["path"], _host_name(headers.get("host", ""))
+        if self._hosts is not None and host not in self._hosts:
+            return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
+        if path not in OPEN_PATHS and not path.startswith(f"{pages.STATIC}/"):
+            token = _session_token(headers)
+            if token and scope["method"] not in _LOOKS and not is_from_page(token, headers.get(CSRF_HEADER)):
+                text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
+                return problems.answer(403, text, path=path)
+            try:
+                principal = await self._principal(headers)
+            except DatabaseUnavailable as error:
+                return problems.answer(503, str(error), headers={"retry-after": "2"}, path=path)
+            if principal is None:
+                is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
+                if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
+                    return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
+                text = _SESSION_OVER if token else _unknown(headers.get("authorization"))
+                return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)
+            scope["state"]["principal"] = principal
+            if wait_s := self._rate_limit.wait_s(principal.key_id):
+                text = f"this key asks too often: at most {self._rate_limit} here"
+                return problems.answer(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._limit(scope):
+            text = f"the body has {length} bytes; at most {self._limit(scope)} are taken here"
+            return problems.answer(413, text, path=path)
+        return None
+
+    def _limit(self, scope: Scope) -> int:
+        return self._max_upload_bytes if UPLOAD_PATHS.fullmatch(scope["path"]) else self._max_body_bytes
+
+
+class _Exchange:
+    """One request and its answer: adds the request id, notes it in the audit log, logs one line."""
+
+    def __init__(self, send: Send, request_id: str, scope: Scope, audit_log: Audit) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._scope = scope
+        self._start = time.monotonic()
+        self._audit = audit_log
+        self._touched = audit.begin()
+        self.begun = False
+        self.is_event_stream = False
+
+    def __str__(self) -> str:
+        return f"{self._request_id} {self._scope['method']} {self._scope['path']}"
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            headers = MutableHeaders(scope=message)
+            self.is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
+            headers["x-request-id"] = self._request_id
+            # What a browser opens of ours is what it says that it is, and runs nothing; pages say what they run.
+            headers.setdefault("x-content-type-options", "nosniff")
+            headers.setdefault("content-security-policy", "default-src 'none'; frame-ancestors 'none'")
+            await self._note(message["status"])
+            duration_ms = (time.monotonic() - self._start) * 1000
+            logger.info("%s %s %.0f ms", self, HTTPStatus(message["status"]).value, duration_ms)
+        await self._send(message)
+
+    async def _note(self, status: int) -> None:
+        """Before the answer: what a client was told is in the log."""
+        who: Principal | None = self._scope["state"].get("principal")  # the edge's, or of who has just signed in
+        method, path, client = self._scope["method"], self._scope["path"], self._scope.get("client")
+        if self._audit.wants(method, path, status, who.key_id if who else None):
+            await self._audit.note(
+                tenant=who.tenant if who else None,
+                key_id=who.key_id if who else None,
+                method=method,
+                path=path[:_LONGEST_PATH],
+                target=" ".join(self._touched) or None,
+                status=status,
+                address=client[0] if client else None,
+                request_id=self._request_id,
+            )
+
+
+class _LimitedBody:
+    """Counts a body that does not say its length, and waits for it as long as it comes at a bearable rate."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._num_bytes = 0
+        self._begin = time.monotonic()
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        if self._is_whole:  # what comes now is the client's hanging up, whenever that is
+            return await self._receive()
+        left_s = self._begin + _BODY_S + self._num_bytes / _SLOWEST_BYTES_PER_S - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, min(left_s, _SILENCE_S))):
+                message = await self._receive()
+        except TimeoutError:
+            self._is_whole = True
+            text = f"the body did not come: {self._num_bytes} bytes in {time.monotonic() - self._begin:.0f} s"
+            raise HTTPException(408, text, headers={"connection": "close"}) from None
+        self._is_whole = not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._limit:
+            # FastAPI takes any other exception from here for a body that is broken.
+            raise HTTPException(413, f"the body is larger than the {self._limit} bytes that are taken here")
+        return message
+
+
+class _NoLongerKnown(Exception):
+    """The key or session that asked was good when it asked."""
+
+
+def _session_token(headers: Headers) -> str:
+    """The page's session, of a request that shows no key."""
+    return "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+
+
+def _unknown(authorization: str | None) -> str:
+    """Why nobody is known by this header: it has no key, or one that is none here."""
+    return _KEY_UNKNOWN if sent_key(authorization) else "send an API key: Authorization: Bearer <key>"
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.match(given) else f"req-{secrets.token_hex(8)}"
+
+
+def _host_name(header: str) -> str:
+    found = _HOST.match(header)
+    return found["name"].lower() if found else header

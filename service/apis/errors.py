@@ -1,0 +1,227 @@
+"""Errors of the API: `{"error": {"type", "message", "place"}}`, below /v1 OpenAI's shape, and never a stack trace."""
+
+import errno
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QuotaExceeded, TemporalUnavailable
+from shared.contract import Frozen
+from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
+from shared.field_rules import rule_in_words
+
+
+class ApiProblem(Frozen):
+    """What went wrong. `place` is the field, file or line that is at fault, where there is one."""
+
+    type: str
+    message: str
+    place: str | None = None
+
+
+class ErrorBody(Frozen):
+    """The body of every answer from 400 on."""
+
+    error: ApiProblem
+
+
+class ForeignProblem(Frozen):
+    """What went wrong, as OpenAI's clients read it. `param`: the field that is at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ForeignErrorBody(Frozen):
+    """The body of every answer from 400 on, below /v1."""
+
+    error: ForeignProblem
+
+
+# Before any of this is asked: what is no HTTP (two lengths, a length that is no number) is refused by uvicorn itself.
+_NO_HTTP = {"text/plain": {"schema": {"type": "string"}}}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "content": _NO_HTTP},
+    **{code: {"model": ErrorBody} for code in (401, 403, 404, 408, 409, 413, 422, 429, 503, 507)},
+}
+"""What the description of each operation of the native API says of errors."""
+FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ForeignErrorBody, "content": _NO_HTTP},
+    **{code: {"model": ForeignErrorBody} for code in ("4XX", "5XX")},
+}
+"""The same of those below /v1."""
+
+# What is named in paths: by what can be no name of one, nothing is named.
+_IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
+# Members of `trainable`, which pydantic names behind the field; a field of that name is the last part.
+_TAGS = ("lora", "full")
+_MOST_RULES = 20
+_NO_RETRY = {"x-should-retry": "false"}
+_BY_STATUS = {
+    400: "invalid_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    409: "conflict",
+    413: "too_large",
+    422: "invalid_input",
+    429: "rate_limited",
+    503: "unavailable",
+    507: "disk_full",
+}
+
+
+def answer(
+    status: int,
+    message: str,
+    place: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
+    kind: str | None = None,
+) -> JSONResponse:
+    """An error as a response.
+
+    Args:
+        path: the request's: below /v1 errors have OpenAI's shape.
+        kind: the error's type, where the status does not say it.
+    """
+    kind = kind or _BY_STATUS.get(status, "error")
+    if is_foreign(path):
+        status = 400 if status == 422 else status
+        error = {
+            "message": message,
+            "type": _openai_type(status, kind),
+            "param": place,
+            "code": _OPENAI_CODES.get(kind, kind),
+        }
+        return JSONResponse({"error": error}, status_code=status, headers=dict(headers or {}))
+    body = ErrorBody(error=ApiProblem(type=kind, message=message, place=place))
+    return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}))
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a path belongs to the surfaces for clients of other APIs, which have another shape of error."""
+    return path == "/v1" or path.startswith("/v1/")
+
+
+_OPENAI_CODES = {
+    "unauthorized": "invalid_api_key",
+    "rate_limited": "rate_limit_exceeded",
+    "quota_exceeded": "insufficient_quota",
+}
+
+
+def _openai_type(status: int, kind: str) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 429:
+            return "insufficient_quota" if kind == "quota_exceeded" else "rate_limit_error"
+        case _:
+            return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def install(app: FastAPI) -> None:
+    """Give an app its error handlers. What they raise again is a bug, which the edge logs and answers with 500."""
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(LongshoreError, _ours)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(OSError, _os)
+
+
+def describe(errors: Sequence[Any]) -> ApiProblem:
+    """Pydantic's errors as one problem: the first one's field, and every rule that is broken.
+
+    Args:
+        errors: `error.errors()` of a ValidationError.
+    """
+    found = [(_place(e["loc"]), rule_in_words(e)) for e in errors[:_MOST_RULES]]
+    if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
+        found[0] = ("body", found[0][1])
+    first, rule = found[0]
+    rest = "".join(f"; {place or 'the request'}: {text}" for place, text in found[1:])
+    if len(errors) > _MOST_RULES:
+        rest += f"; and {len(errors) - _MOST_RULES:,} more"
+    return ApiProblem(type="invalid_input", message=rule + rest, place=first)
+
+
+def _place(loc: Sequence[int | str]) -> str | None:
+    """The field: without the part of the request that it is in, and without the tags of a union's members."""
+    inner = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
+    parts = [str(part) for i, part in enumerate(inner) if part not in _TAGS or i == len(inner) - 1]
+    return ".".join(parts) or None
+
+
+async def _validation(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    path = request.url.path
+    for each in error.errors():
+        if each["loc"][0] == "path" and (thing := _IN_PATHS.get(str(each["loc"][-1]))):
+            return answer(404, f"there is no {thing} {each['input']}", path=path)
+    problem = describe(error.errors())
+    return answer(422, problem.message, problem.place, path=path)
+
+
+async def _ours(request: Request, error: Exception) -> JSONResponse:
+    path, text = request.url.path, str(error)
+    match error:
+        case InvalidInput(message=message, place=place):
+            return answer(422, message, place, path=path)
+        case Forbidden():
+            return answer(403, text, path=path)
+        case NotFound():
+            return answer(404, text, path=path)
+        case Conflict():
+            return answer(409, text, headers=_NO_RETRY, path=path)
+        case QuotaExceeded():
+            return answer(429, text, headers=_NO_RETRY, path=path, kind="quota_exceeded")
+        case Busy():
+            return answer(429, text, headers={"retry-after": "5"}, path=path)
+        case DiskFull():
+            return answer(507, text, path=path)
+        case StoreUnavailable() | TemporalUnavailable() | DatabaseUnavailable() | SamplerUnavailable():
+            return answer(503, text, headers={"retry-after": "2"}, path=path)
+        case _:
+            raise error
+
+
+async def http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
+        # FastAPI calls a body that is no JSON 422, and one in which it cannot even look for JSON 400.
+        return answer(422, "the body is no JSON that can be read here", path=request.url.path)
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 405 and (methods := _methods(request)):
+        headers["allow"] = ", ".join(methods)
+    return answer(error.status_code, str(error.detail), headers=headers, path=request.url.path)
+
+
+def _methods(request: Request) -> list[str]:
+    """What a path of our description may be asked with: routes are one for each method, and know of no other."""
+    paths = request.app.openapi()["paths"]
+    if plain := paths.get(request.url.path):  # `/runs/sft` is no run
+        return sorted(method.upper() for method in plain)
+    found = set()
+    for path, operations in paths.items():
+        pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))
+        if re.fullmatch(pattern, request.url.path):
+            found |= {method.upper() for method in operations}
+    return sorted(found)
+
+
+async def _os(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return answer(507, "the disk of the service is full", path=request.url.path)
+    raise error

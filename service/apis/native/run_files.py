@@ -1,0 +1,87 @@
+"""The native API's endpoints about what stands beside runs: counts and courses, reports, job files, rollouts."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+
+from service.accounts.principals import Asking
+from service.apis.native.runs import TEXT
+from service.backend import Backed
+from service.runs.files import GroupTexts, JobFile, RunReport
+from service.runs.overview import Overview, Sparkline
+from shared.runs.requests import RunId
+
+router = APIRouter()
+_LAST_STEP = 99_999_999
+JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
+FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
+StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
+
+
+@router.get("/overview")
+async def show_overview(backend: Backed, asking: Asking) -> Overview:
+    """How many runs there are in each state, which wait for a worker and at which place, and the titles of keys."""
+    return await backend.overviews.show(asking.tenant)
+
+
+@router.get("/sparklines")
+async def list_sparklines(
+    backend: Backed, asking: Asking, run_id: Annotated[list[RunId], Query(max_length=200)]
+) -> dict[RunId, Sparkline]:
+    """The loss of runs, or the reward, in a few dozen numbers each. Runs that there are not are left out."""
+    runs = await backend.runs.of(asking.tenant, run_id)
+    lines = await asyncio.gather(*(backend.overviews.sparkline(run) for run in runs))
+    return {run.run_id: line for run, line in zip(runs, lines, strict=True)}
+
+
+@router.get("/runs/{run_id}/report")
+async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> RunReport:
+    """What tokenizing and packing made of a run's data, as far as they have come."""
+    status = await backend.runs.view(asking.tenant, run_id)
+    return await asyncio.to_thread(backend.run_files.report, status)
+
+
+@router.get("/runs/{run_id}/jobs")
+async def list_jobs(run_id: RunId, backend: Backed, asking: Asking) -> tuple[JobFile, ...]:
+    """Every attempt at every job of a run, in order."""
+    await backend.runs.record(asking.tenant, run_id)
+    return await asyncio.to_thread(backend.run_files.jobs, run_id)
+
+
+@router.get("/runs/{run_id}/jobs/{job_id}/{fence}", response_class=Response)
+async def show_job(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
+    """The job file as the worker was given it, to the byte."""
+    await backend.runs.record(asking.tenant, run_id)
+    data = await asyncio.to_thread(backend.run_files.job, run_id, job_id, fence)
+    return Response(data, media_type="application/json")
+
+
+@router.get("/runs/{run_id}/jobs/{job_id}/{fence}/output", response_class=Response, responses=TEXT)
+async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
+    """The end of what the worker of an attempt that went wrong wrote to stdout and stderr."""
+    await backend.runs.record(asking.tenant, run_id)
+    data = await asyncio.to_thread(backend.run_files.output, run_id, job_id, fence)
+    return PlainTextResponse(data)
+
+
+@router.get("/runs/{run_id}/checkpoints/{fence}/{step}/download", response_class=Response)
+async def download_checkpoint(
+    run_id: RunId, fence: FenceLabel, step: StepNumber, backend: Backed, asking: Asking
+) -> StreamingResponse:
+    """A checkpoint as a tar, with its manifest."""
+    await backend.runs.record(asking.tenant, run_id)
+    files = await asyncio.to_thread(backend.run_files.checkpoint, run_id, fence, step)
+    folder = f"{run_id}-{fence}-step-{step}"
+    headers = {"content-disposition": f'attachment; filename="{folder}.tar"'}
+    return StreamingResponse(files.tar(folder), media_type="application/x-tar", headers=headers)
+
+
+@router.get("/runs/{run_id}/steps/{step}/rollouts")
+async def step_rollouts(
+    run_id: RunId, step: StepNumber, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=32)] = 4
+) -> tuple[GroupTexts, ...]:
+    """The first groups of a train step as text, with their rewards. 409 where they are not kept here."""
+    status = await backend.steps.show(asking.tenant, run_id, step, 0)
+    return await asyncio.to_thread(backend.run_files.rollouts, run_id, status, limit)

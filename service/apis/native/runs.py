@@ -1,0 +1,393 @@
+"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import Field
+
+from service.accounts.principals import BEARER, Asking, reads_or_writes
+from service.apis.errors import RESPONSES
+from service.apis.json_bodies import JsonBody, JsonRoute
+from service.backend import Backed, Backend, IdempotencyKey
+from service.errors import TemporalUnavailable
+from service.files.files import FILE_NAME, FilePage, FileRecord, PublishedFiles
+from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
+from shared.contract import Frozen
+from shared.errors import StoreUnavailable
+from shared.runs.requests import DPORun, RLRun, RunId, SFTRun
+from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
+from shared.storage import paths
+from shared.storage.artifacts import FileEntry
+from workflows.services.preview import Preview, PreviewRequest
+
+PREFIX = "/api/v1"
+DEPENDENCIES = [*BEARER, Depends(reads_or_writes)]
+TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+"""Of an operation that answers in text: its errors are JSON."""
+_BYTES: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}},
+    }
+}
+router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCIES, responses=RESPONSES)
+open_router = APIRouter(prefix=PREFIX)
+"""What needs no key."""
+_POLL_S = 0.5
+_LAST_STEP = 99_999_999
+_HEALTH_PATIENCE_S = 5.0
+
+
+class Health(Frozen):
+    """Whether the service can reach what stands behind it."""
+
+    status: Literal["ok", "degraded"]
+    temporal: str
+    store: str
+    temporal_ui: str | None = None
+
+
+@open_router.get("/health", responses={503: {"model": Health}})
+async def health(backend: Backed) -> JSONResponse:
+    """Open to everybody, so it says nothing of runs."""
+    temporal, store = await asyncio.gather(_check_temporal(backend), _check_store(backend))
+    ok = temporal == store == "ok"
+    body = Health(
+        status="ok" if ok else "degraded", temporal=temporal, store=store, temporal_ui=backend.settings.temporal_ui
+    )
+    return JSONResponse(body.model_dump(), status_code=200 if ok else 503)
+
+
+async def _check_temporal(backend: Backend) -> str:
+    try:
+        await backend.runs.check_temporal()
+        return "ok"
+    except TemporalUnavailable:
+        return "away"
+
+
+async def _check_store(backend: Backend) -> str:
+    try:
+        async with asyncio.timeout(_HEALTH_PATIENCE_S):
+            await asyncio.to_thread(backend.store.head, paths.run_index("health"))
+        return "ok"
+    except (StoreUnavailable, OSError):  # a TimeoutError is an OSError
+        return "away"
+
+
+@router.post("/runs/sft", status_code=201)
+async def submit_sft(
+    run: JsonBody[SFTRun],
+    backend: Backed,
+    asking: Asking,
+    idempotency_key: IdempotencyKey = None,
+) -> RunView:
+    """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
+    return await backend.runs.submit(asking, run, idempotency_key)
+
+
+@router.post("/runs/dpo", status_code=201)
+async def submit_dpo(
+    run: JsonBody[DPORun],
+    backend: Backed,
+    asking: Asking,
+    idempotency_key: IdempotencyKey = None,
+) -> RunView:
+    """Start a run that learns from preference pairs. The same Idempotency-Key gives the same run."""
+    return await backend.runs.submit(asking, run, idempotency_key)
+
+
+@router.post("/runs/rl", status_code=201)
+async def submit_rl(
+    run: JsonBody[RLRun],
+    backend: Backed,
+    asking: Asking,
+    idempotency_key: IdempotencyKey = None,
+) -> RunView:
+    """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
+    return await backend.runs.submit(asking, run, idempotency_key)
+
+
+class StepSubmission(Frozen):
+    """One train step. The same key trains once, however often it is sent."""
+
+    key: StepKey
+    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL; POST /files gives one")
+    wait_s: float = Field(default=0, ge=0, le=60, description="how long to wait for the step's end")
+
+
+@router.post("/runs/{run_id}/steps", status_code=202)
+async def train_step(run_id: RunId, step: JsonBody[StepSubmission], backend: Backed, asking: Asking) -> StepStatus:
+    """Train one file of trajectory groups, after those that came before. 409 when the run takes no more."""
+    return await backend.steps.train(asking.tenant, run_id, StepRequest(key=step.key, groups=step.groups), step.wait_s)
+
+
+@router.get("/runs/{run_id}/steps")
+async def list_steps(
+    run_id: RunId,
+    backend: Backed,
+    asking: Asking,
+    after: Annotated[int | None, Query(ge=0, le=_LAST_STEP, description="the `next` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> StepPage:
+    """The train steps of an RL run that have ended, in order. 409 for a run of another kind."""
+    await backend.steps.record(asking.tenant, run_id)
+    return await backend.reader.steps(run_id, after, limit)
+
+
+@router.get("/runs/{run_id}/steps/{step}")
+async def get_step(
+    run_id: RunId,
+    step: Annotated[int, Path(ge=0, le=_LAST_STEP)],
+    backend: Backed,
+    asking: Asking,
+    wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
+) -> StepStatus:
+    """A train step as it stands. 0: the policy before the first, of a run that evaluates its own rollouts."""
+    return await backend.steps.show(asking.tenant, run_id, step, wait_s)
+
+
+@router.post("/runs/{run_id}/finish", status_code=202)
+async def finish_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """Tell an RL run that no more steps come: it ends after those that wait. 409 when it has ended."""
+    return await backend.steps.finish(asking.tenant, run_id)
+
+
+@router.get("/runs")
+async def list_runs(
+    backend: Backed,
+    asking: Asking,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
+    state: State | None = None,
+    kind: Literal["sft", "dpo", "rl"] | None = None,
+    words: Annotated[
+        str | None, Query(max_length=128, description="that stand in the id, the name or the model")
+    ] = None,
+) -> RunPage:
+    """Runs, newest first, as they stood a second ago at most."""
+    return await backend.runs.page(asking.tenant, limit=limit, after=after, state=state, kind=kind, words=words)
+
+
+@router.get("/runs/{run_id}")
+async def get_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """A run as it stands now."""
+    return await backend.runs.view(asking.tenant, run_id)
+
+
+@router.post("/runs/{run_id}/cancel", status_code=202)
+async def cancel_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """End a run: at its next step boundary with a checkpoint, or at once where it does not train. 409 when it has."""
+    return await backend.runs.cancel(asking.tenant, run_id)
+
+
+@router.post("/runs/{run_id}/resume", status_code=202)
+async def resume_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """Go on from the last checkpoint of a paused, failed or cancelled run. 409 for any other."""
+    return await backend.runs.resume(asking.tenant, run_id)
+
+
+@router.post("/runs/{run_id}/pause", status_code=202)
+async def pause_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """End a run at its next step boundary, with a checkpoint, to be resumed later. 409 when it has ended."""
+    return await backend.runs.pause(asking.tenant, run_id)
+
+
+@router.post("/runs/{run_id}/retry", status_code=201)
+async def retry_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """A failed or cancelled run's request as a new run, from the beginning. 409 for any other."""
+    return await backend.runs.retry(asking, run_id)
+
+
+@router.get("/runs/{run_id}/events", response_model=EventPage)
+async def run_events(
+    run_id: RunId,
+    request: Request,
+    backend: Backed,
+    asking: Asking,
+    after: Annotated[str | None, Query(max_length=256, description="the `next` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
+    wait_s: Annotated[float, Query(ge=0, le=60, description="wait so long for the first new event")] = 0,
+) -> Any:
+    """What the workers say, in order.
+
+    `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` goes on); `application/x-ndjson` gives
+    lines.
+    """
+    await backend.runs.record(asking.tenant, run_id)
+    wanted = request.headers.get("accept", "")
+    if "text/event-stream" in wanted:
+        after = request.headers.get("last-event-id") or after
+        return StreamingResponse(_event_stream(backend, asking.tenant, run_id, after), media_type="text/event-stream")
+    page = await _events_within(backend, asking.tenant, run_id, after, limit, wait_s)
+    if "application/x-ndjson" in wanted:
+        lines = "".join(item.model_dump_json() + "\n" for item in page.events)
+        return PlainTextResponse(lines, media_type="application/x-ndjson")
+    return page
+
+
+async def _events_within(
+    backend: Backend, tenant: str, run_id: str, after: str | None, limit: int, wait_s: float
+) -> EventPage:
+    end = asyncio.get_running_loop().time() + wait_s
+    while True:
+        page = await backend.reader.events(run_id, after, limit)
+        if page.events or asyncio.get_running_loop().time() >= end or await _has_ended(backend, tenant, run_id):
+            return page
+        await asyncio.sleep(_POLL_S)
+
+
+async def _event_pages(
+    backend: Backend, tenant: str, run_id: str, after: str | None, limit: int = 1000
+) -> AsyncIterator[EventPage]:
+    """Pages as they come, until the run has ended and everything was read."""
+    while True:
+        ended = await _has_ended(backend, tenant, run_id)  # asked first: what is read next is then complete
+        page = await backend.reader.events(run_id, after, limit)
+        yield page
+        after = page.next or after
+        if not page.events:
+            if ended:
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+async def _has_ended(backend: Backend, tenant: str, run_id: str) -> bool:
+    return (await backend.runs.view(tenant, run_id)).state != "running"
+
+
+async def _event_stream(backend: Backend, tenant: str, run_id: str, after: str | None) -> AsyncIterator[str]:
+    async for page in _event_pages(backend, tenant, run_id, after):
+        for item in page.events:
+            yield f"id: {item.cursor}\nevent: {item.event.event}\ndata: {item.model_dump_json()}\n\n"
+        if not page.events:
+            yield ": waiting\n\n"  # a comment keeps proxies from closing a quiet stream
+    yield f"event: end\ndata: {(await backend.runs.view(tenant, run_id)).model_dump_json()}\n\n"
+
+
+@router.get("/runs/{run_id}/metrics")
+async def run_metrics(run_id: RunId, backend: Backed, asking: Asking) -> Metrics:
+    """One row a step: where a step was done twice, the newest worker's counts. Of an RL run also its train steps'."""
+    await backend.runs.record(asking.tenant, run_id)
+    return await backend.reader.metrics(run_id)
+
+
+@router.get("/runs/{run_id}/logs", response_class=Response, responses=TEXT)
+async def run_logs(run_id: RunId, backend: Backed, asking: Asking, follow: bool = False) -> Response:
+    """What happened, in lines for people."""
+    await backend.runs.record(asking.tenant, run_id)
+    return StreamingResponse(_log_lines(backend, asking.tenant, run_id, follow), media_type="text/plain; charset=utf-8")
+
+
+async def _log_lines(backend: Backend, tenant: str, run_id: str, follow: bool) -> AsyncIterator[str]:
+    async for page in _event_pages(backend, tenant, run_id, None):
+        for item in page.events:
+            yield log_line(item) + "\n"
+        if not page.events and not follow:
+            break
+    yield "".join(line + "\n" for line in last_lines(await backend.runs.view(tenant, run_id)))
+
+
+@router.get("/runs/{run_id}/checkpoints")
+async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tuple[CheckpointRef, ...]:
+    """Checkpoints that stand in the store, oldest first."""
+    await backend.runs.record(asking.tenant, run_id)
+    return await backend.reader.checkpoints(run_id)
+
+
+@router.get("/runs/{run_id}/files")
+async def run_files(run_id: RunId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
+    """What the run published: paths, sizes, hashes. 409 before that."""
+    return (await _published(backend, asking.tenant, run_id)).entries
+
+
+@router.get("/runs/{run_id}/files/{path:path}", response_class=Response)
+async def run_file(run_id: RunId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
+    """One published file."""
+    files = await _published(backend, asking.tenant, run_id)
+    entry = files.entry(path)
+    headers = {"content-length": str(entry.size), "etag": f'"{entry.sha256}"'}
+    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)
+
+
+@router.get("/runs/{run_id}/download", response_class=Response)
+async def download_run(run_id: RunId, backend: Backed, asking: Asking) -> StreamingResponse:
+    """Everything that the run published, as a tar."""
+    files = await _published(backend, asking.tenant, run_id)
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(run_id)}.tar"}
+    return StreamingResponse(files.tar(run_id), media_type="application/x-tar", headers=headers)
+
+
+async def _published(backend: Backend, tenant: str, run_id: str) -> PublishedFiles:
+    status = await backend.runs.view(tenant, run_id)
+    return await asyncio.to_thread(PublishedFiles.of, status, backend.settings.s3)
+
+
+@router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
+async def upload_file(
+    request: Request,
+    response: Response,
+    backend: Backed,
+    asking: Asking,
+    name: Annotated[str, Query(description="a plain file name", json_schema_extra={"pattern": FILE_NAME})],
+    content_length: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
+) -> FileRecord:
+    """Put the request's body into the store; its URI is a dataset's. The same file again has the same one, and 200."""
+    asked_at = time.time()
+    record = await backend.files.receive(asking.tenant, name, request.stream(), num_bytes=content_length)
+    if record.created_at < asked_at:
+        response.status_code = 200
+    return record
+
+
+@router.get("/files")
+async def list_files(
+    backend: Backed,
+    asking: Asking,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str | None, Query(max_length=64, description="the `next` of the page before")] = None,
+) -> FilePage:
+    """Uploaded files, newest first."""
+    return await backend.files.page(asking.tenant, limit=limit, after=after)
+
+
+@router.get("/files/{file_id}")
+async def get_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
+    """What is known of an uploaded file."""
+    return await backend.files.show(asking.tenant, file_id)
+
+
+@router.get("/files/{file_id}/content", response_class=Response)
+async def file_content(file_id: str, backend: Backed, asking: Asking) -> StreamingResponse:
+    """An uploaded file's bytes."""
+    record = await backend.files.show(asking.tenant, file_id)
+    headers = {"content-length": str(record.size), "etag": f'"{record.sha256}"'}
+    return StreamingResponse(backend.files.content(record), media_type="application/octet-stream", headers=headers)
+
+
+@router.delete("/files/{file_id}")
+async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
+    """Delete an uploaded file. A run that has not read it yet fails."""
+    return await backend.files.delete(asking.tenant, file_id)
+
+
+@router.post("/validate")
+async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
+    """Count what a dataset's rows become, and say why a run would refuse it, if it would. Shows no rows."""
+    return await backend.runs.preview(asking.tenant, request.model_copy(update={"num_rows": 0}))
+
+
+@router.post("/preview")
+async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
+    """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
+    return await backend.runs.preview(asking.tenant, request)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    return JSONResponse(request.app.openapi())

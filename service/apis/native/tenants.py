@@ -1,0 +1,159 @@
+"""The native API's endpoints about those who ask: who one is, keys, tenants, usage and the audit log."""
+
+import logging
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import Field
+
+from service.accounts.audit import AuditPage
+from service.accounts.keys import KeyView, NewKey
+from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require
+from service.accounts.quotas import Usage
+from service.accounts.tenants import TenantRecord
+from service.apis.errors import RESPONSES
+from service.apis.json_bodies import JsonBody, JsonRoute
+from service.backend import Backed, Backend
+from service.errors import Conflict, Forbidden
+from shared.contract import Frozen
+from shared.field_rules import NO_NUL, pattern
+from shared.runs.requests import FIRST_TENANT, Tenant
+from shared.settings import QuotaSettings
+
+logger = logging.getLogger("longshore.service")
+router = APIRouter(route_class=JsonRoute, prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)
+_admin = [Depends(require("admin"))]
+
+Title = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=128)]
+
+
+class KeyRequest(Frozen):
+    """A key that is to be made. It belongs to the tenant of the key that asks."""
+
+    title: Title = ""
+    scopes: frozenset[Scope] = Field(
+        default=frozenset(("read", "write", "inference")), min_length=1, json_schema_extra={"uniqueItems": False}
+    )
+    expires_at: float | None = Field(default=None, description="seconds since 1970; never if absent")
+
+
+class TenantRequest(Frozen):
+    """A tenant that is to be made. `quotas`: fields that are given override the installation's."""
+
+    tenant: Tenant
+    title: Title = ""
+    quotas: QuotaSettings = QuotaSettings()
+
+
+class NewTenant(Frozen):
+    """A tenant, and its first key, shown this once and an admin's. `warning`: what it shares with other tenants."""
+
+    tenant: TenantRecord
+    key: NewKey
+    warning: str | None = None
+
+
+@router.get("/whoami")
+async def whoami(asking: Asking) -> Principal:
+    """The tenant and the scopes of the key that asks."""
+    return asking
+
+
+@router.get("/usage", dependencies=[Depends(require("read"))])
+async def usage(backend: Backed, asking: Asking) -> Usage:
+    """What the tenant uses, and what it may use."""
+    return await backend.quotas.usage(asking.tenant)
+
+
+@router.post("/keys", status_code=201, dependencies=_admin)
+async def create_key(request: JsonBody[KeyRequest], backend: Backed, asking: Asking) -> NewKey:
+    """Make a key. It is shown this once."""
+    return await backend.keys.create(
+        asking.tenant,
+        title=request.title,
+        scopes=request.scopes,
+        expires_at=request.expires_at,
+        created_by=asking.key_id,
+    )
+
+
+@router.get("/keys", dependencies=_admin)
+async def list_keys(backend: Backed, asking: Asking) -> tuple[KeyView, ...]:
+    """The tenant's keys, newest first, without what makes them keys."""
+    return await backend.keys.list(asking.tenant)
+
+
+@router.delete("/keys/{key_id}", dependencies=_admin)
+async def revoke_key(key_id: str, backend: Backed, asking: Asking) -> KeyView:
+    """End a key for good."""
+    return await backend.keys.revoke(asking.tenant, key_id)
+
+
+async def _operator(asking: Asking) -> None:
+    if not asking.is_operator:
+        raise Forbidden("tenants are an affair of the first tenant's admins")
+
+
+_operators = [Depends(_operator)]
+
+
+@router.post("/tenants", status_code=201, dependencies=_operators)
+async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, asking: Asking) -> NewTenant:
+    """Make a tenant and its first key. 409 when the name is taken."""
+    try:
+        tenant = await backend.tenants.create(request.tenant, request.title, request.quotas)
+    except Conflict:
+        if request.tenant == FIRST_TENANT or await _has_key(backend, request.tenant):
+            raise
+        # Its making was cut off before somebody had a key to it: who tries again is given one.
+        tenant = await backend.tenants.complete(request.tenant)
+    key = await backend.keys.create(tenant.tenant, title="first", scopes=ALL_SCOPES, created_by=asking.key_id)
+    return NewTenant(tenant=tenant, key=key, warning=_shared_folders(backend))
+
+
+def _shared_folders(backend: Backend) -> str | None:
+    """What was one user's own machine has another tenant now."""
+    if not (roots := backend.settings.download.file_roots):
+        return None
+    text = f"every tenant may read files below {', '.join(map(str, roots))} on this installation's hosts"
+    logger.warning("%s (download.file_roots)", text)
+    return f"{text}: name other folders as download.file_roots, or with `longshore dev --open`"
+
+
+async def _has_key(backend: Backend, tenant: str) -> bool:
+    """Whether somebody may hold a key that still opens something."""
+    keys = await backend.keys.list(tenant)
+    return any(key.revoked_at is None and (key.expires_at is None or key.expires_at > time.time()) for key in keys)
+
+
+@router.get("/tenants", dependencies=_operators)
+async def list_tenants(backend: Backed) -> tuple[TenantRecord, ...]:
+    """All tenants, by name."""
+    return await backend.tenants.list()
+
+
+@router.get("/tenants/{tenant}/usage", dependencies=_operators)
+async def tenant_usage(tenant: Tenant, backend: Backed) -> Usage:
+    """What a tenant uses."""
+    return await backend.quotas.usage((await backend.tenants.show(tenant)).tenant)
+
+
+@router.put("/tenants/{tenant}/quotas", dependencies=_operators)
+async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
+    """Give a tenant quotas of its own; fields that are not given are the installation's again."""
+    return await backend.tenants.set_quotas(tenant, quotas)
+
+
+@router.get("/audit", dependencies=_admin)
+async def audit_log(
+    backend: Backed,
+    asking: Asking,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[int | None, Query(ge=1, le=2**62, description="the `next` of the page before")] = None,
+    everybody: Annotated[bool, Query(description="of all tenants, and of strangers: for the first tenant")] = False,
+) -> AuditPage:
+    """What was changed, and what was refused, newest first."""
+    if everybody and not asking.is_operator:
+        raise Forbidden("of others only the first tenant's admins are told")
+    return await backend.audit.page(None if everybody else asking.tenant, limit, before)

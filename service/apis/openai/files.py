@@ -1,0 +1,163 @@
+"""`/v1/files`: data for jobs, and what jobs made."""
+
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from service.accounts.principals import Asking, reads_or_writes
+from service.apis.openai.answers import ListAnswer, page_of
+from service.apis.openai.fine_tuning import results
+from service.apis.openai.fine_tuning.results import ResultFile
+from service.apis.openai.forms import BINARY, FileForm, described
+from service.backend import Backed, Backend
+from service.files.files import FileRecord
+from shared.errors import InvalidInput, NotFound
+
+router = APIRouter(prefix="/v1", tags=["files"], dependencies=[Depends(reads_or_writes)])
+
+PURPOSES = ("fine-tune", "evals", "user_data")
+MAX_NAME = 128
+_ID = re.compile(r"file-[A-Za-z0-9-]{1,59}")
+_FORM = described(file=BINARY, purpose={"type": "string", "enum": list(PURPOSES)})
+
+
+class FileObject(BaseModel):
+    """A file as clients see it. The same bytes, sent again, are another file, which can be deleted on its own."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+    expires_at: None = None
+
+    @classmethod
+    def of(cls, record: FileRecord) -> "FileObject":
+        return cls(
+            id=record.file_id,
+            bytes=record.size,
+            created_at=int(record.created_at),
+            filename=record.name,
+            purpose=record.purpose,
+        )
+
+    @classmethod
+    def of_result(cls, found: ResultFile) -> "FileObject":
+        return cls(
+            id=found.file_id,
+            bytes=found.num_bytes,
+            created_at=int(found.created_at),
+            filename=found.filename,
+            purpose="fine-tune-results",
+        )
+
+
+class DeletedFile(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+@router.post("/files", openapi_extra=_FORM)
+async def create_file(request: Request, asking: Asking, backend: Backed) -> FileObject:
+    """Take a file in, as a form."""
+    form = FileForm(request.headers.get("content-type"), request.stream(), "file")
+    name = plain_name(await form.find_file())
+    length = request.headers.get("content-length", "0")
+
+    def purpose() -> str:
+        if unknown := sorted(form.fields.keys() - {"purpose"}):
+            raise InvalidInput("there is no such field: files stay until they are deleted", unknown[0])
+        return checked_purpose(form.fields.get("purpose", ""))
+
+    record = await backend.files.receive(
+        asking.tenant,
+        name,
+        form.chunks(),
+        num_bytes=int(length) if length.isdecimal() else 0,
+        purpose=purpose,
+        file_id=f"file-{secrets.token_hex(12)}",
+    )
+    return FileObject.of(record)
+
+
+def checked_purpose(purpose: str) -> str:
+    """Raises InvalidInput for a purpose that nothing here has."""
+    if purpose not in PURPOSES:
+        raise InvalidInput(f"a purpose is one of {', '.join(PURPOSES)}: nothing here reads files of another", "purpose")
+    return purpose
+
+
+def plain_name(filename: str) -> str:
+    """A name as the store takes it: without folders, and with _ for what names may not have there."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", re.split(r"[/\\]", filename)[-1])[-MAX_NAME:]
+    name = re.sub(r"^[.-]", "_", name)
+    return name or "file"
+
+
+@router.get("/files")
+async def list_files(
+    asking: Asking,
+    backend: Backed,
+    after: Annotated[str | None, Query(max_length=64, description="the id of the page's last file before")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: Annotated[str | None, Query(pattern=r"^[a-z_-]{1,64}$")] = None,
+) -> ListAnswer[FileObject]:
+    """Your tenant's files by age. Those that jobs made stand with their jobs."""
+    if after is not None:
+        await _shown(backend, asking.tenant, after)
+    page = await backend.files.page(
+        asking.tenant, limit=limit, after=after, purpose=purpose, oldest_first=order == "asc"
+    )
+    return page_of([FileObject.of(record) for record in page.files], page.has_more)
+
+
+@router.get("/files/{file_id}")
+async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
+    """One of them, or one that a job made."""
+    if results.is_result(file_id):
+        return FileObject.of_result(await results.find(backend, asking.tenant, file_id))
+    return FileObject.of(await _shown(backend, asking.tenant, file_id))
+
+
+@router.get("/files/{file_id}/content", response_class=Response)
+async def file_content(file_id: str, asking: Asking, backend: Backed) -> StreamingResponse:
+    """Its bytes."""
+    size, pieces = await _content(backend, asking.tenant, file_id)
+    headers = {"content-length": str(size)}
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+
+async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
+    """Raises NotFound."""
+    if not _ID.fullmatch(file_id):
+        raise NotFound(f"there is no file {file_id[:64]}")
+    return await backend.files.show(tenant, file_id)
+
+
+async def _content(backend: Backend, tenant: str, file_id: str) -> tuple[int, Iterator[bytes]]:
+    if results.is_result(file_id):
+        found = await results.find(backend, tenant, file_id)
+        return found.num_bytes, found.content()
+    record = await _shown(backend, tenant, file_id)
+    return record.size, backend.files.content(record)
+
+
+@router.delete("/files/{file_id}")
+async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedFile:
+    """Forget a file. What a job made goes with its job alone."""
+    if results.is_result(file_id):
+        await results.find(backend, asking.tenant, file_id)
+        raise InvalidInput("this is a job's own: it stands as long as the job does", "file_id")
+    await _shown(backend, asking.tenant, file_id)
+    await backend.files.delete(asking.tenant, file_id)
+    return DeletedFile(id=file_id)

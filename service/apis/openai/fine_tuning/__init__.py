@@ -1,0 +1,1 @@
+"""OpenAI's fine-tuning jobs: runs under other names."""

@@ -1,0 +1,181 @@
+"""What clients send to make a fine-tuning job: OpenAI's fields, and ours under `longshore`. Parsed, not yet understood.
+
+A field that nobody here knows is refused: one that was ignored would make another model than was asked for.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
+from service.runs.own_settings import OwnSettings
+from shared.contract import Frozen
+from shared.grading.graders import Grader
+from shared.jobs.loss_presets import AdvantageKind, Preset
+from shared.runs.requests import MAX_METADATA, Format, MetadataKey, MetadataValue, WandbRun
+
+MAX_SUFFIX = 64
+
+
+def _automatic(given: Any) -> Any:
+    return None if given == "auto" else given
+
+
+def _auto(kind: str) -> Any:
+    return WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": kind}, {"type": "null"}]})
+
+
+_MOST_EPOCHS = 50
+
+# None: chosen here, by the rules of docs/openai_api.md.
+AutoInt = Annotated[int | None, BeforeValidator(_automatic), _auto("integer")]
+AutoFloat = Annotated[float | None, BeforeValidator(_automatic), _auto("number")]
+
+
+def _few_epochs(given: int | None) -> int | None:
+    """OpenAI's own bound."""
+    if given is not None and given > _MOST_EPOCHS:
+        raise ValueError(f"n_epochs is at most {_MOST_EPOCHS}, as at OpenAI: for more, give steps in `longshore`")
+    return given
+
+
+class Hyperparameters(Frozen):
+    """What all methods have in common."""
+
+    batch_size: AutoInt = None
+    learning_rate_multiplier: AutoFloat = None
+    n_epochs: Annotated[AutoInt, AfterValidator(_few_epochs)] = None
+
+
+class DpoHyperparameters(Hyperparameters):
+    beta: AutoFloat = None
+
+
+class ReinforcementHyperparameters(Hyperparameters):
+    compute_multiplier: AutoFloat = None
+    eval_interval: AutoInt = None
+    eval_samples: AutoInt = None
+    reasoning_effort: Literal["default"] | None = Field(
+        default=None, description="templates of open models have no such switch: only `default`"
+    )
+
+
+class Supervised(Frozen):
+    hyperparameters: Hyperparameters = Hyperparameters()
+
+
+class Dpo(Frozen):
+    hyperparameters: DpoHyperparameters = DpoHyperparameters()
+
+
+class Reinforcement(Frozen):
+    grader: Grader
+    hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
+
+
+class Method(Frozen):
+    """How to learn. The settings of another method than `type` are refused."""
+
+    type: Literal["supervised", "dpo", "reinforcement"]
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+    reinforcement: Reinforcement | None = None
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        for name in ("supervised", "dpo", "reinforcement"):
+            if name != self.type and getattr(self, name) is not None:
+                raise ValueError(f"{name} would be ignored: the type is {self.type}")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError("reinforcement needs its settings: a grader, at least")
+        return self
+
+
+class WandbIntegration(Frozen):
+    """The W&B run that a job is written to."""
+
+    type: Literal["wandb"]
+    wandb: WandbRun
+
+
+class LongshoreSettings(OwnSettings):
+    """Our own settings, by their native names (docs/api.md); those that are absent have their native defaults.
+
+    Which of them a method has is checked with the job: none is ignored.
+    """
+
+    full: bool | None = Field(default=None, description="train every weight, and not a LoRA adapter")
+    batch_tokens: int | None = Field(default=None, description="in the place of batch_size")
+    steps: int | None = Field(default=None, description="in the place of n_epochs")
+    learning_rate: float | None = Field(default=None, description="in the place of learning_rate_multiplier")
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    warmup_steps: int | None = None
+    max_lost_fraction: float | None = None
+    too_long: Literal["drop", "truncate"] | None = None
+    eval_every: int | None = None
+    num_samples: int | None = None
+    sample_tokens: int | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int | None = None
+    format: Format | None = None
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    label_smoothing: float | None = None
+    reference: str | None = None
+    algorithm: Preset | None = None
+    advantages: AdvantageKind | None = None
+    mini_batches: int | None = None
+    group_size: int | None = Field(default=None, description="in the place of compute_multiplier")
+    max_completion_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    off_policy_steps: int | None = None
+    sampler_url: str | None = None
+    probe_bound: float | None = None
+    max_ungraded_fraction: float | None = None
+    target: float | None = Field(default=None, description="mean grade of validation prompts that ends the job")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was sent, by name; null is not sent."""
+        return {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
+
+
+class JobRequest(Frozen):
+    """`POST /v1/fine_tuning/jobs`."""
+
+    model: str = Field(
+        min_length=1, max_length=2048, description="a hub id, folder or URI; or the name of what you have published"
+    )
+    training_file: str = Field(
+        min_length=1, max_length=2048, description="the id of a file of the purpose fine-tune; or a URI of a dataset"
+    )
+    validation_file: str | None = Field(default=None, min_length=1, max_length=2048)
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = Field(
+        default=None, description="the older place of method.supervised.hyperparameters"
+    )
+    suffix: str | None = Field(default=None, max_length=MAX_SUFFIX, description="what the result is published as")
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(default=None, max_length=MAX_METADATA)
+    integrations: tuple[WandbIntegration, ...] | None = Field(default=None, max_length=1)
+    longshore: LongshoreSettings = LongshoreSettings()
+
+    @model_validator(mode="after")
+    def _one_place_for_hyperparameters(self) -> Self:
+        if self.hyperparameters is None or self.method is None:
+            return self
+        if self.method.type != "supervised" or self.method.supervised is not None:
+            raise ValueError("hyperparameters stand in method: those beside it would be ignored")
+        return self
+
+    @property
+    def how(self) -> Supervised | Dpo | Reinforcement:
+        """The method with its settings, wherever they stood."""
+        match self.method:
+            case None:
+                return Supervised(hyperparameters=self.hyperparameters or Hyperparameters())
+            case Method(type="dpo", dpo=dpo):
+                return dpo or Dpo()
+            case Method(type="reinforcement", reinforcement=Reinforcement() as reinforcement):
+                return reinforcement
+            case Method(supervised=supervised):
+                return supervised or Supervised(hyperparameters=self.hyperparameters or Hyperparameters())

@@ -1,0 +1,80 @@
+"""The files that a job made: its metrics as CSV, and what it published as a tar. Made when they are read."""
+
+import asyncio
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from service.backend import Backend
+from service.files.files import PublishedFiles
+from service.runs.views import Metrics, RunView
+from shared.errors import NotFound
+
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_METRICS, _MODEL = "file-metrics-", "file-model-"
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A file of a job, and how to read it."""
+
+    file_id: str
+    filename: str
+    num_bytes: int
+    created_at: float
+    content: Callable[[], Iterator[bytes]]
+
+
+def result_ids(run_id: str) -> list[str]:
+    """The files of a job that succeeded: metrics, then what it published."""
+    return [f"{_METRICS}{run_id}", f"{_MODEL}{run_id}"]
+
+
+def is_result(file_id: str) -> bool:
+    return file_id.startswith((_METRICS, _MODEL))
+
+
+async def find(backend: Backend, tenant: str, file_id: str) -> ResultFile:
+    """Raises NotFound unless it is of a job of this tenant's that succeeded."""
+    run_id = file_id.removeprefix(_METRICS).removeprefix(_MODEL)
+    if not _RUN_ID.fullmatch(run_id):
+        raise NotFound(f"there is no file {file_id[:64]}")
+    view = await backend.runs.view(tenant, run_id)
+    if view.state != "succeeded" or view.source.api != "openai":
+        raise NotFound(f"there is no file {file_id}")
+    if file_id.startswith(_METRICS):
+        return _metrics(file_id, view, await backend.reader.metrics(run_id))
+    return await asyncio.to_thread(_model, backend, file_id, view)
+
+
+def _metrics(file_id: str, view: RunView, metrics: Metrics) -> ResultFile:
+    data = metrics_csv(metrics)
+    return ResultFile(file_id, "step_metrics.csv", len(data), view.ended_at or view.created_at, lambda: iter([data]))
+
+
+def _model(backend: Backend, file_id: str, view: RunView) -> ResultFile:
+    files = PublishedFiles.of(view, backend.settings.s3)
+    size = files.tar_bytes(view.run_id)
+    created_at = view.ended_at or view.created_at
+    return ResultFile(file_id, f"{view.run_id}.tar", size, created_at, lambda: files.tar(view.run_id))
+
+
+def metrics_csv(metrics: Metrics) -> bytes:
+    """A line an optimizer step, and one for what was evaluated before the first: `train_loss`, `valid_loss`, ..."""
+    rows: dict[int, dict[str, float]] = {}
+    for step in metrics.steps:
+        rows.setdefault(step.step, {}).update({f"train_{name}": value for name, value in step.metrics.items()})
+    for evaluation in metrics.evaluations:
+        named = {f"valid_{name}": value for name, value in evaluation.metrics.items()}
+        rows.setdefault(evaluation.step, {}).update(named)
+    for train_step in metrics.train_steps:
+        named = {f"rollout_{name}": value for name, value in train_step.metrics.items()}
+        rows.setdefault(train_step.optimizer_step or 0, {}).update(named)
+    names = sorted({name for row in rows.values() for name in row}, key=lambda name: (not name.endswith("_loss"), name))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["step", *names], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"step": step, **rows[step]} for step in sorted(rows))
+    return text.getvalue().encode()

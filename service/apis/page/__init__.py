@@ -1,0 +1,1 @@
+"""The page that people see in a browser."""

@@ -1,0 +1,160 @@
+"""The page's own addresses: sign in and out, and the frames that its scripts fill."""
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.staticfiles import StaticFiles
+from jinja2 import Environment, FileSystemLoader
+
+from service.accounts import audit
+from service.accounts.keys import shown_prefix
+from service.accounts.principals import Asking
+from service.accounts.sessions import COOKIE, LASTS_S, csrf_token
+from service.apis import errors as problems
+from service.backend import Backed, Backend
+from shared.runs.requests import RUN_ID
+
+_HERE = Path(__file__).parent
+SIGN_IN = "/login"
+OPEN_PATHS = (SIGN_IN,)
+STATIC = "/static"
+# Trusted types: a script that wrote HTML would be stopped by the browser. Text is set as text everywhere.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+router = APIRouter(include_in_schema=False)
+_frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=True)
+
+
+def is_page(path: str) -> bool:
+    """Whether a path is one that people open: without a session they are asked to sign in."""
+    return path in ("/", "/schedules") or path.startswith("/runs/")
+
+
+def is_opened(path: str, accept: str) -> bool:
+    """Whether a person's browser opens an address, which may be none of ours."""
+    is_api = path in ("/api", "/v1", "/health") or path.startswith(("/api/", "/v1/", f"{STATIC}/"))
+    return "text/html" in accept and not is_api
+
+
+async def unknown_address(request: Request, error: Exception) -> Response:
+    """What stands at no address of ours: a page for people, the documented error for programs."""
+    if is_opened(request.url.path, request.headers.get("accept", "")):
+        return _html("unknown.html", 404)
+    return await problems.http_error(request, error)
+
+
+def static_files() -> StaticFiles:
+    """Scripts, styles and pictures. They say nothing of runs, and need no session."""
+    return _Fresh(directory=_HERE / "static")
+
+
+class _Fresh(StaticFiles):
+    """A browser asks each time whether its copy is the newest: scripts of two versions would not fit together."""
+
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        answer = super().file_response(*arguments, **options)
+        answer.headers["cache-control"] = "no-cache"
+        return answer
+
+
+@router.get("/")
+async def runs(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "runs.html", asking=asking, is_plain=not request.query_params)
+
+
+@router.get("/runs/{run_id}")
+async def run(run_id: str, request: Request, backend: Backed, asking: Asking) -> Response:
+    if not re.fullmatch(RUN_ID, run_id):
+        return _html("unknown.html", 404)
+    return _frame(request, backend, "run.html", asking=asking, run_id=run_id)
+
+
+@router.get("/schedules")
+async def schedules(request: Request, backend: Backed, asking: Asking) -> Response:
+    return _frame(request, backend, "schedules.html", asking=asking)
+
+
+@router.get(SIGN_IN)
+async def sign_in(after: Annotated[str, Query(max_length=512)] = "/") -> Response:
+    return _html("login.html", after=_local(after))
+
+
+@router.post(SIGN_IN)
+async def signed_in(
+    request: Request,
+    backend: Backed,
+    key: Annotated[str, Form(max_length=512)],
+    after: Annotated[str, Form(max_length=512)] = "/",
+) -> Response:
+    """A key for a session, on record in the audit log whether it is one or not.
+
+    Another site's form is refused: it would sign people in as somebody else.
+    """
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return _html("login.html", 403, after="/", problem="This form was sent from another site.")
+    key = key.strip()
+    if shown := shown_prefix(key):
+        audit.touched(shown)
+    if wait_s := backend.sign_ins.wait_s(request.client.host if request.client else "", key):
+        problem = f"Keys are tried too often from here, or too often this one: wait {math.ceil(wait_s)} s."
+        refusal = _html("login.html", 429, after=_local(after), problem=problem)
+        refusal.headers["retry-after"] = str(math.ceil(wait_s))
+        return refusal
+    begun = await backend.sessions.begin(key)
+    if begun is None:
+        return _html("login.html", 401, after=_local(after), problem="This key is not known, was revoked, or expired.")
+    token, request.state.principal = begun
+    answer = RedirectResponse(_local(after), 303, headers=_HEADERS)
+    answer.set_cookie(
+        COOKIE, token, max_age=LASTS_S, httponly=True, samesite="strict", secure=_is_secure(request, backend)
+    )
+    return answer
+
+
+@router.post("/logout", status_code=204)
+async def sign_out(request: Request, backend: Backed) -> Response:
+    await backend.sessions.end(request.cookies.get(COOKIE, ""))
+    answer = Response(status_code=204)
+    answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=_is_secure(request, backend))
+    return answer
+
+
+def _frame(request: Request, backend: Backend, name: str, **values: Any) -> Response:
+    settings, token = backend.settings, request.cookies.get(COOKIE, "")
+    ui = settings.temporal_ui
+    return _html(
+        name,
+        csrf=csrf_token(token) if token else "",
+        temporal=f"{ui.rstrip('/')}/namespaces/{settings.temporal_namespace}/workflows" if ui else "",
+        wandb=settings.wandb_mode,
+        **values,
+    )
+
+
+def _html(name: str, status: int = 200, **values: Any) -> Response:
+    return HTMLResponse(_frames.get_template(name).render(**values), status, _HEADERS)
+
+
+def _local(after: str) -> str:
+    """Where to go after signing in: a path of ours, whatever a link said."""
+    parts = urlsplit(after)
+    ours = not parts.scheme and not parts.netloc and is_page(parts.path) and "\\" not in after
+    return after if ours else "/"
+
+
+def _is_secure(request: Request, backend: Backend) -> bool:
+    return request.url.scheme == "https" or backend.settings.api_url.startswith("https:")

@@ -1,1 +1,0 @@
-"""The API that OpenPipe ART's client speaks, under `/v1/preview`: models, checkpoints, training jobs."""

@@ -1,0 +1,1 @@
+"""The commands of `longshore`, a module for each group."""

@@ -1,0 +1,181 @@
+"""`validate` and `preview`: a dataset as a model will see it, before any training."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli.commands.submit import (
+    CompletionField,
+    Dataset,
+    Format,
+    FormatName,
+    MaxTokens,
+    Model,
+    PromptField,
+    TooLong,
+    Truncation,
+    model_uri,
+    naming_options,
+    uploaded,
+    usage,
+)
+from service.cli.connection import Json, connect, wants_json
+from service.cli.exits import FAILED
+from service.cli.output.render import console, print_json, print_table
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from service.cli.client import Client
+    from workflows.services.preview import Preview, PreviewRequest
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to an app."""
+    app.command()(validate)
+    app.command()(preview)
+
+
+def validate(
+    context: typer.Context,
+    model: Model,
+    dataset: Dataset,
+    format: Format = FormatName.auto,
+    prompt_field: PromptField = None,
+    completion_field: CompletionField = None,
+    max_tokens: MaxTokens = 2048,
+    too_long: Truncation = TooLong.drop,
+    as_json: Json = False,
+) -> None:
+    """Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it."""
+    reading = (format, prompt_field, completion_field)
+    with connect(context) as client:
+        asked = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=0)
+        with asked as request, naming_options(request.model_uri):
+            found = client.validate(request)
+    if wants_json(context, as_json):
+        print_json(found.model_dump(mode="json", exclude={"rows"}))
+    else:
+        _print_report(found)
+    if found.problem:
+        raise typer.Exit(FAILED)
+
+
+def preview(
+    context: typer.Context,
+    model: Model,
+    dataset: Dataset,
+    format: Format = FormatName.auto,
+    prompt_field: PromptField = None,
+    completion_field: CompletionField = None,
+    max_tokens: MaxTokens = 2048,
+    too_long: Truncation = TooLong.drop,
+    num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Rows to show.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧."""
+    reading = (format, prompt_field, completion_field)
+    with connect(context) as client:
+        asked = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=num_rows)
+        with asked as request, naming_options(request.model_uri):
+            found = client.preview(request)
+    if wants_json(context, as_json):
+        print_json(found.model_dump(mode="json"))
+        return
+    _print_rows(found)
+    _print_report(found)
+
+
+@contextmanager
+def _request(
+    client: "Client",
+    model: str,
+    dataset: str,
+    reading: tuple[FormatName, str | None, str | None],
+    max_tokens: int,
+    too_long: TooLong,
+    num_rows: int,
+) -> "Iterator[PreviewRequest]":
+    """The request of both commands; a local dataset is uploaded once its options are known to be right.
+
+    What was uploaded for the look alone is deleted after it.
+    """
+    from pydantic import ValidationError
+
+    from workflows.services.preview import PreviewRequest
+
+    format, prompt_field, completion_field = reading
+    source = {"format": format.value, "prompt_field": prompt_field, "completion_field": completion_field}
+    fields = {"model_uri": model_uri(model), "max_tokens": max_tokens, "too_long": too_long.value, "num_rows": num_rows}
+    try:
+        PreviewRequest.model_validate(fields | {"source": source | {"uri": dataset}})
+    except ValidationError as error:
+        raise usage(error) from None
+    file = uploaded(client, dataset, "--dataset")
+    uri = file["uri"] if file else dataset
+    try:
+        yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
+    finally:
+        if file and file["is_new"]:
+            client.ask("DELETE", f"/files/{file['file_id']}")
+
+
+def _print_rows(found: "Preview") -> None:
+    out = console()
+    for row in found.rows:
+        fate = "" if row.fate == "kept" else f", {row.fate.replace('_', ' ')}"
+        cut = ", not shown to its end" if row.is_cut else ""
+        heading = f"{row.place}: {row.num_tokens} tokens, {row.num_targets} trained{fate}{cut}"
+        out.print(heading, style="bold", markup=False)
+        spans = [(span.text, span.trained) for span in row.spans]
+        out.print(_coloured(spans, in_colour=out.color_system is not None), soft_wrap=True)
+        if row.rejected:
+            out.print("rejected:", style="bold", markup=False)
+            spans = [(span.text, span.trained) for span in row.rejected]
+            out.print(_coloured(spans, in_colour=out.color_system is not None, colour="red"), soft_wrap=True)
+        out.print()
+
+
+def _coloured(spans: list[tuple[str, bool]], in_colour: bool, colour: str = "green") -> "Text":
+    from rich.text import Text
+
+    text = Text()
+    for span, trained in spans:
+        if in_colour:
+            text.append(span, style=colour if trained else "dim")
+        else:
+            text.append(f"⟦{span}⟧" if trained else span)
+    return text
+
+
+def _print_report(found: "Preview") -> None:
+    report = found.report
+    print_table(("", ""), _counts(found))
+    print_table(
+        ("tokens, up to", "rows"), ((str(length.up_to_tokens), str(length.num_rows)) for length in report.lengths)
+    )
+    for lost in report.lost:
+        print(f"{lost.place}: {lost.reason}")
+    for warning in report.warnings:
+        print(f"warning: {warning}")
+    if not found.is_complete:
+        print(f"only the first {report.num_rows} rows were counted")
+    if found.problem:
+        print(f"a run would refuse this dataset: {found.problem}")
+
+
+def _counts(found: "Preview") -> list[tuple[str, str]]:
+    report = found.report
+    return [
+        ("format", report.format),
+        ("rows", str(report.num_rows)),
+        ("kept", str(report.num_kept)),
+        ("truncated", str(report.num_truncated)),
+        ("too long", str(report.num_too_long)),
+        ("nothing to train on", str(report.num_fully_masked)),
+        ("tokens", str(report.num_tokens)),
+        ("trained", f"{report.num_targets} ({report.trained_fraction:.1%})"),
+        ("longest", f"{report.longest_tokens} tokens of at most {report.max_tokens}"),
+    ]

@@ -1,0 +1,209 @@
+"""`longshore schedule`: runs that are started by the clock."""
+
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli.connection import Globals, Json, connect, wants_json
+from service.cli.exits import USAGE, Stop
+from service.cli.output.durations import seconds_of
+from service.cli.output.render import ago, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from service.automation.schedule_views import ScheduleView
+    from shared.runs.requests import Run
+
+ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
+app = typer.Typer(help="Start runs by the clock.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class OverlapName(StrEnum):
+    skip = "skip"
+    buffer_one = "buffer_one"
+    buffer_all = "buffer_all"
+    allow_all = "allow_all"
+    cancel_other = "cancel_other"
+
+
+@app.command()
+def create(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="What it is called.")],
+    command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
+    cron: Annotated[str | None, typer.Option(help='As "0 2 * * *": minute, hour, day, month, weekday.')] = None,
+    every: Annotated[str | None, typer.Option(help="Instead of --cron: 90m, 6h or 1d.")] = None,
+    timezone: Annotated[str, typer.Option(help="Of --cron, as Europe/Berlin.")] = "UTC",
+    overlap: Annotated[OverlapName, typer.Option(help="When the run before is still going on.")] = OverlapName.skip,
+    catch_up: Annotated[str, typer.Option(help="A time missed by more, as by an outage, is left out.")] = "10m",
+    continues: Annotated[
+        bool, typer.Option("--continue", help="Train on from the last published version of the run's --name.")
+    ] = False,
+    even_unchanged: Annotated[
+        bool, typer.Option("--even-unchanged", help="Also when the data is what the last run had.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a schedule. What stands after `--` is a `longshore submit` command, checked now and started later.
+
+    Data that has not changed since the schedule's last run is not trained on again: `show` says so.
+    """
+    if (cron is None) == (every is None):
+        raise Stop("give exactly one of --cron and --every", USAGE)
+    run = _run_of(context, command)
+    fields = {
+        "name": name,
+        "run": run,
+        "cron": cron,
+        "every_s": None if every is None else seconds_of(every, "--every"),
+        "timezone": timezone,
+        "overlap": overlap.value,
+        "catch_up_s": seconds_of(catch_up, "--catch-up"),
+        "continues": continues,
+        "even_unchanged": even_unchanged,
+    }
+    with connect(context, patience_s=20) as client:
+        view = client.create_schedule(_checked(fields))
+    _print(context, view, as_json)
+
+
+@app.command()
+def ls(context: typer.Context, as_json: Json = False) -> None:
+    """List schedules."""
+    with connect(context) as client:
+        found = client.schedules()
+    if wants_json(context, as_json):
+        print_json([view.model_dump(mode="json") for view in found])
+        return
+    rows = (
+        (view.scheduled.name, view.scheduled.run.kind, _when(view), _next(view), f"{view.num_actions}")
+        for view in found
+    )
+    print_table(("schedule", "run", "when", "next", "acted"), rows)
+
+
+@app.command()
+def show(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+    """Show a schedule, when it acts next, and what it did last."""
+    with connect(context) as client:
+        view = client.schedule(name)
+    _print(context, view, as_json)
+
+
+@app.command()
+def pause(
+    context: typer.Context,
+    name: ScheduleName,
+    note: Annotated[str | None, typer.Option(help="Why, for those who ask.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start nothing until it is resumed."""
+    _tell(context, name, "pause", as_json, params={"note": note} if note else {})
+
+
+@app.command()
+def resume(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+    """Let a paused schedule act again."""
+    _tell(context, name, "resume", as_json)
+
+
+@app.command()
+def trigger(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+    """Act now, once, by its own rules of overlap and of unchanged data."""
+    _tell(context, name, "trigger", as_json)
+
+
+@app.command()
+def backfill(
+    context: typer.Context,
+    name: ScheduleName,
+    begin: Annotated[datetime, typer.Option("--from", help="In UTC, as 2026-01-31T02:00:00.")],
+    end: Annotated[datetime, typer.Option("--to", help="In UTC; at most 31 days later.")],
+    overlap: Annotated[OverlapName, typer.Option(help="Between these actions.")] = OverlapName.buffer_all,
+    as_json: Json = False,
+) -> None:
+    """Act at the times of a span in the past, one after another."""
+    span = {
+        "begin": begin.replace(tzinfo=UTC).timestamp(),
+        "end": end.replace(tzinfo=UTC).timestamp(),
+        "overlap": overlap.value,
+    }
+    _tell(context, name, "backfill", as_json, json=span)
+
+
+@app.command()
+def rm(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+    """Remove a schedule. Its runs stay, and one that is going on goes on."""
+    with connect(context) as client:
+        view = client.delete_schedule(name)
+    if wants_json(context, as_json):
+        print_json(view.model_dump(mode="json"))
+    else:
+        say(f"schedule {name} is removed; its runs stay")
+
+
+def _run_of(context: typer.Context, command: list[str]) -> "Run":
+    """The run that a submit command would start. Its files are uploaded, and all its options checked."""
+    from dataclasses import replace
+
+    from service.cli.commands import submit as submit_commands
+
+    if command[0] != "submit":
+        raise Stop("after -- stands what to start: -- submit sft, dpo or rl, and their options", USAGE)
+    given: Globals = context.obj
+    taken: list[Run] = []
+    submit = typer.main.get_command(submit_commands.app)
+    obj = replace(given, take_run=taken.append)
+    submit.main(args=command[1:], prog_name="longshore submit", standalone_mode=False, obj=obj)
+    if not taken:  # it showed its help
+        raise typer.Exit
+    return taken[0]
+
+
+def _checked(fields: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    from shared.runs.schedules import ScheduledRun
+
+    try:
+        return ScheduledRun.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        rule = first["msg"].removeprefix("Value error, ")
+        raise Stop(f"{name}: {rule}" if name else rule, USAGE, "--help lists the options") from None
+
+
+def _tell(context: typer.Context, name: str, verb: str, as_json: bool, **options: Any) -> None:
+    with connect(context) as client:
+        view = client.tell_schedule(name, verb, **options)
+    _print(context, view, as_json)
+
+
+def _print(context: typer.Context, view: "ScheduleView", as_json: bool) -> None:
+    if wants_json(context, as_json):
+        print_json(view.model_dump(mode="json"))
+        return
+    scheduled = view.scheduled
+    print(f"{scheduled.name}: {scheduled.run.kind} {_when(view)}, overlap {scheduled.overlap}; next {_next(view)}")
+    if view.num_overlapped or view.num_missed:
+        print(f"left out: {view.num_overlapped} while a run was going on, {view.num_missed} missed by an outage")
+    rows = ((action.run_id or "", action.state, ago(action.at), action.reason or "") for action in view.actions)
+    if view.actions:
+        print_table(("run", "action", "when", "why"), rows)
+
+
+def _when(view: "ScheduleView") -> str:
+    scheduled = view.scheduled
+    if scheduled.cron is None:
+        return f"every {scheduled.every_s} s"
+    return f"{scheduled.cron} {scheduled.timezone}"
+
+
+def _next(view: "ScheduleView") -> str:
+    if view.paused:
+        return "paused" + (f" ({view.note})" if view.note not in (None, "paused") else "")
+    if not view.next_times:
+        return "never"
+    return datetime.fromtimestamp(view.next_times[0], UTC).isoformat(timespec="minutes").replace("+00:00", "Z")

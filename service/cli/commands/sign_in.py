@@ -1,0 +1,179 @@
+"""`login`, `logout` and `config`: which service commands talk to, and what this machine's settings are."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli.completion import profile_names
+from service.cli.connection import Globals, Json, address, read_settings, wants_json
+from service.cli.exits import USAGE, Stop
+from service.cli.output.render import plain, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from service.cli.profiles import Profile
+
+_LOGIN_EXAMPLES = """\b
+Examples:
+  longshore login https://longshore.example.org
+  longshore --profile staging login http://10.0.0.7:8484 < key.txt
+"""
+ProfileName = Annotated[
+    str | None,
+    typer.Option("--profile", help="Its name; may stand before the command, too.", autocompletion=profile_names),
+]
+app = typer.Typer(help="Settings, and profiles of services.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to an app."""
+    app.command(epilog=_LOGIN_EXAMPLES)(login)
+    app.command()(logout)
+
+
+def login(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="The service; as commands find it if absent.")
+    ] = None,
+    profile_name: ProfileName = None,
+    as_json: Json = False,
+) -> None:
+    """Check an API key, and keep it for later commands.
+
+    The key is asked for, or read from stdin where that is no terminal. It is kept with its URL as a profile (`default`,
+    or that of --profile), in a file that you alone can read, and is sent to that URL alone.
+    """
+    from service.cli.client import Client
+    from service.cli.profiles import FIRST_PROFILE, Profile, Profiles, credentials_path
+
+    given: Globals = context.obj
+    name = profile_name or given.profile or FIRST_PROFILE
+    known = Profiles.read()
+    before = known.profiles.get(name)
+    url = url or given.api_url or (before.api_url if before else address(_without_profile(given)).url)
+    key = given.api_key or _asked_key(url)
+    with Client(url, key) as client:
+        who = client.ask("GET", "/whoami")
+        profile = Profile(api_url=client.api_url, api_key=key)
+    known.having(name, profile).write()
+    found = {"profile": name, "api_url": profile.api_url, **who, "file": str(credentials_path())}
+    if wants_json(context, as_json):
+        print_json(found)
+    else:
+        say(f"logged in to {profile.api_url} as {who_in_words(who)}; kept as profile {name} in {found['file']}")
+    _warn_if_hidden(name, profile)
+
+
+def _without_profile(given: Globals) -> Globals:
+    """A profile that is to be made says nothing yet."""
+    return Globals(api_url=given.api_url, api_key=given.api_key)
+
+
+def _asked_key(url: str) -> str:
+    key: str
+    if sys.stdin.isatty():
+        key = typer.prompt(f"API key of {url}", hide_input=True, err=True)
+    else:
+        key = sys.stdin.readline()
+    if not (key := key.strip()):
+        advice = "type it, give it on stdin (longshore login URL < key.txt) or with --api-key"
+        raise Stop("no key was given", USAGE, advice)
+    if not key.isascii() or not key.isprintable():
+        raise Stop("this is no API key: it has characters that none has", USAGE)
+    return key
+
+
+def _warn_if_hidden(name: str, profile: "Profile") -> None:
+    """A login that later commands do not see is not what its user wanted."""
+    found = address(Globals())
+    if (found.url, found.key) != (profile.api_url, profile.api_key):
+        origin = found.url_origin if found.url != profile.api_url else found.key_origin
+        say(f"commands here do not use it by themselves: {origin} wins; longshore --profile {name} … does")
+
+
+def logout(context: typer.Context, profile_name: ProfileName = None, as_json: Json = False) -> None:
+    """Forget a profile's key on this machine: the current one's, or that of --profile. The key itself stays valid."""
+    from service.cli.profiles import Profiles
+
+    known = Profiles.read()
+    name = profile_name or context.obj.profile or known.current
+    if name is None:
+        raise Stop("nobody is logged in", USAGE, "longshore config profiles")
+    known.named(name)
+    known.without(name).write()
+    if wants_json(context, as_json):
+        print_json({"profile": name})
+    else:
+        say(f"profile {name} is forgotten; `longshore keys revoke` ends a key for good")
+
+
+def who_in_words(who: dict[str, Any]) -> str:
+    key = f"{who['key_id']} ({who['title']})" if who.get("title") else who["key_id"]
+    return f"{key} of tenant {who['tenant']} ({', '.join(sorted(who['scopes']))})"
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show this machine's settings; addresses as commands and the dev stack use them. Of secrets the beginning."""
+    from dataclasses import replace
+
+    from service.cli.setting_origins import setting_values, shown
+    from service.dev.connection import Connection
+
+    found, settings = address(context.obj), read_settings()
+    used: dict[str, tuple[str | None, str]] = {}
+    if dev := Connection.read(settings.root_path):  # its ports are chosen when it starts
+        place = f"the dev stack of {settings.root_path}"
+        used = {"temporal_address": (dev.temporal_address, place), "temporal_ui": (dev.temporal_ui, place)}
+    used |= {"api_url": (found.url, found.url_origin), "api_key": (found.key, found.key_origin or "default")}
+    values = []
+    for value in setting_values(settings):
+        if value.name in used:
+            text, place = used[value.name]
+            value = replace(value, value=shown(value.name, text), origin=place)
+        values.append(value)
+    if wants_json(context, as_json):
+        print_json([vars(value) for value in values])
+        return
+    columns = ("setting", "value", "from") if origin else ("setting", "value")
+    print_table(columns, [(v.name, plain(v.value), plain(v.origin))[: len(columns)] for v in values])
+
+
+@app.command()
+def profiles(context: typer.Context, as_json: Json = False) -> None:
+    """List the services that were logged in to; * is the current one."""
+    from service.cli.profiles import Profiles
+    from service.cli.setting_origins import prefix
+
+    known = Profiles.read()
+    rows = [
+        {"profile": name, "api_url": each.api_url, "api_key": prefix(each.api_key), "current": name == known.current}
+        for name, each in sorted(known.profiles.items())
+    ]
+    if wants_json(context, as_json):
+        print_json(rows)
+    elif not rows:
+        say("there are none: longshore login makes one")
+    else:
+        cells = ((r["profile"], r["api_url"], r["api_key"], "*" if r["current"] else "") for r in rows)
+        print_table(("profile", "service", "key", ""), ([plain(str(cell)) for cell in row] for row in cells))
+
+
+@app.command()
+def use(context: typer.Context, name: Annotated[str, typer.Argument(help="A profile.")], as_json: Json = False) -> None:
+    """Make a profile the current one."""
+    from service.cli.profiles import Profiles
+
+    known = Profiles.read()
+    profile = known.named(name)
+    known.having(name, profile).write()
+    if wants_json(context, as_json):
+        print_json({"profile": name, "api_url": profile.api_url})
+    else:
+        say(f"commands now talk to {profile.api_url}")
+    _warn_if_hidden(name, profile)

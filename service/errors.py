@@ -1,0 +1,36 @@
+"""Errors of the service that its callers tell apart; apis/errors.py says how each is answered."""
+
+from shared.errors import LongshoreError
+
+
+class Conflict(LongshoreError):
+    """The run's state forbids what was asked."""
+
+
+class TemporalUnavailable(LongshoreError):
+    """The Temporal server, or a worker behind it, does not answer."""
+
+
+class Forbidden(LongshoreError):
+    """The key lacks a scope for what was asked."""
+
+
+class Busy(LongshoreError):
+    """A tenant has as much going on as it may at once. Asking again helps when some of it has ended."""
+
+
+class QuotaExceeded(LongshoreError):
+    """A tenant's quota would be broken. Asking again does not help until something ends or is deleted.
+
+    Args:
+        quota: its name: a field of QuotaSettings.
+        message: what is used, of how much.
+    """
+
+    def __init__(self, quota: str, message: str) -> None:
+        self.quota = quota
+        super().__init__(f"quota {quota}: {message}")
+
+
+class DatabaseUnavailable(LongshoreError):
+    """The database cannot be reached, or is locked for too long. The store and Temporal go on without it."""

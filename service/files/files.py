@@ -1,0 +1,314 @@
+"""Files in and out: uploads into the store, and what a run published out of it. Both are streamed."""
+
+import asyncio
+import hashlib
+import re
+import tarfile
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from sqlalchemy import delete, exists, select, tuple_
+from sqlalchemy.orm import Session
+
+from service.accounts import audit
+from service.accounts.quotas import Quotas, Room
+from service.database.engine import Database
+from service.database.tables import FileRow, TenantRow
+from service.errors import Conflict
+from service.files.transfers import transferred
+from shared.contract import Frozen
+from shared.errors import InvalidInput, NotFound
+from shared.runs.requests import Tenant
+from shared.runs.status import RunStatus
+from shared.settings import S3Settings
+from shared.storage import artifacts, paths
+from shared.storage.artifacts import FileEntry, Manifest
+from shared.storage.store import ObjectStore, open_uri, uri_of
+
+_CHUNK_BYTES = 1 << 20
+FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
+_NAME = re.compile(FILE_NAME[:-1])  # in Python, `$` stands before a last line end too
+
+
+class FileRecord(Frozen):
+    """A file in the store, as its record there has it. The same bytes under the same name have the same URI."""
+
+    file_id: str
+    tenant: Tenant
+    name: str
+    purpose: str = "dataset"
+    size: int
+    sha256: str
+    uri: str
+    created_at: float
+
+    def row(self) -> FileRow:
+        return FileRow(**self.model_dump())
+
+
+class FilePage(Frozen):
+    """Files, newest first. `next` is the `after` of the following page."""
+
+    files: tuple[FileRecord, ...]
+    has_more: bool
+    next: str | None = None
+
+
+class Files:
+    """A tenant's files: taken in, listed, read and deleted. Those of another are not found."""
+
+    def __init__(self, store: ObjectStore, database: Database, quotas: Quotas, scratch: Path) -> None:
+        """
+        Args:
+            scratch: a folder for bodies that are coming in.
+        """
+        self._store = store
+        self._database = database
+        self._quotas = quotas
+        self._scratch = scratch
+
+    async def receive(
+        self,
+        tenant: str,
+        name: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        num_bytes: int = 0,
+        purpose: str | Callable[[], str] = "dataset",
+        file_id: str | None = None,
+    ) -> FileRecord:
+        """Stream a body into the store, by way of a temporary file that is hashed as it grows.
+
+        Args:
+            num_bytes: what the sender says that it is going to send.
+            purpose: a function is asked behind the last chunk, which may have said it.
+            file_id: another than that of the content, which the same bytes under the same name have again.
+
+        Raises:
+            InvalidInput: the name is no plain file name, or the body is empty.
+            QuotaExceeded
+        """
+        if not _NAME.fullmatch(name):
+            raise InvalidInput("a file name has letters, digits, dots, dashes and underscores: at most 128", "name")
+        await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
+        digest, size = hashlib.sha256(), 0
+        async with self._quotas.room(tenant) as room:
+            await room.hold(num_bytes)
+            with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
+                async for chunk in chunks:
+                    digest.update(chunk)
+                    size += len(chunk)
+                    await room.hold(size, grows=True)
+                    await asyncio.to_thread(file.write, chunk)
+                if not size:
+                    raise InvalidInput("the file is empty", name)
+                purpose = purpose if isinstance(purpose, str) else purpose()
+                file.flush()
+                sha256 = digest.hexdigest()
+                record = FileRecord(
+                    file_id=file_id or _content_id(sha256, name, purpose),
+                    tenant=tenant,
+                    name=name,
+                    purpose=purpose,
+                    size=size,
+                    sha256=sha256,
+                    uri=uri_of(self._store, paths.upload(tenant, sha256, name)),
+                    created_at=time.time(),
+                )
+                return await self._keep(record, Path(file.name), room)
+
+    async def _keep(self, record: FileRecord, file: Path, room: Room) -> FileRecord:
+        key = _bytes_of(record)
+        while True:
+            if await asyncio.to_thread(self._store.head, key) is None:
+                await transferred(self._store.put_file, key, file)
+                await room.settle(record.size)
+            # Bytes that stood may have gone with another file: then they are put again, while they are here.
+            if (known := await self._remember(record)) is not None:
+                return known
+
+    async def _remember(self, record: FileRecord) -> FileRecord | None:
+        """Put a file on record, unless it is there: then what stands there is the answer. None without its bytes."""
+        audit.touched(record.file_id)
+        key, data = paths.file_record(record.tenant, record.file_id), record.model_dump_json(indent=1).encode()
+
+        def work(session: Session) -> FileRecord | None:
+            _take_turns(session, record.tenant)
+            if self._store.head(_bytes_of(record)) is None:
+                return None
+            is_new = self._store.put_if_absent(key, data)
+            known = record if is_new else FileRecord.model_validate_json(self._store.get_bytes(key))
+            session.merge(known.row())
+            return known
+
+        return await self._database.writing(work)
+
+    async def show(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises NotFound."""
+        row = await self._database.reading(lambda session: session.get(FileRow, (file_id, tenant)))
+        if row is None:
+            raise NotFound(f"there is no file {file_id}")
+        return _record(row)
+
+    async def page(
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        purpose: str | None = None,
+        oldest_first: bool = False,
+    ) -> FilePage:
+        """Files, newest first unless told otherwise: those behind `after`, another page's `next` or a file's id.
+
+        Raises:
+            NotFound: `after` is neither.
+        """
+
+        def work(session: Session) -> list[FileRow]:
+            query = select(FileRow).where(FileRow.tenant == tenant)
+            if purpose is not None:
+                query = query.where(FileRow.purpose == purpose)
+            if after is not None:
+                place, at = tuple_(FileRow.created_at, FileRow.file_id), _place(session, tenant, after)
+                query = query.where(place > at if oldest_first else place < at)
+            columns = (FileRow.created_at, FileRow.file_id)
+            order = columns if oldest_first else tuple(column.desc() for column in columns)
+            return list(session.scalars(query.order_by(*order).limit(limit + 1)))
+
+        rows = await self._database.reading(work)
+        files = tuple(_record(row) for row in rows[:limit])
+        has_more = len(rows) > limit
+        return FilePage(files=files, has_more=has_more, next=_cursor(files[-1]) if has_more else None)
+
+    async def delete(self, tenant: str, file_id: str) -> FileRecord:
+        """Forget a file. Its bytes go with the last file that has them; a run that reads them then fails."""
+        record = await self.show(tenant, file_id)
+        audit.touched(file_id)
+
+        def work(session: Session) -> bool:
+            _take_turns(session, tenant)
+            self._store.delete(paths.file_record(tenant, file_id))
+            session.execute(delete(FileRow).where(FileRow.tenant == tenant, FileRow.file_id == file_id))
+            others = select(exists().where(FileRow.tenant == tenant, FileRow.uri == record.uri))
+            was_last = not session.scalars(others).one()
+            if was_last:
+                self._store.delete(_bytes_of(record))
+            return was_last
+
+        if await self._database.writing(work):
+            self._quotas.remove_bytes(tenant, record.size)
+        return record
+
+    def content(self, record: FileRecord) -> Iterator[bytes]:
+        """A file's bytes, in pieces. Blocking."""
+        key = _bytes_of(record)
+        for start in range(0, record.size, _CHUNK_BYTES):
+            yield self._store.read_range(key, start, min(_CHUNK_BYTES, record.size - start))
+
+
+def uploads_folder(root: Path) -> Path:
+    """Where a service of this root keeps bodies that it is receiving."""
+    return root / "service" / "uploads"
+
+
+def _content_id(sha256: str, name: str, purpose: str) -> str:
+    return f"file-{hashlib.sha256(f'{sha256}/{name}/{purpose}'.encode()).hexdigest()[:24]}"
+
+
+def _bytes_of(record: FileRecord) -> str:
+    return paths.upload(record.tenant, record.sha256, record.name)
+
+
+def _take_turns(session: Session, tenant: str) -> None:
+    """In a writing transaction: of those who keep a tenant's files and those who delete them, one at a time goes on.
+
+    A file's bytes are another's too, and the store knows no transactions. SQLite has one writer anyway.
+    """
+    session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
+
+
+def _cursor(record: FileRecord) -> str:
+    """The place behind a file, which stays one when the file is deleted."""
+    return f"{record.created_at!r}/{record.file_id}"
+
+
+def _place(session: Session, tenant: str, after: str) -> tuple[float, str]:
+    created_at, _, file_id = after.rpartition("/")
+    with suppress(ValueError):
+        return float(created_at), file_id
+    row = session.get(FileRow, (after, tenant))
+    if row is None:
+        raise NotFound(f"there is no file {after}")
+    return row.created_at, row.file_id
+
+
+def _record(row: FileRow) -> FileRecord:
+    return FileRecord.model_validate({name: getattr(row, name) for name in FileRecord.model_fields})
+
+
+@dataclass(frozen=True)
+class PublishedFiles:
+    """What a run published: only names in its manifest can be read. Blocking: call it from a thread."""
+
+    store: ObjectStore
+    key: str
+    manifest_data: bytes
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, status: RunStatus, s3: S3Settings) -> Self:
+        """Raises Conflict when the run has published nothing."""
+        if status.adapter is None or status.adapter_sha256 is None:
+            raise Conflict(f"{status.run_id} has published nothing: it is {status.state}, {status.phase}")
+        store, key = open_uri(status.adapter, s3)
+        key = key.rstrip("/")
+        manifest = artifacts.read_manifest(store, key, status.adapter_sha256)
+        return cls(store, key, store.get_bytes(f"{key}/{paths.MANIFEST}"), manifest)
+
+    def entry(self, path: str) -> FileEntry:
+        """Raises NotFound for a file that the manifest does not list."""
+        for entry in self.entries:
+            if entry.path == path:
+                return entry
+        raise NotFound(f"there is no file {path} in what the run published")
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """The manifest's files, and the manifest."""
+        itself = FileEntry(
+            path=paths.MANIFEST, size=len(self.manifest_data), sha256=hashlib.sha256(self.manifest_data).hexdigest()
+        )
+        return (*self.manifest.files, itself)
+
+    def content(self, entry: FileEntry) -> Iterator[bytes]:
+        for start in range(0, entry.size, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, entry.size - start)
+            piece = self.store.read_range(f"{self.key}/{entry.path}", start, length)
+            if len(piece) != length:  # the answer's length is promised: break it off rather than pad it
+                raise NotFound(f"{entry.path} ends early")
+            yield piece
+
+    def tar(self, folder: str) -> Iterator[bytes]:
+        """The files as an uncompressed tar, below one folder; equal contents give equal bytes."""
+        for entry in self.entries:
+            yield _tar_header(folder, entry)
+            yield from self.content(entry)
+            yield b"\0" * (-entry.size % tarfile.BLOCKSIZE)
+        yield b"\0" * (2 * tarfile.BLOCKSIZE)
+
+    def tar_bytes(self, folder: str) -> int:
+        """The size of that tar."""
+        sizes = (len(_tar_header(folder, e)) + e.size + -e.size % tarfile.BLOCKSIZE for e in self.entries)
+        return sum(sizes) + 2 * tarfile.BLOCKSIZE
+
+
+def _tar_header(folder: str, entry: FileEntry) -> bytes:
+    header = tarfile.TarInfo(f"{folder}/{entry.path}")
+    header.size = entry.size
+    return header.tobuf(tarfile.PAX_FORMAT)

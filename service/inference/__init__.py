@@ -1,0 +1,1 @@
+"""Questions to published models, and the samplers that answer them."""

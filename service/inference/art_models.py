@@ -1,0 +1,282 @@
+"""Models as OpenPipe ART's clients have them: a name and a base model, trained job by job.
+
+A model is a name that its runs publish under. Its steps are the versions of that name: every job that changed the model
+published one, and step 0 is the base model. So the store says all that there is to say of a model, but for its record.
+"""
+
+import asyncio
+import hashlib
+import math
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from service.accounts import audit
+from service.database.locks import Turns
+from service.errors import Conflict, TemporalUnavailable
+from service.inference.published_models import Published, PublishedModels, Target
+from service.inference.untrained_models import UntrainedModels
+from service.runs.own_settings import OwnSettings
+from shared.contract import Frozen
+from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.field_rules import pattern
+from shared.runs.requests import Name, Tenant
+from shared.runs.status import RunStatus, StepStatus
+from shared.storage import paths
+from shared.storage.store import ObjectStore
+
+_WORD, _WORD_RULE = r"^[^/\\#?%:\x00-\x1f\x7f]+$", "no / \\ # ? % : and no control characters"
+# As W&B has them, whose artifacts ART names models by.
+ArtWord = Annotated[str, pattern(_WORD, _WORD_RULE, min_length=1, max_length=64)]
+_MODEL_ID = re.compile(r"^model-[0-9a-f]{17}$")
+ModelId = Annotated[str, pattern(_MODEL_ID.pattern, "the id of a model: model- and 17 hex digits")]
+
+_ARTIFACT = "wandb-artifact:///"
+_NAME = re.compile(r"(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(:(step(?P<step>[0-9]{1,6})|latest))?")
+_LONGEST_SLUG = 54
+_CHECK_BASE_S = 10.0
+
+
+class ArtSettings(OwnSettings):
+    """Our own settings of a model's jobs, by their native names; ART's clients have no place for them.
+
+    `temperature`, `idle_s`, `between_steps`, `equal_rewards` and `broken` are of reinforcement jobs alone.
+    """
+
+    seed: int | None = None
+    broken: Literal["refuse", "drop"] | None = None
+
+
+class ArtModel(Frozen):
+    """A model, as its record in the store has it. `published_as`: the name of its adapters, and of its runs."""
+
+    model_id: ModelId
+    tenant: Tenant
+    entity: ArtWord
+    project: ArtWord
+    name: ArtWord
+    base_model: str
+    settings: ArtSettings = ArtSettings()
+    published_as: Name
+    created_at: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.entity}/{self.project}/{self.name}"
+
+
+@dataclass(frozen=True)
+class ArtName:
+    """A model as completions ask for it; `step` None: as it stands now."""
+
+    title: str
+    step: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "ArtName | None":
+        """`wandb-artifact:///entity/project/name:step5`, with or without its beginning and its end; None for others."""
+        match = _NAME.fullmatch(text.removeprefix(_ARTIFACT))
+        if match is None:
+            return None
+        step = int(match["step"]) if match["step"] is not None else None
+        return cls(f"{match['entity']}/{match['project']}/{match['name']}", step)
+
+
+class ArtModels:
+    """Registered, found, listed and deleted, with their checkpoints. Another tenant's are not found."""
+
+    def __init__(self, store: ObjectStore, published: PublishedModels, untrained: UntrainedModels) -> None:
+        self._store = store
+        self._published = published
+        self._untrained = untrained
+        self._turns = Turns()
+
+    def lock(self, model_id: str) -> asyncio.Lock:
+        """Held by whoever gives a model a job: one at a time finds out what it goes on from."""
+        return self._turns.of(model_id)
+
+    async def _check_base(self, model: ArtModel) -> None:
+        """Look whether the base model can be used here, as long as somebody waits for the answer.
+
+        A model that is still being downloaded, and a host that is away, refuse nothing: the first job will tell.
+
+        Raises:
+            InvalidInput: it cannot.
+        """
+        try:
+            async with asyncio.timeout(_CHECK_BASE_S):
+                await self._untrained.resolve(model.tenant, model.base_model)
+        except InvalidInput as error:
+            raise InvalidInput(str(error), "base_model") from error
+        except (TimeoutError, StoreUnavailable, TemporalUnavailable):
+            return
+
+    async def register(self, model: ArtModel, *, return_existing: bool) -> ArtModel:
+        """Put a model on record.
+
+        Raises:
+            Conflict: its name is taken; with `return_existing`: by a model of another base or of other settings.
+            InvalidInput: its base is none that can be used here.
+        """
+        while True:
+            found = await asyncio.to_thread(self._by_title, model.tenant, model.title)
+            if found is None:
+                await self._check_base(model)
+                await asyncio.to_thread(self._store.put_bytes, _record_key(model), model.model_dump_json().encode())
+                claim = paths.art_name(model.tenant, _digest(model.title))
+                if await asyncio.to_thread(self._store.put_if_absent, claim, model.model_id.encode()):
+                    audit.touched(model.model_id)
+                    return model
+                await asyncio.to_thread(self._store.delete, _record_key(model))
+            elif not return_existing:
+                raise Conflict(f"{model.title} is registered: return_existing answers with it")
+            elif found.base_model != model.base_model:
+                raise Conflict(f"{model.title} is registered with the base model {found.base_model}")
+            elif model.settings not in (ArtSettings(), found.settings):
+                raise Conflict(f"{model.title} is registered with other settings, which hold for all of its jobs")
+            else:
+                return found
+
+    def _by_title(self, tenant: str, title: str) -> ArtModel | None:
+        try:
+            model_id = self._store.get_bytes(paths.art_name(tenant, _digest(title))).decode()
+            return self._read(tenant, model_id)
+        except NotFound:
+            return None
+
+    def _read(self, tenant: str, model_id: str) -> ArtModel:
+        return ArtModel.model_validate_json(self._store.get_bytes(paths.art_model(tenant, model_id)))
+
+    async def show(self, tenant: str, model_id: str) -> ArtModel:
+        """Raises NotFound."""
+        with suppress(NotFound):
+            if _MODEL_ID.fullmatch(model_id):
+                return await asyncio.to_thread(self._read, tenant, model_id)
+        raise NotFound(f"there is no model {model_id[:80]}")
+
+    async def all(self, tenant: str) -> list[ArtModel]:
+        """In the order in which they were registered."""
+
+        def read() -> list[ArtModel]:
+            keys = [item.key for item in self._store.list(paths.art_model(tenant))]
+            return [ArtModel.model_validate_json(self._store.get_bytes(key)) for key in keys]
+
+        return await asyncio.to_thread(read)
+
+    async def delete(self, model: ArtModel) -> None:
+        """Forget a model and its checkpoints. Its runs stay on record."""
+
+        def forget() -> None:
+            self._store.delete(paths.art_name(model.tenant, _digest(model.title)))
+            for step in self._published.versions(model.tenant, model.published_as):
+                self._published.delete(model.tenant, _published(model, step))
+            self._store.delete(_record_key(model))
+
+        audit.touched(model.model_id)
+        await asyncio.to_thread(forget)
+
+    # Checkpoints.
+
+    async def steps(self, model: ArtModel) -> list[int]:
+        """Steps that there are checkpoints of, in order. The base model is none."""
+        return await asyncio.to_thread(self._published.versions, model.tenant, model.published_as)
+
+    async def metrics(self, model: ArtModel, step: int) -> dict[str, float]:
+        """What the job that made a checkpoint measured."""
+        return await asyncio.to_thread(self._metrics, model, step)
+
+    def _metrics(self, model: ArtModel, step: int) -> dict[str, float]:
+        with suppress(NotFound):  # it was published, and its job is not on record yet
+            owner = self._published.owner(model.tenant, _published(model, step))
+            keys = paths.RunKeys(owner.run_id)
+            if owner.step is not None:
+                return finite(StepStatus.model_validate_json(self._store.get_bytes(keys.step(owner.step))).metrics)
+            return finite(RunStatus.model_validate_json(self._store.get_bytes(keys.result)).metrics)
+        return {}
+
+    async def newest(self, model: ArtModel) -> str | None:
+        """The URI of the adapter that the next job goes on from; None while there is none."""
+
+        def look() -> str | None:
+            with suppress(NotFound):
+                found = self._published.find(model.tenant, model.published_as)
+                return self._published.artifact(model.tenant, found).uri
+            return None
+
+        return await asyncio.to_thread(look)
+
+    async def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
+        """Delete checkpoints. Returns how many, and those that there are not.
+
+        Raises:
+            InvalidInput: one of them is the newest, which the next job goes on from.
+        """
+        wanted, there = sorted(set(steps)), await self.steps(model)
+        if there and there[-1] in wanted:
+            raise InvalidInput(f"step {there[-1]} is the newest: the next job goes on from it", "steps")
+        found = [step for step in wanted if step in there]
+        audit.touched(model.model_id)
+        for step in found:
+            await asyncio.to_thread(self._published.delete, model.tenant, _published(model, step))
+        return len(found), [step for step in wanted if step not in there]
+
+    # Inference.
+
+    async def target(self, tenant: str, name: ArtName) -> Target:
+        """What answers for a model at a step. Raises NotFound."""
+        model = await asyncio.to_thread(self._by_title, tenant, name.title)
+        if model is None:
+            raise NotFound(f"there is no model {name.title}")
+        if name.step != 0:
+            version = "" if name.step is None else f":v{name.step}"
+            try:
+                return await asyncio.to_thread(self._trained, tenant, f"{model.published_as}{version}")
+            except NotFound:
+                if name.step is not None:
+                    raise NotFound(f"{name.title} has no checkpoint of step {name.step}") from None
+        base = await self._untrained.resolve(tenant, model.base_model)
+        return Target(base, None, model.settings.dtype or "float32", model.base_model, model.published_as, 0)
+
+    def _trained(self, tenant: str, model_id: str) -> Target:
+        return self._published.target(tenant, self._published.find(tenant, model_id))
+
+
+def new_model(
+    tenant: str, entity: str, project: str, name: str | None, base_model: str, settings: ArtSettings
+) -> ArtModel:
+    """A model with an id of its own, which sorts by time; one without a name is called by that."""
+    now = time.time()
+    model_id = f"model-{int(now * 1000):011x}{secrets.token_hex(3)}"
+    slug = re.sub(r"[^a-z0-9._-]+", "-", f"{project}-{name or 'model'}".lower())[:_LONGEST_SLUG].strip("-._")
+    return ArtModel(
+        model_id=model_id,
+        tenant=tenant,
+        entity=entity,
+        project=project,
+        name=name or model_id,
+        base_model=base_model,
+        settings=settings,
+        published_as=f"{slug or 'model'}-{model_id[-8:]}",
+        created_at=now,
+    )
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what JSON has no number for."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _published(model: ArtModel, step: int) -> Published:
+    return Published("adapters", model.published_as, step)
+
+
+def _record_key(model: ArtModel) -> str:
+    return paths.art_model(model.tenant, model.model_id)
+
+
+def _digest(title: str) -> str:
+    return hashlib.sha256(title.encode()).hexdigest()

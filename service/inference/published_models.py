@@ -1,0 +1,209 @@
+"""What a tenant has published, by the names that clients give: `name` for its newest version, or `name:v3`."""
+
+import builtins
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel
+
+from service.inference.checkpoint_adapters import CheckpointName, adapter_of
+from shared.chat.messages import ServedModel
+from shared.contract import Artifact
+from shared.errors import InvalidInput, NotFound
+from shared.jobs.job import Dtype, Job
+from shared.runs.requests import RunRecord
+from shared.storage.artifacts import find
+from shared.storage.paths import MANIFEST, RunKeys, published, published_version, version_claim
+from shared.storage.store import ObjectStore
+
+Kind = Literal["adapters", "models", "checkpoints"]
+_KINDS: tuple[Kind, ...] = ("adapters", "models")  # an adapter answers to a name that a model has, too
+_ID = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
+_VERSION = re.compile(rf"(?P<name>[^/]+)/v(?P<version>[0-9]{{6}})/{re.escape(MANIFEST)}")
+
+
+class Owner(BaseModel):
+    """Of a version's claim, what is read here. `step`: the train step of a run that publishes several."""
+
+    run_id: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that stands in the store; or a checkpoint, whose name is its run's, and whose version its step."""
+
+    kind: Kind
+    name: str
+    version: int
+
+    @property
+    def id(self) -> str:
+        if self.kind == "checkpoints":
+            return str(CheckpointName(self.name, self.version))
+        return f"{self.name}:v{self.version}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What answers for it: an adapter beside the very model that it was trained on, or a model alone.
+
+    `base`: the model as the run named it. `name` and `version`: of what was published; version 0 is the base model.
+    """
+
+    model: Artifact
+    adapter: Artifact | None
+    dtype: Dtype
+    base: str
+    name: str | None = None
+    version: int | None = None
+
+
+class PublishedModels:
+    """Reads the store alone. Blocking. Versions never change, so what was found once is kept."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._targets: dict[tuple[str, Published], Target] = {}
+        self._records: dict[str, RunRecord] = {}
+
+    def list(self, tenant: str) -> list[ServedModel]:
+        """Each name once, with its newest version, in alphabetical order."""
+        newest: dict[str, Published] = {}
+        for kind in reversed(_KINDS):
+            newest |= {found.name: found for found in self._versions(tenant, kind)}  # in order: the newest comes last
+        return [self.describe(tenant, found, name) for name, found in sorted(newest.items())]
+
+    def _versions(self, tenant: str, kind: Kind, name: str | None = None) -> Iterator[Published]:
+        """Those that stand in the store, of one name or of all, in order."""
+        prefix = published(tenant, kind)
+        for info in self._store.list(prefix if name is None else f"{prefix}{name}/v"):
+            if match := _VERSION.fullmatch(info.key.removeprefix(prefix)):
+                yield Published(kind, match["name"], int(match["version"]))
+
+    def find(self, tenant: str, model_id: str) -> Published:
+        """Raises NotFound for an id that is none, and for what this tenant has not published."""
+        if name := CheckpointName.parse(model_id):
+            return self._checkpoint(tenant, name)
+        match = _ID.fullmatch(model_id)
+        found = None
+        if match is not None and match["version"] is not None:
+            found = self._exact(tenant, match["name"], int(match["version"]))
+        elif match is not None:
+            found = self._newest(tenant, match["name"])
+        if found is None:
+            raise NotFound(f"there is no published model {model_id[:300]}")
+        return found
+
+    def _checkpoint(self, tenant: str, name: CheckpointName) -> Published:
+        found = Published("checkpoints", name.run_id, name.step)
+        try:
+            record = self.record(tenant, found)
+        except NotFound:
+            raise NotFound(f"there is no published model {name}") from None
+        if record.tenant != tenant:
+            raise NotFound(f"there is no published model {name}")
+        adapter_of(self._store, record, name.step)
+        return found
+
+    def _exact(self, tenant: str, name: str, version: int) -> Published | None:
+        stands = (k for k in _KINDS if self._store.head(f"{published_version(tenant, k, name, version)}/{MANIFEST}"))
+        return next((Published(kind, name, version) for kind in stands), None)
+
+    def _newest(self, tenant: str, name: str) -> Published | None:
+        """Claims say which versions there may be; the last ones may still be on their way."""
+        for kind in _KINDS:
+            claims = sum(1 for _ in self._store.list(f"{published(tenant, kind, name)}/claims/"))
+            for version in range(claims, 0, -1):
+                if self._store.head(f"{published_version(tenant, kind, name, version)}/{MANIFEST}"):
+                    return Published(kind, name, version)
+        return None
+
+    def describe(self, tenant: str, found: Published, model_id: str) -> ServedModel:
+        """As clients see it. Raises NotFound when its run is not on record."""
+        record = self.record(tenant, found)
+        return ServedModel(
+            id=model_id,
+            created=int(record.created_at),
+            owned_by=tenant,
+            parent=record.run.model if found.kind != "models" else None,
+            root=found.id,
+            version=found.version,
+        )
+
+    def target(self, tenant: str, found: Published) -> Target:
+        """Raises NotFound when it has gone, or the job that made it is not on record."""
+        known = (tenant, found)
+        if known not in self._targets:
+            self._targets[known] = self._read_target(tenant, found)
+        return self._targets[known]
+
+    def _read_target(self, tenant: str, found: Published) -> Target:
+        artifact, record = self.artifact(tenant, found), self.record(tenant, found)
+        plan = self._job(record.run_id).plan
+        if found.kind == "checkpoints":
+            return Target(plan.model, artifact, plan.dtype, record.run.model)
+        if found.kind == "adapters":
+            return Target(plan.model, artifact, plan.dtype, record.run.model, found.name, found.version)
+        return Target(artifact, None, plan.dtype, artifact.uri, found.name, found.version)
+
+    def artifact(self, tenant: str, found: Published) -> Artifact:
+        """What it is made of: an adapter's files, or a model's. Raises NotFound when it has gone."""
+        if found.kind == "checkpoints":
+            return adapter_of(self._store, self.record(tenant, found), found.version)
+        artifact = find(self._store, published_version(tenant, found.kind, found.name, found.version))
+        if artifact is None:
+            raise NotFound(f"{found.id} is no longer in the store")
+        return artifact
+
+    def record(self, tenant: str, found: Published) -> RunRecord:
+        """The run that published it. Raises NotFound when that is not on record."""
+        run_id = found.name
+        if found.kind != "checkpoints":
+            run_id = self.owner(tenant, found).run_id
+        if run_id not in self._records:
+            self._records[run_id] = RunRecord.model_validate_json(self._store.get_bytes(RunKeys(run_id).record))
+        return self._records[run_id]
+
+    def owner(self, tenant: str, found: Published) -> Owner:
+        """Which run made a version, and with which train step. Raises NotFound."""
+        claim = self._store.get_bytes(version_claim(tenant, found.kind, found.name, found.version))
+        return Owner.model_validate_json(claim)
+
+    def versions(self, tenant: str, name: str) -> builtins.list[int]:
+        """The versions of an adapter that stand in the store, in order."""
+        return [found.version for found in self._versions(tenant, "adapters", name)]
+
+    def newest_adapter(self, tenant: str, name: str) -> Artifact | None:
+        """None while none of this name stands in the store."""
+        standing = self.versions(tenant, name)
+        return self.artifact(tenant, Published("adapters", name, standing[-1])) if standing else None
+
+    def delete_model(self, tenant: str, model_id: str) -> None:
+        """Delete a version, or all of a name that has none. Raises NotFound; InvalidInput for a run's checkpoint."""
+        if CheckpointName.parse(model_id):
+            raise InvalidInput("a checkpoint is its run's: it goes when the run keeps newer ones", "model")
+        found = self.find(tenant, model_id)
+        if model_id == found.id:
+            self.delete(tenant, found)
+            return
+        for each in list(self._versions(tenant, found.kind, found.name)):
+            self.delete(tenant, each)
+
+    def delete(self, tenant: str, found: Published) -> None:
+        """Delete a version's files, the manifest first: what is left of it is no version. Its number stays taken."""
+        key = published_version(tenant, found.kind, found.name, found.version)
+        self._store.delete(f"{key}/{MANIFEST}")
+        for info in list(self._store.list(f"{key}/")):
+            self._store.delete(info.key)
+        self._targets.pop((tenant, found), None)
+
+    def _job(self, run_id: str) -> Job:
+        """Any of the run's: they all train the same model."""
+        keys = (info.key for info in self._store.list(f"{RunKeys(run_id).logs}/") if info.key.endswith("/job.json"))
+        key = next(keys, None)
+        if key is None:
+            raise NotFound(f"no job of {run_id} is on record")
+        return Job.model_validate_json(self._store.get_bytes(key))

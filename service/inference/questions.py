@@ -1,0 +1,220 @@
+"""Questions to what a tenant has published: each finds a sampler, and another one when that was lost under it."""
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from temporalio.client import Client, WorkflowFailureError
+from temporalio.exceptions import ApplicationError
+from temporalio.exceptions import TimeoutError as TooLate
+from temporalio.service import RPCError
+
+from service.accounts import audit
+from service.accounts.fair_shares import FairShare
+from service.inference.art_models import ArtModels, ArtName
+from service.inference.published_models import PublishedModels, Target
+from service.inference.seats import Seat, Seats
+from service.runs.runs import causes_of
+from service.temporal import PATIENCE, Temporal, share_of
+from shared.chat import answer_records
+from shared.chat.completions import CompletionRequest, CompletionResponse
+from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
+from shared.errors import InvalidInput, SamplerUnavailable
+from shared.jobs.leases import SamplerKey
+from shared.runs.start import timing_of
+from shared.settings import Settings
+from shared.storage.store import ObjectStore
+from workflows import policies
+from workflows.services.completion import Completed, CompleteRequest, CompletionStart, leased, served
+
+logger = logging.getLogger("longshore.service")
+
+COMPLETION_WORKFLOW = "CompletionWorkflow"
+_ATTEMPTS = 4
+_PLACES = ("model", "messages", "prompt", "n", "max_tokens")  # what an activity's errors name
+
+
+class _Lost(Exception):
+    """The sampler, or its host, went while it was asked. Another may answer."""
+
+
+class Inference:
+    """Lists what was published, and asks it. Token ids of answers to chats are kept for a while, to be trained on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: ObjectStore,
+        published: PublishedModels,
+        art_models: ArtModels,
+        temporal: Temporal,
+        questions: FairShare,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._temporal = temporal
+        self._seats = Seats(settings, temporal)
+        self._published = published
+        self._art_models = art_models
+        self._questions = questions
+
+    def waiting(self) -> frozenset[str]:
+        """The serving workflows of models whose users wait for a sampler."""
+        return self._seats.waiting()
+
+    async def models(self, tenant: str) -> list[ServedModel]:
+        """Everything that a tenant has published, by name; the newest version of each."""
+        return await asyncio.to_thread(self._published.list, tenant)
+
+    async def model(self, tenant: str, model_id: str) -> ServedModel:
+        """Raises NotFound for what this tenant has not published."""
+
+        def described() -> ServedModel:
+            return self._published.describe(tenant, self._published.find(tenant, model_id), model_id)
+
+        return await asyncio.to_thread(described)
+
+    async def delete(self, tenant: str, model_id: str) -> None:
+        """A version, or all of a name without one. Raises NotFound; InvalidInput for a run's checkpoint."""
+        audit.touched(model_id)
+        await asyncio.to_thread(self._published.delete_model, tenant, model_id)
+
+    async def chat(self, tenant: str, asked: ChatRequest) -> ChatCompletion:
+        """The model's answer to messages; `stream` is the caller's affair.
+
+        Raises:
+            NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
+            SamplerUnavailable: there is no sampler for it now. TemporalUnavailable: nobody to ask.
+            Busy: the tenant has as many questions open as it may.
+        """
+        async with self._questions.place(tenant):
+            answer = await self._ask(tenant, asked)
+        assert isinstance(answer, ChatCompletion)
+        return answer
+
+    async def complete(self, tenant: str, asked: CompletionRequest) -> CompletionResponse:
+        """The same of a text, or of token ids. Raises as `chat` does."""
+        async with self._questions.place(tenant):
+            answer = await self._ask(tenant, asked)
+        assert isinstance(answer, CompletionResponse)
+        return answer
+
+    async def prune(self) -> None:
+        """Drop answers that nobody trains on any more."""
+        serving = self._settings.serving
+        prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
+        await asyncio.to_thread(prune, serving.answers_max_bytes)
+
+    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest) -> ChatCompletion | CompletionResponse:
+        if (name := ArtName.parse(asked.model)) is not None:
+            if isinstance(asked, ChatRequest):  # ART trains on its answers, and asks for nothing of this
+                ids = True if asked.return_token_ids is None else asked.return_token_ids
+                logprobs = True if asked.logprobs is None else asked.logprobs
+                asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
+            target = await self._art_models.target(tenant, name)
+        else:
+            target = await asyncio.to_thread(self._target, tenant, asked.model)
+        problem = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(2.0 ** (attempt - 2))
+            seat = None if self._is_served else await self._seats.seat(self._key(target))
+            try:
+                return (await self._answered(self._start(tenant, target, asked, seat))).answer
+            except _Lost as lost:
+                problem = str(lost)
+                logger.warning("a question to %s is asked again: %s", asked.model, problem)
+                if seat is not None:
+                    self._seats.forget(seat)
+        raise SamplerUnavailable(problem)
+
+    def _target(self, tenant: str, model_id: str) -> Target:
+        return self._published.target(tenant, self._published.find(tenant, model_id))
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether the installation has a server of its own, so that no sampler is leased."""
+        return self._settings.sampling.url is not None
+
+    def _key(self, target: Target) -> SamplerKey:
+        serving = self._settings.serving
+        return SamplerKey(
+            model=target.model,
+            dtype=target.dtype,
+            threads=self._settings.cpu_threads,
+            slots=serving.slots,
+            max_model_len=serving.max_model_len,
+        )
+
+    def _start(
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, seat: Seat | None
+    ) -> CompletionStart:
+        queue = seat.grant.host_queue if seat else policies.queue_of("complete", self._settings.control_queue)
+        place = leased(seat.serving_id, seat.grant) if seat else served()
+        return CompletionStart(
+            request=CompleteRequest(
+                tenant=tenant,
+                name=target.name,
+                version=target.version,
+                model=target.model,
+                adapter=target.adapter,
+                base=target.base,
+                place=place,
+                asked=asked,
+            ),
+            queue=queue,
+            timing=timing_of(self._settings),
+        )
+
+    async def _answered(self, start: CompletionStart) -> Completed:
+        """A caller that is cancelled takes the question back."""
+        async with self._temporal.client() as client:
+            completion_id = f"completion-{secrets.token_hex(12)}"
+            starting = asyncio.ensure_future(
+                client.start_workflow(
+                    COMPLETION_WORKFLOW,
+                    start,
+                    id=completion_id,
+                    task_queue=self._settings.control_queue,
+                    priority=share_of(start.request.tenant),
+                    execution_timeout=policies.COMPLETION_TIMEOUT,
+                    result_type=Completed,
+                    rpc_timeout=PATIENCE,
+                )
+            )
+            try:
+                handle = await asyncio.shield(starting)
+                answer: Completed = await handle.result()
+            except asyncio.CancelledError:
+                await _cancel(client, completion_id, starting)
+                raise
+            except WorkflowFailureError as error:
+                raise _failure(error) from None
+        return answer
+
+
+async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[Any]) -> None:
+    with suppress(RPCError):  # it has just been answered, or nobody is there to tell
+        await starting  # a start that is under way cannot be called off
+        await client.get_workflow_handle(completion_id).cancel(rpc_timeout=PATIENCE)
+
+
+def _failure(error: WorkflowFailureError) -> Exception:
+    """What a question came to, as an error of ours."""
+    causes = causes_of(error)
+    for cause in causes:
+        match cause:
+            case ApplicationError(type="InvalidInput" | "CorruptArtifact" | "DiskFull"):
+                return _refusal(cause.message)
+            case ApplicationError(type="WorkerLost" | "SamplerUnavailable" | "StoreUnavailable") | TooLate():
+                return _Lost(f"{cause.message}")
+    return error
+
+
+def _refusal(message: str) -> InvalidInput:
+    place, separator, rest = message.partition(": ")
+    return InvalidInput(rest, place) if separator and place in _PLACES else InvalidInput(message)

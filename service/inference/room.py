@@ -1,0 +1,125 @@
+"""Idle processes make room for who waits for one.
+
+A sampler that answers users is given back soon when nobody asks it, and when its share of time is over when somebody
+does. The worker of an RL run whose client sends no step is given back at once: the client may have crashed.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.client import Client, WorkflowExecution
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.inference.seats import SERVING_WORKFLOW
+from service.runs.rows import RunRows
+from service.temporal import LIST_PATIENCE, PATIENCE, Temporal
+from shared.runs.start import RL_WORKFLOW
+from shared.runs.status import STATUS_MEMO, RunStatus
+from shared.settings import Settings
+
+logger = logging.getLogger("longshore.service")
+
+_AGAIN_S = 60.0
+_GIVEN_BACK_IN_S = 15.0  # a run that was asked for its worker
+_UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
+
+_Lease = tuple[str, int]
+"""Of a run: which execution of its workflow, and the lease's epoch."""
+
+
+class Room:
+    """Tells who holds an idle process that others wait for. A host has one, and cannot know who else wants it."""
+
+    def __init__(
+        self, settings: Settings, rows: RunRows, temporal: Temporal, waiting: Callable[[], frozenset[str]]
+    ) -> None:
+        """
+        Args:
+            waiting: the serving workflows whose own users wait for a sampler.
+        """
+        here = f'TaskQueue = "{settings.control_queue}" AND ExecutionStatus = "Running"'
+        self._servings = f'WorkflowType = "{SERVING_WORKFLOW}" AND {here}'
+        self._rl_runs = f'WorkflowType = "{RL_WORKFLOW}" AND {here}'
+        self._rows = rows
+        self._temporal = temporal
+        self._waiting = waiting
+        self._told: dict[str, float] = {}
+        self._told_runs: dict[_Lease, float] = {}
+
+    async def make(self) -> None:
+        """Raises TemporalUnavailable, DatabaseUnavailable: not everybody was told."""
+        phases = await self._rows.open()
+        if (waiting := self._waiting()) or "waiting_for_sampler" in phases.values():
+            await self._make_for_samplers(waiting)
+        if for_worker := [run_id for run_id, phase in phases.items() if phase == "waiting_for_worker"]:
+            await self._make_for_workers(for_worker, list(phases))
+
+    async def _make_for_samplers(self, waiting: frozenset[str]) -> None:
+        now = time.monotonic()
+        self._told = {run: since for run, since in self._told.items() if now - since < _AGAIN_S}
+        async with self._temporal.client() as client:
+            async for execution in client.list_workflows(self._servings, rpc_timeout=PATIENCE):
+                if execution.run_id in self._told or execution.id in waiting:
+                    continue
+                await _tell(client, execution, "a sampler")
+                self._told[execution.run_id] = now
+
+    async def _make_for_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
+        """Ask as many idle runs as wait, those first that were idle longest. Each is told once a lease.
+
+        Args:
+            waiting: runs whose phase says that they wait. A lease that a host has taken waits for no other's worker.
+        """
+        async with self._temporal.client() as client:
+            listed = client.list_workflows(self._rl_runs, rpc_timeout=LIST_PATIENCE)
+            idle = {lease: e async for e in listed if (lease := await _idle_lease(e)) and e.id in oldest_first}
+            now = time.monotonic()
+            self._told_runs = {lease: since for lease, since in self._told_runs.items() if lease in idle}
+            on_their_way = sum(now - since < _GIVEN_BACK_IN_S for since in self._told_runs.values())
+            asked = sorted(idle.keys() - self._told_runs, key=lambda lease: oldest_first.index(idle[lease].id))
+            if not asked:
+                return
+            num_missing = await _num_untaken(client, waiting, len(asked) + on_their_way) - on_their_way
+            for lease in asked[: max(0, num_missing)]:
+                await _tell(client, idle[lease], "a worker")
+                self._told_runs[lease] = now
+
+
+async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
+    """The last lease of a run that waits for its client: the run may hold it yet."""
+    status: RunStatus | None = await execution.memo_value(STATUS_MEMO, None, type_hint=RunStatus)
+    if status is None or status.phase != "waiting_for_groups" or not status.epoch:
+        return None
+    return execution.run_id, status.epoch
+
+
+async def _num_untaken(client: Client, run_ids: Sequence[str], at_most: int) -> int:
+    """How many of these runs have asked for a worker and found no host for it."""
+    found = 0
+    for run_id in run_ids:
+        if found == at_most:
+            break
+        with _may_have_ended():
+            description = await client.get_workflow_handle(run_id).describe(rpc_timeout=PATIENCE)
+            pending = description.raw_description.pending_activities
+            found += any(a.activity_type.name == "lease" and a.state == _UNTAKEN for a in pending)
+    return found
+
+
+@contextmanager
+def _may_have_ended() -> Iterator[None]:
+    try:
+        yield
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+
+
+async def _tell(client: Client, execution: WorkflowExecution, what: str) -> None:
+    with _may_have_ended():
+        handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
+        await handle.signal("make_room", rpc_timeout=PATIENCE)
+        logger.info("%s: others wait for %s", execution.id, what)

@@ -1,1 +1,0 @@
-"""The API that OpenAI's clients speak, under `/v1`: translations of what the service does."""

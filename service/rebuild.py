@@ -1,0 +1,186 @@
+"""The database, built again from the store: tenants, keys, files and runs. The audit log and the outbox begin anew."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import inspect, select
+from sqlalchemy.orm import Session
+
+from service.accounts.keys import KeyRecord
+from service.accounts.tenants import TenantRecord, ensure_first
+from service.database.engine import Database
+from service.database.tables import FileRow, KeyRow, RunRow, Table, TenantRow
+from service.files.files import FileRecord
+from service.runs.rows import run_row
+from service.runs.states import queued
+from shared.errors import NotFound
+from shared.runs.requests import FIRST_TENANT, RunRecord
+from shared.runs.status import RunStatus
+from shared.storage import paths
+from shared.storage.store import ObjectStore
+
+_AT_ONCE = 20  # in a transaction, which others may wait for: what differs is read again within
+_SETTLED_S = 60.0  # what is younger may be on its way into the store
+
+
+@dataclass
+class Differences:
+    """What differs between store and database, or did: rows by table, and records that cannot be read."""
+
+    missing: Counter[str] = field(default_factory=Counter)
+    outdated: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+    unreadable: list[str] = field(default_factory=list)
+    read: Counter[str] = field(default_factory=Counter)
+    """Records of the store, by table: not a difference."""
+
+    @property
+    def any(self) -> bool:
+        return bool(self.missing or self.outdated or self.unknown or self.unreadable)
+
+
+def rebuild(store: ObjectStore, database: Database, *, only_look: bool = False) -> Differences:
+    """Make every row as its record says; of runs, those that ended: the others are the watch's (service/runs/watch.py).
+
+    May be done while a service works, and again and again. Nobody is told of changes. Blocking.
+
+    Args:
+        only_look: change nothing.
+
+    Returns:
+        What differed.
+
+    Raises:
+        StoreUnavailable, DatabaseUnavailable
+    """
+    return _Rebuild(store, database, only_look).all()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record of the store, by the key that a complaint names. `row` reads it, and may be asked again."""
+
+    key: str
+    row: Callable[[], Table]
+    """Raises NotFound, ValidationError."""
+
+
+class _Undo(Exception):
+    """Ends a transaction that was only a look."""
+
+
+class _Rebuild:
+    def __init__(self, store: ObjectStore, database: Database, only_look: bool) -> None:
+        self._store = store
+        self._database = database
+        self._only_look = only_look
+        self._began = time.time()
+        self._found = Differences()
+
+    def all(self) -> Differences:
+        self._table(TenantRow, self._records(paths.tenant_record(), TenantRecord))
+        self._table(KeyRow, self._records(paths.key_record(), KeyRecord))
+        self._table(FileRow, self._records(paths.file_records(), FileRecord))
+        self._table(RunRow, self._runs())
+        if not self._only_look:
+            self._database.write(ensure_first)
+        return self._found
+
+    def _records(self, prefix: str, kind: type[TenantRecord | KeyRecord | FileRecord]) -> Iterator[_Record]:
+        for info in self._store.list(prefix):
+            yield _Record(info.key, partial(self._row, kind, info.key))
+
+    def _row(self, kind: type[TenantRecord | KeyRecord | FileRecord], key: str) -> Table:
+        return kind.model_validate_json(self._store.get_bytes(key)).row()
+
+    def _runs(self) -> Iterator[_Record]:
+        prefix = paths.run_index()
+        for info in self._store.list(prefix):
+            keys = paths.RunKeys(info.key.removeprefix(prefix))
+            yield _Record(keys.record, partial(self._run_row, keys))
+
+    def _run_row(self, keys: paths.RunKeys) -> Table:
+        record = RunRecord.model_validate_json(self._store.get_bytes(keys.record))
+        return run_row(record, self._result(keys) or queued(record))
+
+    def _result(self, keys: paths.RunKeys) -> RunStatus | None:
+        try:
+            return RunStatus.model_validate_json(self._store.get_bytes(keys.result))
+        except NotFound:
+            return None
+
+    def _table(self, table: type[Table], records: Iterator[_Record]) -> None:
+        known: set[Any] = set()
+        rows = ((record, row) for record in records if (row := self._read(record)) is not None)
+        while some := list(islice(rows, _AT_ONCE)):
+            self._in_transaction(partial(self._put_all, some))
+            self._found.read[table.__tablename__] += len(some)
+            known.update(inspect(table).primary_key_from_instance(row)[0] for _, row in some)
+        self._in_transaction(partial(self._drop, table, known))
+
+    def _read(self, record: _Record) -> Table | None:
+        """None for one that was deleted since it was listed, or never accepted, or cannot be read."""
+        try:
+            return record.row()
+        except NotFound:
+            return None
+        except ValidationError as error:
+            self._found.unreadable.append(f"{record.key}: {error.errors()[0]['msg']}")
+            return None
+
+    def _in_transaction(self, work: Callable[[Session], object]) -> None:
+        def then_undo(session: Session) -> None:
+            work(session)
+            if self._only_look:
+                raise _Undo
+
+        with suppress(_Undo):
+            self._database.write(then_undo)
+
+    def _put_all(self, rows: list[tuple[_Record, Table]], session: Session) -> None:
+        for record, row in rows:
+            self._put(session, record, row)
+
+    def _put(self, session: Session, record: _Record, read: Table) -> None:
+        table, identity = type(read), inspect(type(read)).primary_key_from_instance(read)
+        if not _is_due(session.get(table, identity), read):
+            return
+        # Others write a record before its row: one that is read with the row locked is no older than the row.
+        before = session.get(table, identity, populate_existing=True, with_for_update=True)
+        row = self._read(record)
+        if row is None or not _is_due(before, row):
+            return
+        (self._found.missing if before is None else self._found.outdated)[table.__tablename__] += 1
+        session.merge(row)
+
+    def _drop(self, table: type[Table], known: set[Any], session: Session) -> None:
+        for row in _settled(session, table, self._began - _SETTLED_S):
+            identity = inspect(table).primary_key_from_instance(row)[0]
+            if identity not in known and identity != FIRST_TENANT:
+                self._found.unknown[table.__tablename__] += 1
+                session.delete(row)
+
+
+def _is_due(before: Table | None, row: Table) -> bool:
+    """Whether a row is to take the place of what stands in its own."""
+    if before is None:
+        return True
+    return _differ(before, row) and not (isinstance(before, RunRow) and before.state == "running")
+
+
+def _settled(session: Session, table: type[Table], before: float) -> Sequence[Table]:
+    created_at = inspect(table).columns["created_at"]
+    return session.scalars(select(table).where(created_at < before)).all()
+
+
+def _differ(before: Table, after: Table) -> bool:
+    """In any column that comes from the record."""
+    given = (name for name in inspect(after).dict if not name.startswith("_") and name != "updated_at")
+    return any(getattr(before, name) != getattr(after, name) for name in given)

@@ -1,0 +1,208 @@
+"""What a run left in the store beside its events: job files, workers' output, its data's report, rollouts as text."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from service.errors import Conflict
+from service.files.files import PublishedFiles
+from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
+from shared.contract import Artifact, Fence, Frozen
+from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.jobs.job import Job
+from shared.jobs.packed import PlanHeader
+from shared.runs.status import RunStatus, StepStatus
+from shared.settings import S3Settings
+from shared.storage import artifacts
+from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.store import ObjectStore, open_uri
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_READ_BYTES = 4 << 20
+_MOST_CHARACTERS = 8000
+_MOST_SAMPLES = 16
+_report: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
+Decode = Callable[[list[int]], str]
+
+
+class JobFile(Frozen):
+    """One attempt at a job. `has_output`: the end of its worker's output was kept, as of attempts that went wrong."""
+
+    job_id: str
+    fence: str
+    has_job: bool = False
+    has_output: bool = False
+
+
+class RunReport(Frozen):
+    """What became of a run's data. `dataset`: the tokenizing's own report (of an RL run: of its last step's groups).
+
+    None: it is not there yet.
+    """
+
+    dataset: dict[str, JsonValue] | None = None
+    packing: PlanHeader | None = None
+
+
+class SampleText(Frozen):
+    """One trajectory as text. `is_cut`: not all of it is shown."""
+
+    text: str
+    reward: float
+    num_tokens: int | None = None
+    finish_reason: str | None = None
+    is_cut: bool = False
+
+
+class GroupTexts(Frozen):
+    """The trajectories of one prompt. `prompt` is what stands before the first that was sampled."""
+
+    prompt: str
+    samples: tuple[SampleText, ...]
+    place: str | None = None
+
+
+class RunFiles:
+    """Blocking: call it from a thread. Whoever asks has been found to own the run."""
+
+    def __init__(self, store: ObjectStore, s3: S3Settings) -> None:
+        self._store = store
+        self._s3 = s3
+        self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
+
+    def jobs(self, run_id: str) -> tuple[JobFile, ...]:
+        """In order of job, then of fence."""
+        logs = f"{RunKeys(run_id).logs}/"
+        found: dict[tuple[str, str], set[str]] = {}
+        for info in self._store.list(logs):
+            job_id, fence, name = info.key.removeprefix(logs).split("/", 2)
+            found.setdefault((job_id, fence), set()).add(name)
+        return tuple(
+            JobFile(job_id=job_id, fence=fence, has_job="job.json" in names, has_output="output.log" in names)
+            for (job_id, fence), names in sorted(found.items())
+        )
+
+    def job(self, run_id: str, job_id: str, fence: str) -> bytes:
+        """The job file, to the byte. Raises NotFound."""
+        return self._store.get_bytes(RunKeys(run_id).job(job_id, _fence(fence)))
+
+    def output(self, run_id: str, job_id: str, fence: str) -> bytes:
+        """The end of a worker's stdout and stderr. Raises NotFound."""
+        return self._store.get_bytes(RunKeys(run_id).output(job_id, _fence(fence)))
+
+    def report(self, status: RunStatus) -> RunReport:
+        """The dataset's report and the newest plan's header, as far as they stand."""
+        dataset = packing = None
+        if status.dataset_report is not None:
+            dataset = _report.validate_json(self._at(status.dataset_report))
+        job = self._newest_job(status.run_id)
+        if job is not None:
+            packing = PlanHeader.model_validate_json(self._at(f"{job.plan.data.plan.uri}/plan.json"))
+        return RunReport(dataset=dataset, packing=packing)
+
+    def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
+        """The files of a checkpoint. Raises NotFound for one that does not stand, or no longer."""
+        key = RunKeys(run_id).checkpoint(_fence(fence), step)
+        data = self._store.get_bytes(f"{key}/{MANIFEST}")
+        return PublishedFiles(self._store, key, data, artifacts.Manifest.model_validate_json(data))
+
+    def rollouts(self, run_id: str, step: StepStatus, limit: int) -> tuple[GroupTexts, ...]:
+        """The first groups of a train step, as text.
+
+        Raises:
+            Conflict: the groups lie elsewhere, or are compressed.
+        """
+        if not step.groups:
+            return ()
+        if not step.groups.startswith(f"{self._store.uri}/"):
+            raise Conflict("the groups of this step lie where its client put them: they are not kept here")
+        key = step.groups.removeprefix(f"{self._store.uri}/")
+        info = self._store.head(key)
+        if info is None:
+            raise NotFound("the groups of this step are no longer in the store")
+        data = self._store.read_range(key, 0, min(_READ_BYTES, info.size))
+        lines = data.splitlines()[: None if info.size <= _READ_BYTES else -1]
+        try:
+            groups = [SentGroup.model_validate_json(line) for line in lines[:limit]]
+        except ValidationError:
+            raise Conflict("the groups of this step are compressed, or no lines of JSON: they are not shown") from None
+        decode = self._decoder(run_id)
+        return tuple(_texts(group, decode) for group in groups)
+
+    def _decoder(self, run_id: str) -> Decode:
+        job = self._newest_job(run_id)
+        tokenizer = self._tokenizer(job.plan.model) if job is not None else None
+        if tokenizer is None:
+            return lambda ids: " ".join(str(token) for token in ids)
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _read_tokenizer(self, model: Artifact) -> "Tokenizer | None":
+        from tokenizers import Tokenizer
+
+        try:
+            store, _ = artifacts.files_of(model, self._s3)
+            return Tokenizer.from_buffer(store.get_bytes("tokenizer.json"))
+        except (NotFound, StoreUnavailable, InvalidInput, ValueError):  # ids are shown in the place of words
+            return None
+
+    def _newest_job(self, run_id: str) -> Job | None:
+        for job in reversed(self.jobs(run_id)):
+            if job.has_job:
+                return Job.model_validate_json(self.job(run_id, job.job_id, job.fence))
+        return None
+
+    def _at(self, uri: str) -> bytes:
+        store, key = open_uri(uri, self._s3)
+        return store.get_bytes(key)
+
+
+def _fence(label: str) -> Fence:
+    try:
+        return Fence.from_label(label)
+    except ValueError:
+        raise NotFound(f"there is no attempt {label}") from None
+
+
+def _texts(group: SentGroup, decode: Decode) -> GroupTexts:
+    samples = [_sample(one, decode) for one in group.trajectories[:_MOST_SAMPLES]]
+    place = group.metadata.get("place")
+    return GroupTexts(
+        prompt=_prompt(group.trajectories[0], decode)[-_MOST_CHARACTERS:],
+        samples=tuple(samples),
+        place=place if isinstance(place, str) else None,
+    )
+
+
+def _prompt(one: Trajectory | ChatTrajectory, decode: Decode) -> str:
+    match one:
+        case Trajectory():
+            return decode(list(one.token_ids[: _first_sampled(one)]))
+        case ChatTrajectory():
+            return "\n".join(_turns(one.messages[:-1]))
+
+
+def _sample(one: Trajectory | ChatTrajectory, decode: Decode) -> SampleText:
+    match one:
+        case Trajectory():
+            text = decode(list(one.token_ids[_first_sampled(one) :]))
+            shown = SampleText(text="", reward=one.reward, num_tokens=sum(one.sampled), finish_reason=one.finish_reason)
+        case ChatTrajectory():
+            text, shown = "\n".join(_turns(one.messages[-1:])), SampleText(text="", reward=one.reward)
+    return shown.model_copy(update={"text": text[:_MOST_CHARACTERS], "is_cut": len(text) > _MOST_CHARACTERS})
+
+
+def _first_sampled(one: Trajectory) -> int:
+    return one.sampled.index(True) if True in one.sampled else len(one.sampled)
+
+
+def _turns(messages: tuple[dict[str, Any], ...]) -> Iterator[str]:
+    for choice in messages:
+        message = choice.get("message", choice)
+        message = message if isinstance(message, dict) else {}
+        content = message.get("content")
+        yield f"{message.get('role', '?')}: {content if isinstance(content, str) else json.dumps(content)}"

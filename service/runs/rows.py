@@ -1,0 +1,248 @@
+"""Runs in the index: admitted, found, listed, and changed where they are still as they were read."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypedDict, Unpack
+
+from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from service.accounts.quotas import Quotas
+from service.database.engine import Database
+from service.database.tables import OutboxRow, RunRow
+from service.errors import QuotaExceeded
+from service.runs.notices import notice_of
+from service.runs.views import RunView
+from shared.runs.requests import RunRecord
+from shared.runs.status import RunStatus, State
+
+_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class IndexedRun:
+    """A run as its row has it. `updated_at` tells one state of the row from another."""
+
+    record: RunRecord
+    status: RunStatus
+    updated_at: float
+
+    @property
+    def run_id(self) -> str:
+        return self.record.run_id
+
+    @property
+    def is_open(self) -> bool:
+        return self.status.state == "running"
+
+    @cached_property
+    def view(self) -> RunView:
+        record = self.record
+        return RunView.model_construct(  # of parts that were checked when they were read
+            **dict(self.status),
+            created_at=record.created_at,
+            tenant=record.tenant,
+            owner=record.owner,
+            source=record.source,
+            run=record.run,
+        )
+
+
+class RunFilter(TypedDict, total=False):
+    """Which runs of a tenant: those of which all is true that is given. None is not given."""
+
+    state: State | None
+    api: str | None
+    metadata: Mapping[str, str] | None
+    kind: str | None
+    words: str | None
+    """That stand in the run's id, its name or its model's."""
+
+
+class RunRows:
+    """Needs the database, and the quotas that admit runs."""
+
+    def __init__(self, database: Database, quotas: Quotas) -> None:
+        self._database = database
+        self._quotas = quotas
+
+    async def admit(self, record: RunRecord, status: RunStatus) -> bool:
+        """Take a place for a run, before it is on record. False when it has one.
+
+        Raises:
+            QuotaExceeded
+        """
+
+        def work(session: Session) -> bool:
+            if session.get(RunRow, record.run_id) is not None:
+                return False
+            try:
+                self._quotas.admit_run(session, record.tenant)
+            except QuotaExceeded:
+                # On PostgreSQL the same request may have taken this very place while this one waited for its turn.
+                if session.get(RunRow, record.run_id) is None:
+                    raise
+                return False
+            session.add(run_row(record, status))
+            _tell(session, record, status, None)
+            return True
+
+        return await self._database.writing(work)
+
+    async def check_place(self, tenant: str) -> None:
+        """Raises QuotaExceeded when a tenant may not have one more run going on."""
+        await self._database.writing(lambda session: self._quotas.admit_run(session, tenant))
+
+    async def add(self, record: RunRecord, status: RunStatus) -> None:
+        """Put a run that is on record into the index, unless it is there. Nobody is told."""
+
+        def work(session: Session) -> None:
+            if session.get(RunRow, record.run_id) is None:
+                session.add(run_row(record, status))
+
+        await self._database.writing(work)
+
+    async def find(self, run_id: str) -> IndexedRun | None:
+        row = await self._database.reading(lambda session: session.get(RunRow, run_id))
+        return None if row is None else _indexed(row)
+
+    async def among(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
+        """Those runs of a tenant that there are, in no order."""
+        query = select(RunRow).where(RunRow.tenant == tenant, RunRow.run_id.in_(run_ids))
+        rows = await self._database.reading(lambda session: session.scalars(query).all())
+        return tuple(_indexed(row) for row in rows)
+
+    async def page(
+        self,
+        tenant: str,
+        limit: int,
+        after: str | None = None,
+        **wanted: Unpack[RunFilter],
+    ) -> tuple[IndexedRun, ...]:
+        """A tenant's runs, newest first: those behind the run `after`."""
+        query = select(RunRow).where(RunRow.tenant == tenant)
+        for same, value in (
+            (RunRow.state, wanted.get("state")),
+            (RunRow.api, wanted.get("api")),
+            (RunRow.kind, wanted.get("kind")),
+        ):
+            if value is not None:
+                query = query.where(same == value)
+        if words := wanted.get("words"):
+            found = (column.icontains(words, autoescape=True) for column in (RunRow.run_id, RunRow.name, RunRow.model))
+            query = query.where(or_(*found))
+        for name, value in (wanted.get("metadata") or {}).items():
+            query = query.where(self._has_label(name, value))
+
+        def work(session: Session) -> Sequence[RunRow]:
+            behind = query
+            if after is not None:
+                last = session.get(RunRow, after)
+                if last is None or last.tenant != tenant:
+                    return []
+                older = RunRow.created_at < last.created_at
+                as_old = and_(RunRow.created_at == last.created_at, RunRow.run_id < after)
+                behind = query.where(or_(older, as_old))
+            return session.scalars(behind.order_by(RunRow.created_at.desc(), RunRow.run_id.desc()).limit(limit)).all()
+
+        return tuple(_indexed(row) for row in await self._database.reading(work))
+
+    def _has_label(self, name: str, value: str) -> ColumnElement[bool]:
+        """By what the JSON says, and not by a path into it: names may hold whatever has a meaning in paths."""
+        each = func.json_each if self._database.is_sqlite else func.json_each_text
+        labels = each(RunRow.labels).table_valued("key", "value")
+        return exists(select(labels.c.key).where(labels.c.key == name, labels.c.value == value))
+
+    async def states(self) -> dict[str, str]:
+        """The state of every run."""
+        query = select(RunRow.run_id, RunRow.state)
+        return {row.run_id: row.state for row in await self._database.reading(lambda s: s.execute(query).all())}
+
+    async def open(self) -> dict[str, str]:
+        """The phases of the runs that have not ended, those first that were changed longest ago."""
+        query = select(RunRow.run_id, RunRow.phase).where(RunRow.state == "running").order_by(RunRow.updated_at)
+        return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
+
+    async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
+        """Give a run another status, unless somebody else did in the meantime. Returns the row as it stands then."""
+        if status == run.status:
+            return run
+
+        def work(session: Session) -> bool:
+            found = update(RunRow).where(
+                RunRow.run_id == run.run_id, RunRow.state == run.status.state, RunRow.updated_at == run.updated_at
+            )
+            values = found.values(**_columns(status), updated_at=now)
+            changed = session.scalars(values.returning(RunRow.run_id)).one_or_none() is not None
+            if changed:
+                _tell(session, run.record, status, run.status.state)
+            return changed
+
+        now = max(time.time(), run.updated_at + 1e-6)
+        if await self._database.writing(work):
+            return IndexedRun(run.record, status, now)
+        return await self.find(run.run_id) or run
+
+    async def delete(self, run_id: str) -> None:
+        """Give back a place that was taken for a run which never came on record."""
+        await self._database.writing(lambda session: session.execute(delete(RunRow).where(RunRow.run_id == run_id)))
+
+
+def run_row(record: RunRecord, status: RunStatus) -> RunRow:
+    """The row of a run as it is accepted, or found in the store."""
+    return RunRow(
+        run_id=record.run_id,
+        tenant=record.tenant,
+        owner=record.owner,
+        kind=record.run.kind,
+        name=record.run.name,
+        api=record.source.api,
+        schedule=record.source.schedule,
+        model=record.run.model,
+        labels=dict(record.source.metadata),
+        created_at=record.created_at,
+        record=record.model_dump_json(),
+        updated_at=time.time(),
+        **_columns(status),
+    )
+
+
+def _columns(status: RunStatus) -> dict[str, object]:
+    return {
+        "state": status.state,
+        "phase": status.phase,
+        "step": status.step,
+        "num_steps": status.num_steps,
+        "started_at": status.started_at,
+        "ended_at": status.ended_at,
+        "gpu_seconds": status.gpu_seconds,
+        "status": status.model_dump_json(),
+    }
+
+
+def _tell(session: Session, record: RunRecord, status: RunStatus, before: State | None) -> None:
+    """Leave a change of state for the webhooks, in its own transaction."""
+    notice = notice_of(record, status, before)
+    if notice is not None:
+        session.add(
+            OutboxRow(
+                id=notice.notice_id,
+                tenant=notice.tenant,
+                type=notice.type,
+                run_id=record.run_id,
+                payload=notice.data,
+                created_at=notice.created_at,
+            )
+        )
+
+
+def _indexed(row: RunRow) -> IndexedRun:
+    return _parsed(row.record, row.status, row.updated_at)
+
+
+@lru_cache(_KEPT)
+def _parsed(record: str, status: str, updated_at: float) -> IndexedRun:
+    """Lists are read again and again, and rows seldom change."""
+    return IndexedRun(RunRecord.model_validate_json(record), RunStatus.model_validate_json(status), updated_at)

@@ -1,0 +1,174 @@
+"""How runs stand: asked of their workflows and of the store, and written into the index, which others read.
+
+A row is read before anybody is asked, and changed only where it is still the same: an answer that was overtaken is
+dropped.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from temporalio.client import (
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowHandle,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.errors import TemporalUnavailable
+from service.runs.rows import IndexedRun, RunRows
+from service.temporal import AWAY, PATIENCE, QUERY_PATIENCE, Temporal
+from shared.errors import NotFound
+from shared.runs.requests import RunRecord
+from shared.runs.status import Problem, RunStatus
+from shared.storage import paths
+from shared.storage.store import ObjectStore
+
+logger = logging.getLogger("longshore.service")
+
+SHARED_S = 0.5
+"""So long one workflow's answer serves everybody who asks."""
+_RECORD_DUE_S = 60.0
+_START_DUE_S = 30.0
+
+
+class RunStates:
+    """Keeps rows as their runs are. `waiting`: accepted runs that Temporal does not know; somebody must start them."""
+
+    def __init__(self, store: ObjectStore, rows: RunRows, temporal: Temporal) -> None:
+        self._store = store
+        self._rows = rows
+        self._temporal = temporal
+        self._asked: dict[str, tuple[float, asyncio.Task[IndexedRun]]] = {}
+        self.waiting: set[str] = set()
+
+    async def current(self, run: IndexedRun) -> IndexedRun:
+        """A run as it stands now: one question at a time, and one answer for all who ask within half a second."""
+        since, task = self._asked.get(run.run_id, (0.0, None))
+        if task is None or time.monotonic() - since > SHARED_S:
+            task = asyncio.create_task(self.refresh(run))
+            self._drop_old()
+            self._asked[run.run_id] = time.monotonic(), task
+        return await asyncio.shield(task)
+
+    def changed(self, run_id: str) -> None:
+        """Somebody did something to a run: what was answered before is of no use."""
+        self._asked.pop(run_id, None)
+
+    def _drop_old(self) -> None:
+        old = [run_id for run_id, (since, _) in self._asked.items() if time.monotonic() - since > SHARED_S]
+        for run_id in old:
+            del self._asked[run_id]
+
+    async def refresh(self, run: IndexedRun) -> IndexedRun:
+        """Ask how a run stands, and write it down. While Temporal is away, a run stands as it did."""
+        try:
+            status = await self._status(run)
+        except TemporalUnavailable:
+            status = await self.result(run.run_id)  # it may have ended all the same
+        return run if status is None else await self._rows.change(run, status)
+
+    async def _status(self, run: IndexedRun) -> RunStatus | None:
+        """None: nothing more is known than what the row says."""
+        async with self._temporal.client() as client:
+            handle = client.get_workflow_handle(run.run_id)
+            try:
+                description = await handle.describe(rpc_timeout=PATIENCE)
+            except RPCError as error:
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                result = await self.result(run.run_id)
+                if result is None:
+                    await self._lost(run)
+                return result
+            if description.status == WorkflowExecutionStatus.RUNNING:
+                return await _query(handle)
+            return await self.result(run.run_id) or await self._settle(handle, run, description)
+
+    async def _lost(self, run: IndexedRun) -> None:
+        """Accepted, not ended, and unknown to Temporal: it is started at the next turn, if it is on record."""
+        age_s = time.time() - run.record.created_at
+        if await asyncio.to_thread(self._store.head, paths.RunKeys(run.run_id).record) is not None:
+            # A schedule's own workflow starts its run, and waits for the end of what it started.
+            if run.record.source.schedule is None or age_s > _START_DUE_S:
+                self.waiting.add(run.run_id)
+        elif age_s > _RECORD_DUE_S:
+            await self._rows.delete(run.run_id)  # the service died before it was accepted
+
+    async def _settle(
+        self, handle: WorkflowHandle[Any, Any], run: IndexedRun, ended: WorkflowExecutionDescription
+    ) -> RunStatus:
+        """Give a run that ended without a result, as when an operator terminated it, the result that it lacks.
+
+        Else it would be taken for a lost one, and started again, once Temporal has forgotten it.
+        """
+        status = await _query(handle) or run.status
+        if (await handle.describe(rpc_timeout=PATIENCE)).run_id != ended.run_id:
+            return status  # it was resumed since: that is why its result has gone
+        if status.state == "running":
+            word = ended.status.name.lower().replace("_", " ") if ended.status is not None else "nothing"
+            problem = Problem(
+                kind="ended_outside", message=f"the workflow ended without a result: Temporal says {word}"
+            )
+            status = status.model_copy(update={"state": "failed", "problem": problem, "ended_at": time.time()})
+        data = status.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run.run_id).result, data)
+        return status
+
+    async def result(self, run_id: str) -> RunStatus | None:
+        """How a run ended, on record in the store."""
+        try:
+            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).result)
+        except NotFound:
+            return None
+        return RunStatus.model_validate_json(data)
+
+    async def give_up(self, run: IndexedRun) -> None:
+        """A paused run was cancelled: it has no workflow that could be told."""
+        status = run.status.model_copy(update={"state": "cancelled", "ended_at": time.time()})
+        data = status.model_dump_json(indent=1).encode()
+        await asyncio.to_thread(self._store.put_bytes, paths.RunKeys(run.run_id).result, data)
+        await self._rows.change(run, status)
+        self.changed(run.run_id)
+
+    async def record(self, run_id: str) -> RunRecord:
+        """What was accepted, as the store has it. Raises NotFound for an unknown run."""
+        try:
+            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).record)
+        except NotFound:
+            raise NotFound(f"there is no run {run_id}") from None
+        return RunRecord.model_validate_json(data)
+
+    async def adopt(self, run_id: str) -> IndexedRun:
+        """Put a run into the index that is on record and not there: one of a lost database.
+
+        Raises:
+            NotFound: it is not on record.
+        """
+        record = await self.record(run_id)
+        await self._rows.add(record, await self.result(run_id) or queued(record))
+        found = await self._rows.find(run_id)
+        assert found is not None
+        return found
+
+
+async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
+    """None: nobody answers, or what answers cannot: code that is newer than the workflow's history, for one."""
+    try:
+        status: RunStatus = await handle.query("status", result_type=RunStatus, rpc_timeout=QUERY_PATIENCE)
+        return status
+    except RPCError as error:
+        if error.status in AWAY or error.status == RPCStatusCode.FAILED_PRECONDITION:
+            return None  # no host polls
+        raise
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
+        logger.warning("%s does not say how it stands: %s", handle.id, error)
+        return None
+
+
+def queued(record: RunRecord) -> RunStatus:
+    """How a run stands that was accepted and has not begun."""
+    return RunStatus(run_id=record.run_id, kind=record.run.kind, name=record.run.name or record.run_id)

@@ -1,0 +1,246 @@
+"""Runs as the API shows them, and what their events and checkpoints say. Imports no Temporal and no web framework."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterable
+
+from shared.contract import Frozen
+from shared.jobs.events import Evaluated, Event, Failed, Offloaded, Probed, Sample, Saved, Started, Step, Succeeded
+from shared.runs.events import EventCursor, RunEvent, read_run_events
+from shared.runs.requests import FIRST_TENANT, Run, Source, Tenant
+from shared.runs.status import CheckpointRef, Phase, RunStatus, StepStatus
+from shared.storage.artifacts import find
+from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.store import ObjectStore
+
+_CONCURRENT = 16
+IN_QUEUE: tuple[Phase, ...] = ("queued", "waiting_for_worker")
+"""Phases in which a running run has a place in the queue for workers."""
+_GLANCED_AT = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
+_LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
+
+
+SKIPPED = "skipped: no token of it is trained, and no weight changed"
+
+
+class RunView(RunStatus):
+    """A run as the API shows it: its status, with what was asked for and when."""
+
+    created_at: float
+    tenant: Tenant = FIRST_TENANT
+    owner: str | None = None
+    source: Source = Source()
+    run: Run
+
+
+def seconds_left(view: RunStatus, now: float) -> float | None:
+    """Seconds to a run's last step, by its own estimate; None while nobody can say, and behind that moment."""
+    if view.state != "running" or view.estimated_end is None or view.estimated_end <= now:
+        return None
+    return view.estimated_end - now
+
+
+class RunPage(Frozen):
+    """Runs, newest first. `next` is the `after` of the following page."""
+
+    runs: tuple[RunView, ...]
+    has_more: bool
+    next: str | None = None
+
+
+class EventPage(Frozen):
+    """Events after a cursor. `next` is the cursor to ask with again: the last event's, or the one that was given."""
+
+    events: tuple[RunEvent, ...]
+    next: str | None
+
+
+class StepPage(Frozen):
+    """Train steps of an RL run that are on record, in order.
+
+    `next` is the number to ask after, also for steps that are still to come: the last step's, or what was given.
+    """
+
+    steps: tuple[StepStatus, ...]
+    has_more: bool
+    next: int | None = None
+
+
+class StepMetrics(Frozen):
+    """What one optimizer step measured."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class EvaluationMetrics(Frozen):
+    """Held-out metrics and greedy completions after a step; step 0 is before training."""
+
+    step: int
+    metrics: dict[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+class TrainStepMetrics(Frozen):
+    """What one train step of an RL run measured: rewards, training, seconds. `optimizer_step`: the run's, after it."""
+
+    step: int
+    optimizer_step: int | None
+    metrics: dict[str, float]
+
+
+class Metrics(Frozen):
+    """One row an optimizer step, in order: the newest worker's, where a step was done twice.
+
+    `train_steps`: one row a train step of an RL run, but for steps whose key was trained before: they measured nothing.
+    """
+
+    steps: tuple[StepMetrics, ...]
+    evaluations: tuple[EvaluationMetrics, ...]
+    train_steps: tuple[TrainStepMetrics, ...] = ()
+
+
+class RunReader:
+    """Reads what a run left in the store. Events come from the control plane's own copy of the workers' logs."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def events(self, run_id: str, after: str | None, limit: int) -> EventPage:
+        """Events after a cursor, at most `limit`. Raises InvalidInput for what is no cursor."""
+        start = EventCursor.parse(after)
+        found, cursor = await asyncio.to_thread(read_run_events, self._store, run_id, start, limit)
+        return EventPage(events=tuple(found), next=str(cursor) if found else after)
+
+    async def steps(self, run_id: str, after: int | None, limit: int) -> StepPage:
+        """Train steps on record, at most `limit`: those after a number, or from the first."""
+        keys = RunKeys(run_id)
+        found = await asyncio.to_thread(lambda: [info.key for info in self._store.list(f"{keys.steps}/")])
+        wanted = found if after is None else [key for key in found if key > keys.step(after)]
+        steps: list[StepStatus] = []
+        for start in range(0, min(limit, len(wanted)), _CONCURRENT):
+            chunk = wanted[start : min(start + _CONCURRENT, limit)]
+            steps += await asyncio.gather(*(asyncio.to_thread(self._step, key) for key in chunk))
+        return StepPage(steps=tuple(steps), has_more=len(wanted) > limit, next=steps[-1].step if steps else after)
+
+    def _step(self, key: str) -> StepStatus:
+        return StepStatus.model_validate_json(self._store.get_bytes(key))
+
+    async def metrics(self, run_id: str) -> Metrics:
+        """Every step's metrics and every evaluation."""
+        steps: dict[int, StepMetrics] = {}
+        evaluations: dict[int, EvaluationMetrics] = {}
+        after: str | None = None
+        while (page := await self.events(run_id, after, 5000)).events:
+            after = page.next
+            for item in page.events:  # in order of fence: what comes later replaces what came before
+                match item.event:
+                    case Step(step=step, metrics=metrics):
+                        steps[step] = StepMetrics(step=step, metrics=metrics)
+                    case Evaluated(step=step, metrics=metrics, samples=samples):
+                        evaluations[step] = EvaluationMetrics(step=step, metrics=metrics, samples=samples)
+        return Metrics(
+            steps=tuple(steps[step] for step in sorted(steps)),
+            evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
+            train_steps=await self._train_steps(run_id),
+        )
+
+    async def _train_steps(self, run_id: str) -> tuple[TrainStepMetrics, ...]:
+        found = (await self.steps(run_id, None, sys.maxsize)).steps
+        return tuple(
+            TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
+            for step in found
+            if step.same_as is None
+        )
+
+    async def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+        """In order of step; of a step that two workers saved, both."""
+        return await asyncio.to_thread(self._checkpoints, run_id)
+
+    def _checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+        keys = RunKeys(run_id)
+        found = []
+        for item in self._store.list(f"{keys.checkpoints}/"):
+            if place := keys.checkpoint_of(item.key):
+                fence, step = place
+                artifact = find(self._store, item.key.removesuffix(f"/{MANIFEST}"))
+                if artifact is not None:  # else it was pruned since it was listed
+                    found.append(CheckpointRef(step=step, fence=fence, artifact=artifact))
+        return tuple(sorted(found, key=lambda c: (c.step, c.fence.label)))
+
+
+def log_line(item: RunEvent) -> str:
+    """An event as a line of a log, with its time."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {describe(item.event)}"
+
+
+def last_lines(view: RunView) -> list[str]:
+    """How a log ends: with the run's end, if it has ended."""
+    match view.state:
+        case "running":
+            return []
+        case "cancelled" | "paused":
+            return [f"the run was {view.state}"]
+        case _:
+            return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
+
+
+def describe(event: Event) -> str:
+    """An event in words, for people who read logs."""
+    match event:
+        case Started():
+            where = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
+            return f"training starts at step {event.first_step} of {event.num_steps}, {where}"
+        case Step() if "skipped" in event.metrics:
+            return f"step {event.step} {SKIPPED}"
+        case Step():
+            return f"step {event.step}: {brief(event.metrics)}"
+        case Saved():
+            return f"checkpoint of step {event.step} saved"
+        case Evaluated():
+            samples = f", {len(event.samples)} samples" if event.samples else ""
+            return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"
+        case Probed():
+            return f"probe of {len(event.logprobs) + 1} tokens after step {event.step}"
+        case Offloaded():
+            mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
+            return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"
+        case Succeeded():
+            return f"training succeeded at step {event.step}"
+        case Failed():
+            return f"training failed after step {event.step}: {event.message}"
+        case _:
+            return f"training stopped after step {event.step}, as it was asked to"
+
+
+def brief(metrics: dict[str, float]) -> str:
+    """The metrics that people look for, or all where there are none of those."""
+    return ", ".join(in_words(name, metrics[name]) for name in looked_for(metrics))
+
+
+def glance(metrics: dict[str, float]) -> list[str]:
+    """The few metrics by which people see at once how a run does, each in words, what matters most first."""
+    return [in_words(name, metrics[name]) for name in _GLANCED_AT if name in metrics]
+
+
+def dropped(metrics: dict[str, float]) -> str | None:
+    """How many of a train step's trajectories could not be trained, and by which rules; None where all could."""
+    if not (num_broken := metrics.get("broken_trajectories")):
+        return None
+    of = {name.removeprefix("dropped_for_"): n for name, n in metrics.items() if name.startswith("dropped_for_")}
+    reasons = ", ".join(f"{rule} {n:.0f}" for rule, n in sorted(of.items(), key=lambda item: (-item[1], item[0])))
+    return f"{num_broken:.0f} of {metrics['trajectories']:.0f} trajectories could not be trained: {reasons}"
+
+
+def in_words(name: str, value: float) -> str:
+    """A metric with its name, in so many digits as people read."""
+    if name == "tokens_per_s":
+        return f"{value:,.0f} tokens/s" if value >= 100 else f"{value:.3g} tokens/s"
+    return f"{'reward' if name == 'reward_mean' else name} {value:.4g}"
+
+
+def looked_for(names: Iterable[str]) -> list[str]:
+    """The metrics that people look for among these, or all where there are none of those."""
+    found = sorted(names)
+    return [name for name in _LOOKED_FOR if name in found] or found

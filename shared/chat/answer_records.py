@@ -1,0 +1,96 @@
+"""Answers to chats as they were drawn: kept in the store for a while, so that training on a conversation has its very
+token ids, which the text of an answer does not give back.
+
+Each tenant's lie below a prefix of its own, by the hour in which they were given: the hour is part of an answer's id.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator
+
+from pydantic import Field, ValidationError, model_validator
+
+from shared.chat.messages import ToolCall
+from shared.contract import Frozen
+from shared.errors import NotFound
+from shared.storage import paths
+from shared.storage.store import ObjectStore
+
+_ID = re.compile(r"chatcmpl-(?P<time>[0-9a-f]{8})[0-9a-f]{24}")
+_HOUR_S = 3600
+
+
+class DrawnChoice(Frozen):
+    """A choice of an answer: the message that the client got, its ids with the end token, and each one's logprob."""
+
+    content: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = Field(description="the sampler's, in nats")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "DrawnChoice":
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError("there is a logprob for every id")
+        return self
+
+
+class AnswerRecord(Frozen):
+    """An answer as it was drawn. `name` and `version`: of the published adapter or model that gave it.
+
+    `model_sha256` is the base model's: ids of another vocabulary mean something else.
+    """
+
+    answer_id: str
+    model_sha256: str
+    name: str | None = None
+    version: int | None = None
+    prompt_ids: tuple[int, ...]
+    choices: tuple[DrawnChoice, ...]
+
+
+def new_answer_id(now: float) -> str:
+    """An id that nobody guesses, and that says when the answer was given."""
+    return f"chatcmpl-{int(now):08x}{secrets.token_hex(12)}"
+
+
+def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
+    """Keep an answer. Raises StoreUnavailable."""
+    store.put_bytes(_key(tenant, record.answer_id), record.model_dump_json(exclude_defaults=True).encode())
+
+
+def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | None:
+    """A tenant's own answer; None for an id that is none, that is another tenant's, or whose answer is gone."""
+    if not _ID.fullmatch(answer_id):
+        return None
+    try:
+        return AnswerRecord.model_validate_json(store.get_bytes(_key(tenant, answer_id)))
+    except (NotFound, ValidationError):
+        return None
+
+
+def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
+    """Drop answers that are older than `kept_s`, and of each tenant's the oldest beyond `max_bytes`."""
+    sizes: dict[str, int] = {}
+    for tenant, answer_id, key, size in sorted(_all(store), key=lambda found: found[1], reverse=True):
+        sizes[tenant] = sizes.get(tenant, 0) + size
+        if _given_at(answer_id) < now - kept_s or sizes[tenant] > max_bytes:
+            store.delete(key)
+
+
+def _all(store: ObjectStore) -> Iterator[tuple[str, str, str, int]]:
+    """Tenant, answer, key and size of every record."""
+    for info in store.list(paths.answer_records()):
+        match info.key.removeprefix(paths.answer_records()).split("/"):
+            case [tenant, _, name] if _ID.fullmatch(answer_id := name.removesuffix(".json")):
+                yield tenant, answer_id, info.key, info.size
+
+
+def _given_at(answer_id: str) -> int:
+    match = _ID.fullmatch(answer_id)
+    assert match is not None
+    return int(match["time"], 16)
+
+
+def _key(tenant: str, answer_id: str) -> str:
+    return paths.answer_record(tenant, _given_at(answer_id) // _HOUR_S, answer_id)

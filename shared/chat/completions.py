@@ -1,0 +1,186 @@
+"""The part of vLLM's OpenAI-compatible protocol that samplers and their clients speak here.
+
+`POST /v1/completions`, `GET /v1/models`, `POST /v1/load_lora_adapter`, `POST /v1/unload_lora_adapter`, `GET /health`.
+Requests are strict: what a sampler would ignore is refused, unless its value is the one that changes nothing.
+Answers are read leniently, because other servers say more than we need.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from shared.contract import Frozen
+from shared.field_rules import only
+
+MAX_SAMPLES = 1024
+MAX_TOP_LOGPROBS = 20
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+Only0 = Annotated[float | None, Field(ge=0, le=0), only(0, words="this is not applied here: leave it out, or give 0")]
+Only1 = Annotated[float | None, Field(ge=1, le=1), only(1, words="this is not applied here: leave it out, or give 1")]
+AllTokens = Annotated[
+    Literal[-1, 0] | None, only(-1, 0, words="this is not applied here: leave it out, or give -1: all tokens")
+]
+"""Settings that clients know and samplers here do not apply: only the values that change nothing."""
+
+
+class Sampling(Frozen):
+    """How a completion is drawn. Temperature 0 takes the most likely token, the lowest id among equals.
+
+    A completion ends behind the first token of `stop_token_ids` or of the model's own end tokens (kept in the token
+    ids, left out of the text), behind the token that completes one of the `stop` strings (the text ends before it), or
+    after `max_tokens`.
+    """
+
+    temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_tokens: int = Field(default=16, ge=1)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = Field(default=False, description="go on behind the model's own end tokens")
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class CompletionRequest(Request):
+    """`POST /v1/completions`. Sample j of each prompt is drawn with the seed `seed + j`, as vLLM does."""
+
+    model: str
+    prompt: str | list[int] | list[str] | list[list[int]]
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    max_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    stop: str | list[str] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(default=None, description="0: of the prompt's own tokens")
+    return_token_ids: bool = False
+
+    # Known to vLLM's clients; only at the values that change nothing.
+    stream: Literal[False] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+    top_k: AllTokens = None
+    min_p: Only0 = None
+    min_tokens: Literal[0] | None = None
+    presence_penalty: Only0 = None
+    frequency_penalty: Only0 = None
+    repetition_penalty: Only1 = None
+    user: str | None = None
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _of_the_prompt_alone(cls, value: int | None) -> int | None:
+        if value not in (0, None):
+            raise ValueError("only 0 is answered: of the prompt's own tokens, not of likelier ones beside them")
+        return value
+
+
+class LoadAdapterRequest(Request):
+    """A PEFT folder on the sampler's machine, under a name that requests give as their `model`."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterRequest(Request):
+    lora_name: str = Field(min_length=1)
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class TokenLogprobs(Answer):
+    """A value a token: the sampled token's text, its logprob in nats, where it begins in the text, the likeliest."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    text_offset: list[int] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class PromptLogprob(Answer):
+    """A prompt token's logprob in nats, at temperature 1; its rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class Choice(Answer):
+    """One sample. `finish_reason` is "stop", or "length" where it was cut off.
+
+    `prompt_logprobs` has a value a prompt token, by token id: null for the first, the token itself for each other (and
+    whatever else another server adds).
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: TokenLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionResponse(Answer):
+    """The choices of prompt p are those with index `p * n` to `(p + 1) * n - 1`."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+
+
+class ModelCard(Answer):
+    """`root` is where its files are; `parent` is the model beside which an adapter stands."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "longshore"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Answer):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None = None
+    code: int | str | None = None
+
+
+class ErrorResponse(Answer):
+    error: ErrorDetail
+
+
+class SamplerReady(Frozen):
+    """The ready file: written, for the owner's eyes alone, when the sampler answers."""
+
+    url: str
+    api_key: str
+    pid: int
+    model: str

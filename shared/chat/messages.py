@@ -1,0 +1,220 @@
+"""The part of OpenAI's chat protocol that is answered here: strict in what is asked, complete in what is said.
+
+`POST /v1/chat/completions`. What would be ignored is refused, unless its value is the one that changes nothing.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from shared.chat.completions import MAX_TOP_LOGPROBS, AllTokens, Answer, Only0, Only1, Request, Usage
+from shared.contract import Frozen
+from shared.field_rules import only
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOOLS = 128
+_ToolChoice = Annotated[
+    Literal["none", "auto"] | None,
+    only(
+        *("none", "auto"),
+        words='no call can be forced: "auto" (the model calls a tool or answers) or "none" (it is told of no tools)',
+    ),
+]
+
+
+class StreamOptions(Request):
+    """What a stream of chunks says beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class ChatRequest(Request):
+    """`messages` as the model's chat template takes them; choice j is drawn with the seed `seed + j`."""
+
+    model: str = Field(min_length=1, max_length=256)
+    messages: list[dict[str, JsonValue]] = Field(min_length=1, max_length=4096)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stop: str | list[str] | None = Field(default=None, max_length=MAX_STOPS)
+    seed: int | None = Field(default=None, ge=0, lt=2**62)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
+    tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
+
+    # Labels of the client's own: they change no answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Known to clients; only at the values that change nothing.
+    presence_penalty: Only0 = None
+    frequency_penalty: Only0 = None
+    repetition_penalty: Only1 = None
+    top_k: AllTokens = None
+    min_p: Only0 = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
+    response_format: dict[str, JsonValue] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _plain_text(cls, value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+        if value is not None and value != {"type": "text"}:
+            raise ValueError('only {"type": "text"} is answered: what a model writes is not forced into a schema')
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, tools: list[dict[str, JsonValue]] | None) -> list[dict[str, JsonValue]] | None:
+        for i, tool in enumerate(tools or ()):
+            match tool:
+                case {"type": "function", "function": {"name": str(name)}} if name:
+                    pass
+                case _:
+                    raise ValueError(f'[{i}]: a tool is {{"type": "function", "function": {{"name": ..., ...}}}}')
+        return tools
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> "ChatRequest":
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens are two names of one thing: give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, JsonValue]]:
+        """What the model is told that it may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of one choice; None: as many as the model has room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TopLogprob(Answer):
+    """A token that was likely: its text, its logprob in nats, its bytes where they are known."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was drawn, and the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob] = Field(default_factory=list)
+
+
+class ChoiceLogprobs(Answer):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Answer):
+    """`arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A tool that the model wants called."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatAnswer(Answer):
+    """What the model said: text, calls of the tools that were offered, or both."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+
+
+class ChatChoice(Answer):
+    """`token_ids`: as they were drawn, with the end token, where they were asked for.
+
+    `answer_id`: the completion's, under which the drawn ids are remembered; a choice in a trajectory brings it back.
+    """
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None = None
+    answer_id: str | None = None
+
+
+class ChatCompletion(Answer):
+    """The answer to a ChatRequest: its choices in order."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChunkChoice(Answer):
+    """A piece of a choice. Only the last one has a finish_reason."""
+
+    index: int
+    delta: dict[str, Any]
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Answer):
+    """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
+
+    `prompt_token_ids` stand in the first one alone, if ids were asked for.
+    """
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ServedModel(Frozen):
+    """One line of `GET /v1/models`: something that a tenant has published, and that completions are drawn from.
+
+    `id`: the name, which means its newest version, or `name:v3`. `parent`: the model beside which an adapter stands.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    parent: str | None = None
+    root: str
+    version: int

@@ -1,0 +1,127 @@
+"""Trajectories: what was sampled for a prompt, token by token, and how good it was. One group a line of JSONL.
+
+Token ids are trained as they were sampled. A conversation of chat messages can stand for them where rendering it gives
+those very ids again, which is checked.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
+
+from shared.chat.completions import Answer
+from shared.contract import Frozen
+
+
+class Trajectory(Frozen):
+    """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
+
+    `sampled`, `logprobs` and `token_ids` are of one length L. `logprobs` are the sampler's own, in nats, of the tokens
+    that it sampled; what stands beside the others is not read.
+    """
+
+    token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
+    sampled: tuple[bool, ...] = Field(description="which of the ids the policy sampled: those are trained")
+    logprobs: tuple[float | None, ...] = Field(description="null beside what was not sampled")
+    reward: float
+    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    policy_version: int | None = Field(
+        default=None, ge=0, description="of the adapter that sampled it; 0 is the run's beginning; null: nobody knows"
+    )
+    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
+    metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+
+
+class TokenLogprob(Answer):
+    """A token as chat completions name it: by its text, its bytes where the server knows them, and its logprob in nats.
+
+    A text `token_id:123` is the id itself, as vLLM writes it when it is asked to.
+    """
+
+    token: str
+    logprob: float
+    bytes: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = None
+
+
+class ChoiceLogprobs(Answer):
+    """The tokens of an answer, in order; a refusal's stand in a list of their own."""
+
+    content: tuple[TokenLogprob, ...] | None = None
+    refusal: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def tokens(self) -> tuple[TokenLogprob, ...]:
+        return self.content or self.refusal or ()
+
+
+class SampledTurn(Answer):
+    """How an assistant's turn was sampled: what stands beside the message in a choice of a chat completion.
+
+    `answer_id`: of the completion of ours whose choice `index` it is: its drawn ids are remembered.
+    """
+
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    finish_reason: str | None = None
+    answer_id: str | None = None
+    index: int = Field(default=0, ge=0)
+
+
+class ChatTrajectory(Frozen):
+    """One sampled conversation, as a client of chat completions has it.
+
+    What was sampled are the assistant's turns that have `logprobs` or an `answer_id`: messages with those fields (and
+    `token_ids`) beside their own, or whole choices as the server gave them. All other messages are context. It is the
+    token form that is trained: the ids that were drawn, and what they were drawn behind.
+    """
+
+    messages: tuple[dict[str, JsonValue], ...] = Field(
+        min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
+    )
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    reward: float
+    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    policy_version: int | None = Field(
+        default=None,
+        ge=0,
+        validation_alias=AliasChoices("policy_version", "initial_policy_version"),
+        description="of the adapter that sampled its first turn; what is remembered of an answer goes before",
+    )
+    model_version: int | None = Field(
+        default=None, ge=0, description="the same as the published adapter's version, where there is no policy_version"
+    )
+    final_policy_version: int | None = Field(default=None, description="read by nobody: the first turn's counts")
+    metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+    additional_histories: tuple[()] = Field(default=(), description="none: each is a trajectory of its own")
+
+
+def _form_of(trajectory: Any) -> str:
+    names = trajectory if isinstance(trajectory, dict) else ()
+    is_chat = isinstance(trajectory, ChatTrajectory) or "messages" in names or "messages_and_choices" in names
+    return "chat" if is_chat else "tokens"
+
+
+FORMS = ("tokens", "chat")
+"""Tags of the two forms, in the places that pydantic's errors name."""
+SentTrajectory = Annotated[
+    Annotated[Trajectory, Tag("tokens")] | Annotated[ChatTrajectory, Tag("chat")], Discriminator(_form_of)
+]
+
+
+class SentGroup(Frozen):
+    """A group as a client sends it; `TrajectoryGroup` is one."""
+
+    trajectories: tuple[SentTrajectory, ...] = Field(min_length=1)
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    exceptions: tuple[JsonValue, ...] = Field(default=(), description="rollouts that failed: read by nobody")
+    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group: read by nobody")
+    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+
+
+class TrajectoryGroup(Frozen):
+    """The trajectories of one prompt: what their rewards are compared within."""
+
+    trajectories: tuple[Trajectory, ...] = Field(min_length=1)
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)

@@ -1,0 +1,47 @@
+"""The parent of every model that crosses a process edge, and the few types that all of them name."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Frozen(BaseModel):
+    """Immutable, and strict about names: a field that nobody reads is an error, not a silent default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Artifact(Frozen):
+    """A folder in a store, whose `manifest.json` lists its files; `sha256` is that manifest's."""
+
+    uri: str
+    sha256: Sha256
+
+
+class Fence(Frozen):
+    """Which scheduling of a run's work this is. A worker refuses one older than its lease's.
+
+    `epoch` is raised by the workflow at every new lease; `attempt` is Temporal's own, within an epoch.
+    """
+
+    epoch: int = Field(ge=1)
+    attempt: int = Field(default=1, ge=1)
+
+    @property
+    def label(self) -> str:
+        """A path segment that sorts as the fences do: `e000003-a01`."""
+        return f"e{self.epoch:06d}-a{self.attempt:02d}"
+
+    @classmethod
+    def from_label(cls, label: str) -> "Fence":
+        """The fence of a path segment. Raises ValueError for any other segment."""
+        epoch, attempt = label.split("-")
+        fence = cls(epoch=int(epoch.removeprefix("e")), attempt=int(attempt.removeprefix("a")))
+        if fence.label != label:
+            raise ValueError(f"not a fence: {label}")
+        return fence
+
+    def is_older_than(self, other: "Fence") -> bool:
+        return (self.epoch, self.attempt) < (other.epoch, other.attempt)

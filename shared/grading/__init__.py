@@ -1,0 +1,1 @@
+"""Graders as users write them: their kinds, expressions and templates."""

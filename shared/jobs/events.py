@@ -1,0 +1,122 @@
+"""Events: one JSON object a line in a job's `log_path`; `seq` is gapless from 1; the terminal event comes last."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contract import Fence, Frozen, Sha256
+
+Device = Literal["released", "held"]
+
+
+class _Event(Frozen):
+    seq: int = Field(ge=1)
+    time: float = Field(description="seconds since 1970, UTC")
+
+
+class Started(_Event):
+    """The worker has claimed the job. `first_step` is where it goes on: 0, or the checkpoint's step."""
+
+    event: Literal["started"] = "started"
+    run_id: str
+    job_id: str
+    fence: Fence
+    first_step: int
+    num_steps: int
+    device: str
+    world_size: int
+
+
+class Step(_Event):
+    """One optimizer step is done; `step` counts done steps from 1. Metrics are reduced over all ranks."""
+
+    event: Literal["step"] = "step"
+    step: int
+    metrics: dict[str, float]
+
+
+class Saved(_Event):
+    """A checkpoint is durable on the worker's disk: its manifest stands, with this hash."""
+
+    event: Literal["saved"] = "saved"
+    step: int
+    path: str
+    manifest_sha256: Sha256
+
+
+class Sample(Frozen):
+    """One greedy completion of a prompt."""
+
+    prompt: str
+    completion: str
+    reference: str | None = None
+
+
+class Evaluated(_Event):
+    """Held-out metrics and samples of the weights after `step` steps."""
+
+    event: Literal["evaluated"] = "evaluated"
+    step: int
+    metrics: dict[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+class Probed(_Event):
+    """What the weights after `step` steps say of the job's probe: of each token but the first, in nats, given those
+    before it, at temperature 1."""
+
+    event: Literal["probed"] = "probed"
+    step: int
+    logprobs: tuple[float, ...]
+
+
+class Offloaded(_Event):
+    """The accelerator's memory is free. Bytes on the device before and after, bytes in declared host buffers."""
+
+    event: Literal["offloaded"] = "offloaded"
+    device_bytes_before: int
+    device_bytes_after: int
+    host_bytes: int
+    duration_s: float
+
+
+class Succeeded(_Event):
+    event: Literal["succeeded"] = "succeeded"
+    step: int
+    device: Device
+
+
+class Failed(_Event):
+    """All ranks agree that the job cannot go on. `invalid_input`: the user's to mend, never retried.
+
+    `corrupt_artifact`: bytes of an input are not those that its manifest names.
+    """
+
+    event: Literal["failed"] = "failed"
+    step: int
+    kind: Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "error"]
+    message: str
+    device: Device
+
+
+class Cancelled(_Event):
+    event: Literal["cancelled"] = "cancelled"
+    step: int
+    device: Device
+
+
+Terminal = Succeeded | Failed | Cancelled
+Event = Annotated[
+    Started | Step | Saved | Evaluated | Probed | Offloaded | Succeeded | Failed | Cancelled,
+    Field(discriminator="event"),
+]
+_event: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def parse_event(line: str | bytes) -> Event:
+    """Read one line of a log.
+
+    Raises:
+        pydantic.ValidationError: the line is no event of this schema.
+    """
+    return _event.validate_json(line)

@@ -1,0 +1,326 @@
+"""The job: everything one worker needs to do one piece of training, as one JSON file.
+
+Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
+"""
+
+from typing import Annotated, Literal, Self, TypeGuard
+
+from pydantic import Field, model_validator
+
+from shared.contract import Artifact, Fence, Frozen
+from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
+
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEARS: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Lora(Frozen):
+    """Low-rank adapters beside the named linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * alpha / rank."""
+
+    kind: Literal["lora"] = "lora"
+    rank: int = Field(default=16, ge=1, le=1024)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: tuple[Linear, ...] = Field(default=LINEARS, min_length=1)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Full(Frozen):
+    """Every weight is trained."""
+
+    kind: Literal["full"] = "full"
+
+
+Trainable = Annotated[Lora | Full, Field(discriminator="kind")]
+
+
+class CrossEntropy(Frozen):
+    """Weighted negative log-likelihood of the labels, divided by the step's sum of weights."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
+
+Reference = Literal["base"] | Artifact
+"""What a policy is kept near: the base model (its adapter switched off, or as it was before full training), or a
+published adapter on that base."""
+
+
+class Kl(Frozen):
+    """The divergence from a reference, estimated at the sampled tokens (Schulman 2020; docs/losses.md).
+
+    `loss` differentiates the estimate; `reward` takes it, of the frozen old log-probabilities, off each token's
+    advantage.
+    """
+
+    coefficient: float = Field(gt=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+    reference: Reference | Annotated[str, Field(min_length=1, max_length=2048)] = Field(
+        default="base", description="base, or a published adapter: in a run its URI, in a job its artifact"
+    )
+
+    @property
+    def model(self) -> Reference:
+        """Raises ValueError while the reference is a URI that nobody has looked up."""
+        match self.reference:
+            case Artifact() as adapter:
+                return adapter
+            case "base":
+                return "base"
+            case uri:
+                raise ValueError(f"kl.reference: a job has the adapter itself, and not where it is ({uri})")
+
+
+class _PolicyLoss(Frozen):
+    """What every policy loss has. Its formulas and metrics: docs/losses.md."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    constant: int | None = Field(default=None, ge=1, description="tokens by which constant_length divides a sequence")
+    kl: Kl | None = None
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="of the entropy bonus; 0 for none")
+    truncated_importance: float | None = Field(
+        default=None, gt=0, description="the most that the ratio of trainer to sampler may weigh; None: not weighed"
+    )
+    old: Literal["sampler", "trainer"] = Field(
+        default="sampler",
+        description="what ratios are against: the sampler's log-probabilities as they were sent, or this trainer's "
+        "own, frozen at the start of the job",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if (self.aggregation == "constant_length") != (self.constant is not None):
+            raise ValueError("constant belongs to the aggregation constant_length, which needs it")
+        if self.truncated_importance is not None and self.old == "sampler":
+            raise ValueError(
+                "truncated_importance weighs the trainer's own log-probabilities against the sampler's: "
+                "with old = sampler it would be ignored"
+            )
+        return self
+
+
+class Reinforce(_PolicyLoss):
+    """Importance-weighted REINFORCE: -ratio * advantage, unclipped."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class PPO(_PolicyLoss):
+    """The clipped surrogate (Schulman et al. 2017, arXiv:1707.06347); GRPO, DAPO and others are presets of it."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    dual_clip: float | None = Field(default=None, gt=1, description="bounds the ratio where the advantage is negative")
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip must lie above 1 + clip_high = {1 + self.clip_high:g}")
+        return self
+
+
+class CISPO(_PolicyLoss):
+    """REINFORCE with a clipped, constant importance weight (MiniMax-M1, arXiv:2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, le=1, description="None: no lower bound, as in the paper")
+    clip_high: float = Field(default=4.0, gt=0, description="weights above 1 + clip_high are clipped")
+
+
+class GSPO(_PolicyLoss):
+    """PPO's clip with one ratio a sequence, the geometric mean of its tokens' (arXiv:2507.18071)."""
+
+    kind: Literal["gspo"] = "gspo"
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
+    clip_low: float = Field(default=3e-4, gt=0, le=1)
+    clip_high: float = Field(default=4e-4, gt=0)
+
+
+class DRO(_PolicyLoss):
+    """Direct reward optimisation: a quadratic pull towards the old policy (arXiv:2405.19107)."""
+
+    kind: Literal["dro"] = "dro"
+    beta: float = Field(default=0.05, gt=0, description="strength of the pull")
+
+    @model_validator(mode="after")
+    def _is_not_weighed(self) -> Self:
+        if self.truncated_importance is not None:
+            raise ValueError("dro is no importance-weighted loss: truncated_importance has no meaning in it")
+        return self
+
+
+PolicyLoss = Reinforce | PPO | CISPO | GSPO | DRO
+
+
+class DPO(Frozen):
+    """Direct preference optimisation (arXiv:2305.18290) of pairs: sequences 2k and 2k + 1 of a unit, of which the
+    chosen has advantage +1, the rejected -1."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
+    reference: Reference = "base"
+
+
+Loss = Annotated[CrossEntropy | Reinforce | PPO | CISPO | GSPO | DRO | DPO, Field(discriminator="kind")]
+
+
+def reference_of(loss: Loss) -> Reference | None:
+    """The model whose log-probabilities a loss needs beside the trained one's. Raises ValueError as `Kl.model`."""
+    match loss:
+        case CrossEntropy():
+            return None
+        case DPO():
+            return loss.reference
+        case _:
+            return loss.kl.model if loss.kl else None
+
+
+def reference_uri(loss: PolicyLoss) -> str | None:
+    """Where the adapter is that a run's loss keeps the policy near, if it names one so."""
+    match loss.kl:
+        case Kl(reference=str() as uri) if uri != "base":
+            return uri
+        case _:
+            return None
+
+
+def with_reference(loss: PolicyLoss, adapter: Artifact | None) -> PolicyLoss:
+    """The loss with the adapter that its reference's URI stood for; as it is where it named none."""
+    if adapter is None or loss.kl is None:
+        return loss
+    return loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": adapter})})
+
+
+def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
+    """Whether a loss is of sampled sequences: reinforcement learning."""
+    return isinstance(loss, PolicyLoss)
+
+
+def scores_old(loss: Loss) -> bool:
+    """Whether a loss is against the trainer's own log-probabilities, frozen at the start of the job."""
+    return is_policy_loss(loss) and loss.old == "trainer"
+
+
+class Adam(Frozen):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); `clip_norm` bounds the global gradient norm, 0 for none."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+
+
+class Schedule(Frozen):
+    """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0."""
+
+    kind: Literal["constant", "linear", "cosine"] = "linear"
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class PackedData(Frozen):
+    """What is trained on: `units` (examples) and the `plan` that puts them into steps and bins (packed.py)."""
+
+    units: Artifact
+    plan: Artifact
+
+
+class Evaluation(Frozen):
+    """Held-out loss and greedy completions, before the first step, every `every_steps`, and after the last."""
+
+    data: PackedData | None = None
+    every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
+    num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions of the data's first prompts")
+    sample_tokens: int = Field(default=64, ge=1, le=1024)
+
+
+class Checkpointing(Frozen):
+    """A checkpoint every `every_steps` (0: only the last), of which the newest `keep` stay."""
+
+    every_steps: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
+
+
+class JobPlan(Frozen):
+    """What to do, without where: the same for every attempt of a run."""
+
+    run_id: str
+    job_id: str = Field(pattern=r"^[0-9]{6}$")
+    model: Artifact
+    engine: EngineName = "megatron"
+    layout: Layout = Layout()
+    dtype: Dtype = "float32"
+    threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
+    trainable: Trainable
+    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to go on from")
+    initial_checkpoint: Artifact | None = Field(
+        default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
+    )
+    first_step: int = Field(default=0, ge=0, description="steps of earlier jobs of the run: the count goes on from it")
+    data: PackedData
+    num_steps: int = Field(ge=1, description="of this job")
+    loss: Loss = CrossEntropy()
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled from",
+    )
+    optimizer: Adam = Adam()
+    schedule: Schedule
+    evaluation: Evaluation = Evaluation()
+    checkpointing: Checkpointing = Checkpointing()
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    after: Literal["offload", "keep"] = "offload"
+    probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
+    )
+
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+
+    @model_validator(mode="after")
+    def _temperature_means_something(self) -> Self:
+        if self.temperature != 1 and not is_policy_loss(self.loss):
+            raise ValueError(f"temperature belongs to losses of sampled sequences: with {self.loss.kind} it must be 1")
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_known(self) -> Self:
+        reference_of(self.loss)
+        return self
+
+    @model_validator(mode="after")
+    def _probe_says_something(self) -> Self:
+        if len(self.probe) == 1:
+            raise ValueError("probe: the first of its tokens has no log-probability; give none, or two at least")
+        return self
+
+
+class Job(Frozen):
+    """One job file. Paths are local and absolute; inputs are artifacts, so an archived job can be run again."""
+
+    schema_version: Literal[1] = 1
+    plan: JobPlan
+    fence: Fence
+    log_path: str
+    checkpoint_dir: str
+    scratch_dir: str
+    start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
+
+    @property
+    def needs_its_beginning(self) -> bool:
+        """Whether the weights that the job begins with are wanted: it begins now, or goes on and is scored by them."""
+        return self.start is None or scores_old(self.plan.loss)
+
+    @model_validator(mode="after")
+    def _paths_are_absolute(self) -> "Job":
+        for name in ("log_path", "checkpoint_dir", "scratch_dir"):
+            if not getattr(self, name).startswith("/"):
+                raise ValueError(f"{name} must be an absolute path")
+        return self

@@ -1,0 +1,68 @@
+"""What a host and its worker or sampler tell each other beside jobs: who the process is, and whose lease it serves."""
+
+from typing import Self
+
+from pydantic import Field
+
+from shared.contract import Artifact, Fence, Frozen
+from shared.jobs.job import Dtype, JobPlan
+from shared.jobs.layout import EngineName, Layout
+
+
+class WorkerKey(Frozen):
+    """What is fixed while a worker process lives. A released worker may serve another run with an equal key."""
+
+    model: Artifact
+    layout: Layout
+    dtype: Dtype
+    engine: EngineName = "megatron"
+    threads_per_rank: int = 1
+
+    @classmethod
+    def of(cls, plan: JobPlan) -> Self:
+        """The worker that a plan needs."""
+        return cls(
+            model=plan.model,
+            layout=plan.layout,
+            dtype=plan.dtype,
+            engine=plan.engine,
+            threads_per_rank=plan.threads_per_rank,
+        )
+
+
+class SamplerKey(Frozen):
+    """What is fixed while a sampler process lives, and decides its bits on one machine."""
+
+    model: Artifact
+    dtype: Dtype = "float32"
+    threads: int = Field(default=1, ge=1, description="CPU threads")
+    slots: int = Field(default=32, ge=1, description="sequences a step")
+    max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
+
+
+ProcessKey = WorkerKey | SamplerKey
+
+
+class WorkerRecord(Frozen):
+    """`worker.json`, written by the host at launch: whoever comes after a killed host finds and ends its worker.
+
+    A process is named by pid and start time (seconds since 1970): pids are used again. Every rank carries the
+    environment variable `LONGSHORE_WORKER_ID=<worker_id>`. `pid` is 0 until the worker has been started.
+    """
+
+    worker_id: str
+    pid: int
+    started_at: float
+    host_pid: int
+    host_started_at: float
+    key: ProcessKey
+
+
+class LeaseMark(Frozen):
+    """`lease.json`: the lease that the worker serves now. A job of this run with an older fence is refused."""
+
+    run_id: str
+    fence: Fence
+
+
+WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"

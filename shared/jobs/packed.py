@@ -1,0 +1,342 @@
+"""Packed batches on disk: units, and the plan that puts them into steps and bins.
+
+A *unit* is what is never split: one SFT example, or one tree of trajectories that share prefixes. Units are stored
+once, in columns; a *plan* lists, for every step, its bins, and for every bin, its units. A bin is read as two tables:
+
+`tokens(id, position, parent)`
+    a forest: `parent` is the index, within the bin, of the token before this one, or -1 at a root. A plain example is
+    a chain.
+`targets(hidden_index, label, weight, advantage, old_logprob, ref_logprob, sequence)`
+    what is scored: the label is predicted from the hidden state of token `hidden_index`.
+
+Files are raw little-endian columns beside a header, memory-mapped on reading. Suffixes: T tokens of a bin, N targets
+of a bin.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.contract import Frozen
+from shared.errors import CorruptArtifact
+from shared.storage.paths import write_atomically
+
+TOKEN_COLUMNS: dict[str, np.dtype] = {
+    "token_id": np.dtype("<u4"),
+    "position": np.dtype("<i4"),
+    "parent": np.dtype("<i4"),
+}
+TARGET_COLUMNS: dict[str, np.dtype] = {
+    "hidden_index": np.dtype("<i4"),
+    "label": np.dtype("<u4"),
+    "weight": np.dtype("<f4"),
+    "advantage": np.dtype("<f4"),
+    "old_logprob": np.dtype("<f4"),
+    "ref_logprob": np.dtype("<f4"),
+    "sequence": np.dtype("<i4"),
+}
+# Indices in these columns are local to a unit on disk; reading a bin shifts them.
+_OFFSETS = np.dtype("<i8")
+_PIECE = 1 << 20
+_REQUIRED = ("token_id", "hidden_index", "label", "weight")
+
+Ints = NDArray[np.integer]
+Floats = NDArray[np.floating]
+
+
+class UnitsHeader(Frozen):
+    """`units.json`. Columns that are absent have a default: chains, positions from 0, one sequence a unit, zeros; an
+    `old_logprob` that nobody knows is NaN.
+    """
+
+    schema_version: Literal[1] = 1
+    num_units: int
+    num_tokens: int
+    num_targets: int
+    columns: tuple[str, ...]
+
+
+class PlanHeader(Frozen):
+    """`plan.json`. `packing_efficiency` is tokens / (bins * bin_tokens)."""
+
+    schema_version: Literal[1] = 1
+    num_steps: int
+    num_bins: int
+    bin_tokens: int
+    num_tokens: int
+    packing_efficiency: float
+
+
+@dataclass(frozen=True)
+class PackedBin:
+    """One bin as numpy arrays, indices relative to the bin."""
+
+    token_id_T: Ints
+    position_T: Ints
+    parent_T: Ints
+    hidden_index_N: Ints
+    label_N: Ints
+    weight_N: Floats
+    advantage_N: Floats
+    old_logprob_N: Floats
+    ref_logprob_N: Floats
+    sequence_N: Ints
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_id_T)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.label_N)
+
+
+class UnitsWriter:
+    """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last."""
+
+    def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED) -> None:
+        """`columns`: those that every unit will bring; the rest keep their defaults."""
+        assert set(_REQUIRED) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._columns = columns
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in columns}
+        self._token_offsets = _OffsetsWriter(folder / "token_offsets.bin")
+        self._target_offsets = _OffsetsWriter(folder / "target_offsets.bin")
+
+    def append(self, **columns: NDArray) -> None:
+        """Add one unit: an array for each of this writer's columns, indices local to the unit."""
+        self.extend([len(columns["token_id"])], [len(columns["label"])], **columns)
+
+    def extend(self, num_tokens: Ints | list[int], num_targets: Ints | list[int], **columns: NDArray) -> None:
+        """Add units that stand one behind the other in each column; the counts say where each ends."""
+        tokens, targets = int(np.sum(num_tokens)), int(np.sum(num_targets))
+        assert len(num_tokens) == len(num_targets) and set(columns) == set(self._columns), sorted(columns)
+        for name in self._columns:
+            expected = tokens if name in TOKEN_COLUMNS else targets
+            assert len(columns[name]) == expected, (name, len(columns[name]), expected)
+            _as_stored(columns[name], _dtype(name)).tofile(self._files[name])
+        self._token_offsets.extend(num_tokens)
+        self._target_offsets.extend(num_targets)
+
+    def close(self) -> UnitsHeader:
+        for file in self._files.values():
+            file.close()
+        header = UnitsHeader(
+            num_units=self._token_offsets.num_entries,
+            num_tokens=self._token_offsets.close(),
+            num_targets=self._target_offsets.close(),
+            columns=self._columns,
+        )
+        write_atomically(self._folder / "units.json", header.model_dump_json(indent=1).encode())
+        return header
+
+
+class PlanWriter:
+    """Streams steps into a folder; the header, written by `close`, comes last."""
+
+    def __init__(self, folder: Path, bin_tokens: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._bin_tokens = bin_tokens
+        self._units = (folder / "bin_units.bin").open("wb")
+        self._bin_offsets = _OffsetsWriter(folder / "bin_offsets.bin")
+        self._step_offsets = _OffsetsWriter(folder / "step_offsets.bin")
+
+    def append_step(self, bins: Sequence[Ints | list[int]]) -> None:
+        """Add one step: for each of its bins the numbers of its units."""
+        for units in bins:
+            np.asarray(units, dtype=_OFFSETS).tofile(self._units)
+        self._bin_offsets.extend([len(units) for units in bins])
+        self._step_offsets.extend([len(bins)])
+
+    def close(self, unit_tokens: Ints) -> PlanHeader:
+        """`unit_tokens[u]`: tokens of unit u, for the header's totals."""
+        self._units.close()
+        num_steps, num_bins = self._step_offsets.num_entries, self._bin_offsets.num_entries
+        self._bin_offsets.close()
+        self._step_offsets.close()
+        planned = _read_column(self._folder / "bin_units.bin", _OFFSETS)
+        pieces = range(0, len(planned), _PIECE)  # a plan of many epochs may be longer than memory
+        num_tokens = sum(int(unit_tokens[planned[at : at + _PIECE]].sum()) for at in pieces)
+        header = PlanHeader(
+            num_steps=num_steps,
+            num_bins=num_bins,
+            bin_tokens=self._bin_tokens,
+            num_tokens=num_tokens,
+            packing_efficiency=num_tokens / (num_bins * self._bin_tokens) if num_bins else 0.0,
+        )
+        write_atomically(self._folder / "plan.json", header.model_dump_json(indent=1).encode())
+        return header
+
+
+class Units:
+    """Units of a folder, memory-mapped. Close it (or leave its `with` block) to drop the maps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
+        self._maps = {name: _read_column(folder / f"{name}.bin", _dtype(name)) for name in self.header.columns}
+        self.token_offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
+        self.target_offsets = _read_column(folder / "target_offsets.bin", _OFFSETS)
+        self._check(folder)
+
+    def _check(self, folder: Path) -> None:
+        """Raises CorruptArtifact unless every column is as long as the header says."""
+        header = self.header
+        found = {"token_offsets": len(self.token_offsets) - 1, "target_offsets": len(self.target_offsets) - 1}
+        found |= {name: len(column) for name, column in self._maps.items()}
+        expected = {name: header.num_tokens if name in TOKEN_COLUMNS else header.num_targets for name in self._maps}
+        expected |= {"token_offsets": header.num_units, "target_offsets": header.num_units}
+        for name, count in found.items():
+            if count != expected[name]:
+                raise CorruptArtifact(
+                    f"{name}.bin holds {count} entries, units.json says {expected[name]}", str(folder)
+                )
+
+    @staticmethod
+    def read_lengths(folder: Path) -> NDArray[np.int64]:
+        """Tokens of every unit of a folder of which only the header and `token_offsets.bin` need be there."""
+        header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
+        offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
+        if len(offsets) != header.num_units + 1:
+            raise CorruptArtifact("token_offsets.bin does not match units.json", str(folder))
+        return np.diff(offsets).astype(np.int64)
+
+    @property
+    def unit_tokens(self) -> Ints:
+        """Tokens of every unit, [num_units] int64."""
+        return np.diff(self.token_offsets)
+
+    def token_ids(self, unit: int) -> Ints:
+        return np.array(self._maps["token_id"][self.token_offsets[unit] : self.token_offsets[unit + 1]])
+
+    def read_bin(self, units: Ints) -> PackedBin:
+        """Concatenate units into one bin, shifting their indices."""
+        token_slices = [slice(self.token_offsets[u], self.token_offsets[u + 1]) for u in units]
+        target_slices = [slice(self.target_offsets[u], self.target_offsets[u + 1]) for u in units]
+        tokens = np.array([s.stop - s.start for s in token_slices], dtype=np.int64)
+        targets = np.array([s.stop - s.start for s in target_slices], dtype=np.int64)
+        start_T = np.repeat(np.cumsum(tokens) - tokens, tokens)
+        start_N = np.repeat(np.cumsum(tokens) - tokens, targets)
+        chain_T = np.arange(tokens.sum()) - start_T
+
+        def column(name: str, default: NDArray) -> NDArray:
+            slices = token_slices if name in TOKEN_COLUMNS else target_slices
+            if name not in self._maps:
+                return default
+            return np.concatenate([self._maps[name][s] for s in slices]) if slices else default
+
+        zeros_N = np.zeros(targets.sum(), dtype=np.float32)
+        unknown_N = np.full(targets.sum(), np.nan, dtype=np.float32)
+        parent_T = column("parent", chain_T - 1)
+        sequence_N = column("sequence", np.zeros(targets.sum(), dtype=np.int64))
+        return PackedBin(
+            token_id_T=column("token_id", np.zeros(0, dtype=np.uint32)),
+            position_T=column("position", chain_T),
+            parent_T=np.where(parent_T < 0, -1, parent_T + start_T),
+            hidden_index_N=column("hidden_index", np.zeros(0, dtype=np.int64)) + start_N,
+            label_N=column("label", np.zeros(0, dtype=np.uint32)),
+            weight_N=column("weight", zeros_N),
+            advantage_N=column("advantage", zeros_N),
+            old_logprob_N=column("old_logprob", unknown_N),
+            ref_logprob_N=column("ref_logprob", zeros_N),
+            sequence_N=sequence_N + _sequence_starts(sequence_N, targets),
+        )
+
+    def column(self, name: str) -> NDArray | None:
+        """A whole column as it lies on disk, or None where the units have none of that name."""
+        return self._maps.get(name)
+
+    def target_indices(self, units: Ints) -> Ints:
+        """Where the targets of a bin lie in the columns on disk, in the bin's order: [N] int64."""
+        first, end = self.target_offsets[units], self.target_offsets[np.asarray(units) + 1]
+        counts = end - first
+        return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+    def close(self) -> None:
+        """Drop the maps: numpy unmaps a file with the last reference to its array."""
+        self._maps = {}
+        self.token_offsets = self.target_offsets = np.zeros(0, dtype=_OFFSETS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+class Plan:
+    """The steps and bins of a plan's folder, memory-mapped. Close it to drop the maps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.header = PlanHeader.model_validate_json((folder / "plan.json").read_bytes())
+        self._bin_units = _read_column(folder / "bin_units.bin", _OFFSETS)
+        self._bin_offsets = _read_column(folder / "bin_offsets.bin", _OFFSETS)
+        self._step_offsets = _read_column(folder / "step_offsets.bin", _OFFSETS)
+
+    def bins(self, step: int) -> list[Ints]:
+        """The unit numbers of each bin of a step, steps counted from 0."""
+        first, last = int(self._step_offsets[step]), int(self._step_offsets[step + 1])
+        bounds = self._bin_offsets[first : last + 1]
+        return [np.array(self._bin_units[a:b]) for a, b in pairwise(bounds)]
+
+    def close(self) -> None:
+        self._bin_units = self._bin_offsets = self._step_offsets = np.zeros(0, dtype=_OFFSETS)
+
+
+def _dtype(column: str) -> np.dtype:
+    return TOKEN_COLUMNS.get(column) or TARGET_COLUMNS[column]
+
+
+def _sequence_starts(sequence_N: NDArray, targets: Ints) -> Ints:
+    """What to add so that sequence numbers of different units of a bin differ: [N] int64."""
+    ends = np.cumsum(targets)
+    counts = [int(sequence_N[e - n : e].max()) + 1 if n else 0 for e, n in zip(ends, targets, strict=True)]
+    return np.repeat(np.cumsum(counts) - counts, targets)
+
+
+class _OffsetsWriter:
+    """Streams where each of a row of things ends: 0, then a running sum of sizes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._end = 0
+        self.num_entries = 0
+        np.zeros(1, dtype=_OFFSETS).tofile(self._file)
+
+    def extend(self, sizes: Ints | list[int]) -> None:
+        ends = self._end + np.cumsum(np.asarray(sizes, dtype=_OFFSETS))
+        ends.astype(_OFFSETS).tofile(self._file)
+        self._end = int(ends[-1]) if len(ends) else self._end
+        self.num_entries += len(ends)
+
+    def close(self) -> int:
+        """Returns the end of the last."""
+        self._file.close()
+        return self._end
+
+
+def _as_stored(values: NDArray, dtype: np.dtype) -> NDArray:
+    """Values in a column's type. An integer that it cannot hold is a bug, never another integer."""
+    if values.size and dtype.kind in "iu" and values.dtype != dtype:
+        limits = np.iinfo(dtype)
+        assert limits.min <= values.min() and values.max() <= limits.max, (dtype, values.min(), values.max())
+    return values.astype(dtype, copy=False)
+
+
+def _read_column(path: Path, dtype: np.dtype) -> NDArray:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise CorruptArtifact(f"{size} bytes are no whole number of {dtype.itemsize}-byte values", str(path))
+    if size == 0:
+        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+assert {f.name.rsplit("_", 1)[0] for f in fields(PackedBin)} == set(TOKEN_COLUMNS) | set(TARGET_COLUMNS)

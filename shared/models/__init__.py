@@ -1,0 +1,1 @@
+"""Model folders and adapter folders: which configurations we compute, and which we refuse."""

@@ -1,0 +1,122 @@
+"""PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. What we do not compute is refused."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import InvalidInput
+from shared.jobs.job import LINEARS, Linear, Lora
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
+
+
+# Written by PEFT beside what is computed, and without a say in it once the weights are there. Dropout is of training,
+# which goes by the run's own settings; the configs of initialisations are read by those alone (see _Config).
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
+        *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+    }
+)
+
+
+class _Config(BaseModel):
+    """Plain LoRA on our linears. PEFT 0.21 has three dozen fields more: those that are on are refused (_switched_on).
+
+    PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
+    adapter is loaded, and MiCA trains one matrix alone.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    peft_type: Literal["LORA"]
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    target_modules: tuple[Linear, ...] = Field(min_length=1)
+    init_lora_weights: Literal[True, False, "gaussian", "eva", "orthogonal"] = True
+
+
+def _switched_on(config: _Config) -> list[str]:
+    """The fields, of this PEFT or of any to come, that ask for more than plain LoRA."""
+    more = (config.model_extra or {}).items()
+    return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
+
+
+def config_of(lora: Lora) -> dict[str, object]:
+    """The content of `adapter_config.json`. Equal adapters have equal contents."""
+    return {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": [name for name in LINEARS if name in lora.targets],
+        "task_type": "CAUSAL_LM",
+    }
+
+
+def lora_of(config: dict[str, Any], place: str) -> Lora:
+    """The adapter that an `adapter_config.json` describes.
+
+    Raises:
+        InvalidInput: it asks for something else than plain LoRA on our linears.
+    """
+    try:
+        read = _Config.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, given = (
+            ".".join(map(str, first["loc"])),
+            "" if first["type"] == "missing" else f" = {first['input']!r:.80}",
+        )
+        raise InvalidInput(f"{field}{given} cannot be used: {first['msg']}", place) from error
+    if fields := _switched_on(read):
+        value = (read.model_extra or {})[fields[0]]
+        rule = "only plain LoRA is computed, and what this field asks for would be ignored"
+        raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
+    targets = tuple(name for name in LINEARS if name in read.target_modules)
+    return Lora(rank=read.r, alpha=read.lora_alpha, targets=targets)
+
+
+def write_config(folder: Path, lora: Lora) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config_of(lora), indent=2) + "\n")
+
+
+def read_config(folder: Path, expected: Lora | None = None) -> Lora:
+    """What a folder's adapter is.
+
+    Raises:
+        InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not
+            as `expected`.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise InvalidInput(f"the adapter is missing: no {CONFIG}", str(folder)) from error
+    except ValueError as error:
+        raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
+    found = lora_of(config, str(path))
+    if expected is not None:
+        check_same(found, expected, str(folder))
+    return found
+
+
+def check_same(found: Lora, expected: Lora, place: str) -> None:
+    """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for."""
+    for name, theirs, ours in (
+        ("rank", found.rank, expected.rank),
+        ("alpha", found.alpha, expected.alpha),
+        ("targets", sorted(found.targets), sorted(expected.targets)),
+    ):
+        if theirs != ours:
+            raise InvalidInput(f"the adapter's {name} is {theirs}, {ours} is asked for", place)

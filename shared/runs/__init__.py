@@ -1,0 +1,1 @@
+"""What users ask for and what becomes of it: runs, their events, schedules and webhooks."""

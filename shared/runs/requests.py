@@ -1,0 +1,377 @@
+"""Runs: what a user starts and sees. One Temporal workflow each; the run's id is the workflow's id."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+
+from shared.contract import Frozen
+from shared.field_rules import NO_NUL, pattern
+from shared.grading.graders import Grader
+from shared.jobs.job import PPO, Dtype, Lora, PolicyLoss, Trainable
+from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
+from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
+
+_PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
+RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
+RunId = Annotated[str, pattern(RUN_ID, f"an id has at most 63 {_PLAIN}")]
+Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name has at most 48 {_PLAIN}")]
+FIRST_TENANT = "default"
+Name = Annotated[
+    str,
+    pattern(
+        r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        "a name has at most 63 lower-case letters, digits, dots, dashes and underscores, a letter or digit first",
+    ),
+]
+Format = Literal[
+    "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
+]
+PAIR_FORMATS = ("preference", "openai_preference")
+
+
+class DatasetSource(Frozen):
+    """Where examples are and how to read them. `auto` recognises the format by its first rows, and refuses a tie."""
+
+    uri: str = Field(min_length=1, max_length=2048)
+    format: Format = "auto"
+    prompt_field: str | None = None
+    completion_field: str | None = None
+
+
+def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
+    if (source.prompt_field is None) != (source.completion_field is None):
+        raise ValueError("prompt_field and completion_field go together: give both or neither")
+    return source
+
+
+def _prompts_alone(source: DatasetSource) -> DatasetSource:
+    if source.format in ("text", "tokenized"):
+        raise ValueError(
+            f"rows of the format {source.format} ask nothing: prompts are chat rows, or have a prompt field"
+        )
+    if source.completion_field is not None:
+        raise ValueError("completion_field has no meaning here: the model answers; graders see the whole row as item")
+    return source
+
+
+def _no_pairs(source: DatasetSource) -> DatasetSource:
+    if source.format in PAIR_FORMATS:
+        raise ValueError(f"rows of the format {source.format} are preference pairs, which dpo learns from")
+    return source
+
+
+def _pairs_alone(source: DatasetSource) -> DatasetSource:
+    if source.format not in ("auto", *PAIR_FORMATS):
+        raise ValueError(f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}")
+    if source.prompt_field is not None or source.completion_field is not None:
+        raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
+    return source
+
+
+RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
+ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
+PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
+PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
+
+
+class _DatasetRun(Frozen):
+    """What runs that train on a dataset have in common: one of epochs and steps, one of batch_size and batch_tokens."""
+
+    kind: str
+    schema_version: Literal[1] = 1
+    name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
+    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    dataset: DatasetSource
+    eval_dataset: DatasetSource | None = None
+    trainable: Trainable = Lora()
+    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    epochs: float | None = Field(default=None, gt=0, le=1000)
+    steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    batch_size: int | None = Field(default=None, ge=1, description="examples a step")
+    batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
+    bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
+    max_lost_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
+    )
+    learning_rate: float = Field(gt=0, le=10)
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    engine: EngineName = Field(default="megatron", description="fsdp: data parallel alone")
+    layout: Layout = Layout()
+    dtype: Dtype = "float32"
+    eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
+    num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
+    sample_tokens: int = Field(default=64, ge=1, le=1024)
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
+    keep_checkpoints: int = Field(default=2, ge=1, le=1000)
+
+    @model_validator(mode="after")
+    def _one_length_one_batch(self) -> Self:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            raise ValueError("give exactly one of batch_size and batch_tokens")
+        if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
+            raise ValueError("bin_tokens must hold an example: at least max_tokens")
+        if self.batch_tokens is not None and self.batch_tokens < self.max_tokens:
+            raise ValueError("batch_tokens must hold an example: at least max_tokens")
+        return self
+
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if self.eval_dataset is None and (self.num_samples or self.eval_every):
+            raise ValueError("num_samples and eval_every need an eval_dataset: its rows are what is shown")
+        if self.initial_adapter is not None and self.trainable.kind == "full":
+            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+        return self
+
+
+class SFTRun(_DatasetRun):
+    """Supervised fine-tuning, as a user asks for it."""
+
+    kind: Literal["sft"] = "sft"
+    dataset: ExamplesSource
+    eval_dataset: ExamplesSource | None = None
+    too_long: Literal["drop", "truncate"] = "drop"
+    learning_rate: float = Field(default=1e-4, gt=0, le=10)
+
+
+class DPORun(_DatasetRun):
+    """Direct preference optimisation (shared.jobs.job.DPO), as a user asks for it: an example is a pair.
+
+    A pair's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
+    """
+
+    kind: Literal["dpo"] = "dpo"
+    dataset: PairsSource
+    eval_dataset: PairsSource | None = None
+    too_long: Literal["drop"] = "drop"
+    learning_rate: float = Field(default=1e-5, gt=0, le=10)
+    beta: float = Field(default=0.1, gt=0, le=1000, description="strength of the pull towards the reference")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
+    reference: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=2048,
+        description="`base`, or URI of a published adapter on that base; the model as the run begins with it if absent",
+    )
+
+
+DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
+
+
+class HeldOut(Frozen):
+    """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
+
+    prompts: PromptsSource
+    every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
+    samples_per_prompt: int = Field(default=1, ge=1, le=1024)
+    temperature: float = Field(default=0.0, ge=0, le=10, description="0: greedy")
+    target: float | None = Field(
+        default=None, allow_inf_nan=False, description="mean grade at which the run ends, with the step that reached it"
+    )
+
+    @model_validator(mode="after")
+    def _greedy_once(self) -> "HeldOut":
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError("greedy samples of a prompt are all the same: one is enough")
+        return self
+
+
+class Rollouts(Frozen):
+    """How a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
+
+    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
+    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first.
+    """
+
+    prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
+    grader: Grader
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
+    group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
+    epochs: float | None = Field(default=None, gt=0, le=1000)
+    steps: int | None = Field(default=None, ge=1, le=1_000_000)
+    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), max_length=16)
+    off_policy_steps: int = Field(default=0, ge=0, le=64, description="sampled ahead while training; 0: on-policy")
+    sampler_url: str | None = Field(
+        default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
+    )
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="prompts too long to be answered")
+    probe_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="nats between sampler and trainer over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
+    )
+    max_ungraded_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="of a step's samples; those are left out, and the run fails beyond"
+    )
+    shuffle_rewards: bool = Field(
+        default=False, description="a control experiment: rewards change places within their group, and say nothing"
+    )
+    held_out: HeldOut | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Rollouts":
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        return self
+
+
+class RLRun(Frozen):
+    """Reinforcement learning on trajectory groups: those that a client sends, step after step, until it finishes the
+    run; or, with `rollouts`, the run's own.
+
+    A train step trains one file of groups: `epochs` times over, each time in `mini_batches` optimizer steps of whole
+    groups. It makes the policy's next version, which is published as the adapter's.
+    """
+
+    kind: Literal["rl"] = "rl"
+    schema_version: Literal[1] = 1
+    name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
+    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    trainable: Lora = Lora()
+    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="that trajectories are sampled at: the trainer divides its logits by it too",
+    )
+    algorithm: Preset | None = Field(
+        default=None,
+        description="a paper's loss and advantages (docs/losses.md); fields that are given below change them",
+    )
+    loss: PolicyLoss = Field(default=PPO(), discriminator="kind")
+    advantages: AdvantageKind = Field(
+        default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
+    )
+    equal_rewards: Literal["drop", "keep"] = Field(
+        default="drop",
+        description="groups whose rewards are all the same: they say nothing, but count in means; an algorithm's own",
+    )
+    broken: Literal["refuse", "drop"] = Field(
+        default="refuse", description="a step with a trajectory that cannot be trained, or that trajectory alone"
+    )
+    max_staleness: int | None = Field(
+        default=None, ge=0, description="policy versions that a trajectory may be behind; broken beyond; None: any"
+    )
+    mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps a pass; at most one a group")
+    epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
+    bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
+    learning_rate: float = Field(default=1e-5, gt=0, le=10)
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up; constant afterwards")
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    engine: EngineName = Field(default="megatron", description="fsdp: data parallel alone")
+    layout: Layout = Layout()
+    dtype: Dtype = "float32"
+    between_steps: Literal["offload", "keep"] = Field(
+        default="offload", description="whether the waiting worker gives the device's memory back"
+    )
+    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="until a worker without a step is given back")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_algorithm_says(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("algorithm") not in PRESETS:
+            return given
+        return with_algorithm(given, _completion_tokens(given))
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> "RLRun":
+        if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
+            raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
+        if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
+            raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
+        return self
+
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+
+    @model_validator(mode="after")
+    def _rollouts_fit(self) -> "RLRun":
+        rollouts = self.rollouts
+        if rollouts is None:
+            return self
+        if rollouts.max_completion_tokens >= self.max_tokens:
+            raise ValueError("max_tokens must hold a prompt too: more than rollouts.max_completion_tokens")
+        if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
+            raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
+        if self.advantages == "given":
+            raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
+        if rollouts.group_size == 1 and self.advantages != "batch_normalized":
+            raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
+        return self
+
+
+def _completion_tokens(given: dict[str, Any]) -> int:
+    """The longest answer of a run whose fields are not checked yet; a run without rollouts knows of none but the
+    longest trajectory.
+    """
+    match given.get("rollouts"):
+        case None:
+            tokens = given.get("max_tokens", RLRun.model_fields["max_tokens"].default)
+        case Rollouts(max_completion_tokens=tokens):
+            pass
+        case rollouts:
+            default = Rollouts.model_fields["max_completion_tokens"].default
+            tokens = rollouts.get("max_completion_tokens", default) if isinstance(rollouts, dict) else default
+    return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else the field itself is refused in a moment
+
+
+Run = Annotated[SFTRun | DPORun | RLRun, Field(discriminator="kind")]
+
+
+MAX_METADATA = 16
+# PostgreSQL's text has no NUL.
+MetadataKey = Annotated[str, pattern(NO_NUL, "text here has no NUL character", min_length=1, max_length=64)]
+MetadataValue = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=512)]
+
+
+WandbName = Annotated[
+    str,
+    pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters"),
+]
+
+
+class WandbRun(Frozen):
+    """Where a run is written in W&B, in the place of the installation's own project."""
+
+    project: WandbName
+    entity: WandbName | None = None
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(default=(), max_length=32)
+
+
+class Source(Frozen):
+    """By which door a run came in, and what its sender wants to find again."""
+
+    api: Literal["native", "openai", "art"] = "native"
+    schedule: str | None = Field(default=None, description="the name of the schedule that started it")
+    metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
+    wandb: WandbRun | None = None
+    request: dict[str, JsonValue] | None = Field(
+        default=None, description="what a client of another API sent, to be shown to it again; never a secret"
+    )
+
+
+class RunRecord(Frozen):
+    """`run.json`: what was accepted, and when. Written before the workflow starts."""
+
+    schema_version: Literal[1] = 1
+    run_id: RunId
+    tenant: Tenant = FIRST_TENANT
+    owner: str | None = Field(default=None, description="the id of the API key that sent it")
+    source: Source = Source()
+    run: Run
+    created_at: float
+    threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")

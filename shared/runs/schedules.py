@@ -1,0 +1,128 @@
+"""Schedules: runs that are started by the clock."""
+
+import re
+from typing import Annotated, Literal, Self
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from pydantic import AfterValidator, Field, model_validator
+
+from shared.contract import Artifact, Frozen
+from shared.runs.requests import DatasetSource, Name, RLRun, Run, RunId, Tenant
+from shared.runs.start import RLStart, RunStart
+
+# Of a schedule's workflow: its Action as it stands.
+ACTION_MEMO = "action"
+_NAMED = ("@hourly", "@daily", "@weekly", "@monthly", "@yearly")
+Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
+
+
+def _five_fields(cron: str) -> str:
+    if cron not in _NAMED and (len(cron.split()) != 5 or not re.fullmatch(r"[0-9A-Za-z*/,?#L \t-]+", cron)):
+        raise ValueError(f"five fields (minute hour day month weekday), or one of {', '.join(_NAMED)}")
+    return cron
+
+
+def _known_zone(name: str) -> str:
+    if name == "UTC":  # known even where the system has no table of zones
+        return name
+    try:
+        ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise ValueError(f"no time zone is called {name!r}") from error
+    return name
+
+
+class ScheduledRun(Frozen):
+    """A schedule, as a user asks for it: one of `cron` and `every_s`."""
+
+    name: Name
+    run: Run
+    cron: Annotated[str, Field(max_length=128), AfterValidator(_five_fields)] | None = None
+    every_s: int | None = Field(default=None, ge=60, le=366 * 86_400)
+    timezone: Annotated[str, Field(max_length=64), AfterValidator(_known_zone)] = Field(
+        default="UTC", description="that cron's hours are in"
+    )
+    overlap: Overlap = Field(default="skip", description="when the run before is still going on")
+    catch_up_s: int = Field(
+        default=600, ge=10, le=30 * 86_400, description="a time missed by more, as by an outage, is left out"
+    )
+    continues: bool = Field(default=False, description="from the last published version of the run's name, if any")
+    even_unchanged: bool = Field(
+        default=False, description="also when the data is what the last run had, which did not fail"
+    )
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if (self.cron is None) == (self.every_s is None):
+            raise ValueError("give exactly one of cron and every_s")
+        if self.cron is None and self.timezone != "UTC":
+            raise ValueError("timezone goes with cron: every_s counts from 1970")
+        if isinstance(self.run, RLRun) and self.run.rollouts is None:
+            raise ValueError("a scheduled rl run makes its own rollouts: nobody is there to send groups")
+        if self.continues and (self.run.name is None or self.run.trainable.kind == "full"):
+            raise ValueError("continues goes with a run that has a name and trains a lora")
+        return self
+
+
+class ScheduleRecord(Frozen):
+    """What was accepted, and when; from it a schedule that Temporal has lost is made again."""
+
+    schema_version: Literal[1] = 1
+    tenant: Tenant
+    owner: str | None = None
+    scheduled: ScheduledRun
+    created_at: float
+    paused: bool = False
+    note: str | None = None
+
+
+class ScheduledAction(Frozen):
+    """The input of the workflow that a schedule starts: what it needs of the schedule."""
+
+    tenant: Tenant
+    owner: str | None = None
+    scheduled: ScheduledRun
+
+
+class Action(Frozen):
+    """What a schedule did at one of its times. `skipped` and `failed` say why there is no run."""
+
+    state: Literal["preparing", "started", "skipped", "failed"] = "preparing"
+    run_id: RunId | None = None
+    reason: str | None = None
+
+
+class AcceptRequest(Frozen):
+    """Which run of which schedule, and the data that it would train on: what the service is asked to accept."""
+
+    action: ScheduledAction
+    run_id: RunId
+    dataset: Artifact
+
+
+class Decision(Frozen):
+    """How to start the run; or, without `start`, why there is nothing to start."""
+
+    workflow: str = ""
+    start: RunStart | RLStart | None = None
+    reason: str | None = None
+
+
+class LastScheduled(Frozen):
+    """The last run that a schedule made. `dataset_sha256`: of its dataset's manifest."""
+
+    run_id: RunId
+    dataset_sha256: str
+
+
+def data_of(run: Run) -> DatasetSource:
+    """The rows that decide whether a run has something new to learn."""
+    if isinstance(run, RLRun):
+        assert run.rollouts is not None
+        return run.rollouts.prompts
+    return run.dataset
+
+
+def schedule_id(tenant: str, name: str) -> str:
+    """A schedule's id in Temporal. Names have no slash, so no tenant's ids are another's."""
+    return f"{tenant}/{name}"

@@ -1,0 +1,148 @@
+"""How a run's workflow is started: its name and its input, the same whoever starts it."""
+
+import hashlib
+import secrets
+from typing import Any
+
+from pydantic import Field
+
+from shared.contract import Frozen
+from shared.errors import InvalidInput, NotFound
+from shared.jobs.layout import check_ranks
+from shared.runs.requests import (
+    FIRST_TENANT,
+    DatasetRun,
+    DPORun,
+    RLRun,
+    Rollouts,
+    Run,
+    RunId,
+    RunRecord,
+    SFTRun,
+    Tenant,
+)
+from shared.runs.status import RLState
+from shared.settings import Settings
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
+
+SFT_WORKFLOW = "SFTWorkflow"
+RL_WORKFLOW = "RLWorkflow"
+# A host that lives takes a job at once; one that has not by so many heartbeat timeouts is taken for dead.
+_PICKUP_PER_HEARTBEAT = 1.5
+
+
+class RunTiming(Frozen):
+    """How patient the control plane is with this run; workflows may not read settings, so it travels with the run."""
+
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
+    cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
+    max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
+
+
+class Start(Frozen):
+    """What every run's workflow is started with."""
+
+    run_id: RunId
+    tenant: Tenant = FIRST_TENANT
+    timing: RunTiming = RunTiming()
+    threads_per_rank: int = Field(default=1, ge=1)
+    shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
+    start_id: str = Field(default="", pattern=r"^[0-9a-f]*$", description="this start's own: good for one workflow")
+    resumed: bool = False
+    goes_on_from: str | None = Field(default=None, description="of a resumed run: its result's SHA-256, if it has one")
+    is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
+
+
+class RunStart(Start):
+    """The input of the workflow of a run on a dataset."""
+
+    run: DatasetRun
+
+
+class RLStart(Start):
+    """The input of an RL run's workflow."""
+
+    run: RLRun
+    serves_sampler: bool = Field(
+        default=False, description="the installation has a sampling server: no sampler is leased where none is named"
+    )
+    state: RLState | None = None
+
+
+def workflow_of(
+    record: RunRecord,
+    settings: Settings,
+    *,
+    start_id: str | None = None,
+    resumed: bool = False,
+    goes_on_from: str | None = None,
+) -> tuple[str, RunStart | RLStart]:
+    """The name and input of the workflow that does a run.
+
+    Args:
+        start_id: one that nobody has used; a new one if absent.
+        goes_on_from: of a resumed run, what `result_sha256` says.
+    """
+    given: dict[str, Any] = {
+        "run_id": record.run_id,
+        "tenant": record.tenant,
+        "timing": timing_of(settings),
+        "threads_per_rank": record.threads_per_rank,
+        "shape": settings.shape,
+        "start_id": start_id or secrets.token_hex(8),
+        "resumed": resumed,
+        "goes_on_from": goes_on_from,
+        "is_tracked": settings.wandb_mode != "disabled",
+    }
+    match record.run:
+        case SFTRun() | DPORun() as run:
+            return SFT_WORKFLOW, RunStart(run=run, **given)
+        case RLRun() as run:
+            return RL_WORKFLOW, RLStart(run=run, serves_sampler=settings.sampling.url is not None, **given)
+
+
+def result_sha256(store: ObjectStore, run_id: str) -> str | None:
+    """Which of a run's ends stands in the store; None while it has not ended."""
+    try:
+        return hashlib.sha256(store.get_bytes(RunKeys(run_id).result)).hexdigest()
+    except NotFound:
+        return None
+
+
+def check_parallelism(run: Run, settings: Settings, below: str = "") -> None:
+    """Refuse what no host could start, and data-parallel ranks that would never have anything to do.
+
+    Args:
+        below: where the run's fields stand in the request, such as `run.`.
+
+    Raises:
+        InvalidInput: names the field of the layout and the rule.
+    """
+    check_ranks(run.layout, settings.max_ranks, below)
+    match run:
+        case SFTRun(batch_size=int(examples)) | DPORun(batch_size=int(examples)):
+            told = f"batch_size {examples}"
+        case RLRun(rollouts=Rollouts() as rollouts):
+            examples = rollouts.prompts_per_step * rollouts.group_size
+            told = f"the {examples} samples of a step"
+        case _:
+            return
+    if run.layout.dp > examples:
+        rule = f"dp={run.layout.dp} ranks would share out {told}: dp may be {examples} at most"
+        raise InvalidInput(rule, f"{below}layout.dp")
+
+
+def timing_of(settings: Settings) -> RunTiming:
+    """How patient an installation is with its hosts and workers."""
+    return RunTiming(
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        host_pickup_timeout_s=_PICKUP_PER_HEARTBEAT * settings.heartbeat_timeout_s,
+        cancel_grace_s=settings.cancel_grace_s,
+    )
+
+
+def threads_per_rank(run: Run, settings: Settings) -> int:
+    """What a run that is accepted now keeps for good: CPU threads are part of a bit-identical result."""
+    return max(1, settings.cpu_threads // run.layout.world_size)

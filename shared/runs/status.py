@@ -1,0 +1,166 @@
+"""How a run stands: what is shown of it while it goes on, and what stays when it has ended."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shared.contract import Artifact, Fence, Frozen
+from shared.jobs.layout import ModelShape
+from shared.runs.requests import RunId
+
+Phase = Literal[
+    "queued",
+    "checking",
+    "downloading",
+    "tokenizing",
+    "waiting_for_groups",
+    "waiting_for_sampler",
+    "evaluating",
+    "sampling",
+    "grading",
+    "packing",
+    "waiting_for_worker",
+    "training",
+    "publishing",
+    "done",
+]
+
+
+# Paused: ended at a step boundary with a checkpoint, until somebody resumes it.
+State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
+
+
+class CheckpointRef(Frozen):
+    """A checkpoint that stands in the store."""
+
+    step: int
+    fence: Fence
+    artifact: Artifact
+
+
+class Problem(Frozen):
+    """Why a run failed, in words for its user."""
+
+    kind: str
+    message: str
+
+
+STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and timeline
+
+
+class PhaseSpan(Frozen):
+    """When a run was in a phase, in seconds since 1970. `lease`: the worker that it had then, by number."""
+
+    phase: Phase
+    began: float
+    ended: float | None = None
+    lease: int = 0
+
+
+class RunStatus(Frozen):
+    """A run at a glance: the answer of the workflow's `status` query, and what `result.json` keeps afterwards."""
+
+    run_id: RunId
+    kind: Literal["sft", "dpo", "rl"] = "sft"
+    state: State = "running"
+    phase: Phase = "queued"
+    step: int = 0
+    num_steps: int | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    epoch: int = Field(default=0, description="leases so far: the number of the newest")
+    workers_lost: int = Field(default=0, description="leases that ended in a loss: not by a pause or a host's shutdown")
+    checkpoint: CheckpointRef | None = None
+    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
+    name: str | None = None
+    version: int | None = None
+    policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
+    dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
+    problem: Problem | None = None
+    skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
+    notices: tuple[str, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
+    started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
+    ended_at: float | None = None
+    estimated_end: float | None = Field(
+        default=None, description="when its last step is done at the pace of those so far; None while nobody can say"
+    )
+    timeline: tuple[PhaseSpan, ...] = Field(default=(), description="its last phases, oldest first")
+    gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
+
+
+StepKey = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StepRequest(Frozen):
+    """Train one file of trajectory groups. The same key trains once, however often it is sent."""
+
+    key: StepKey
+    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL, gzip or zstd if you like")
+    wait: bool = Field(default=False, description="answer when the step is durable; else at once")
+
+
+class StepStatus(Frozen):
+    """A train step as it stands. `done`: its adapter is published, and a later step trains on from it.
+
+    `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
+    """
+
+    step: int = Field(
+        description="in order of arrival, from 1; 0 is the policy before the first, where it is evaluated"
+    )
+    key: StepKey
+    groups: str
+    state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
+    policy_version: int | None = Field(default=None, description="the version that it made, or left as it was")
+    optimizer_step: int | None = Field(default=None, description="of the run, after it")
+    adapter: str | None = None
+    adapter_sha256: str | None = None
+    name: str | None = None
+    version: int | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    checkpoint: CheckpointRef | None = None
+    problem: Problem | None = None
+    same_as: int | None = Field(default=None, description="the step that trained this key before")
+
+    @property
+    def is_final(self) -> bool:
+        return self.state not in ("queued", "running")
+
+
+class Policy(Frozen):
+    """The policy as a step left it: `adapter` is what was published of it, None where nothing was trained yet."""
+
+    after_step: int
+    version: int
+    adapter: Artifact | None
+
+
+class RolloutData(Frozen):
+    """What a run's own rollouts are made of, as it was found at the run's beginning.
+
+    `probe`: token ids by which a sampler proves after each publish that it serves the new adapter.
+    """
+
+    prompts: Artifact
+    num_steps: int
+    probe: tuple[int, ...]
+    held_out: Artifact | None = None
+
+
+class RLState(Frozen):
+    """What an RL run's workflow hands on to its next execution, whose history starts empty."""
+
+    next_step: int = 1
+    policy_version: int = 0
+    optimizer_step: int = 0
+    checkpoint: CheckpointRef | None = None
+    model: Artifact
+    shape: ModelShape
+    adapter: Artifact | None = None
+    reference: Artifact | None = Field(default=None, description="what the URI of the loss's KL reference stands for")
+    steps: tuple[StepStatus, ...] = Field(default=(), description="those that wait, and the last ones that ended")
+    finishing: bool = False
+    epoch: int = 0
+    status: RunStatus
+    rollouts: RolloutData | None = None
+    policies: tuple[Policy, ...] = Field(default=(), description="that rollouts to come are sampled from, oldest first")

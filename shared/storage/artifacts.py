@@ -1,0 +1,280 @@
+"""Artifacts: folders in a store, committed by a manifest that is written last and names every file's hash."""
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from stat import S_ISREG
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+
+from shared.contract import Artifact, Frozen, Sha256
+from shared.errors import CorruptArtifact, NotFound
+from shared.settings import S3Settings
+from shared.storage.paths import MANIFEST, content_key, fsync_folder, write_atomically
+from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
+
+_CHUNK_BYTES = 8 << 20
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def _below(path: str) -> str:
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError("a manifest may not name files outside its artifact")
+    return path
+
+
+class FileEntry(Frozen):
+    """A file of an artifact: its path below the artifact, size in bytes, SHA-256."""
+
+    path: Annotated[str, AfterValidator(_below)]
+    size: int = Field(ge=0)
+    sha256: Sha256
+
+
+class Manifest(Frozen):
+    """`manifest.json`: sorted by path and free of dates, so that equal contents have equal manifests.
+
+    `root` makes the artifact a reference: its files lie below another URI, and are not ours. A model of many gigabytes
+    is used where its owner keeps it, and a change by its owner is noticed by hash.
+    """
+
+    schema_version: Literal[1] = 1
+    files: tuple[FileEntry, ...]
+    root: str | None = None
+
+    def encoded(self) -> bytes:
+        return self.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
+
+    @property
+    def contents_sha256(self) -> str:
+        """Of the files alone: the same wherever they lie."""
+        return hashlib.sha256(self.model_copy(update={"root": None}).encoded()).hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_object(store: ObjectStore, key: str, size: int) -> str:
+    """Hash an object where it lies, a piece at a time."""
+    digest = hashlib.sha256()
+    for start in range(0, size, _CHUNK_BYTES):
+        digest.update(store.read_range(key, start, min(_CHUNK_BYTES, size - start)))
+    return digest.hexdigest()
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Hash every file below a folder; its own manifest and names that start with a dot are left out."""
+    paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
+    entries = (FileEntry(path=p, size=(folder / p).stat().st_size, sha256=sha256_file(folder / p)) for p in paths)
+    return Manifest(files=tuple(entries))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and path != folder / MANIFEST:
+            yield path
+
+
+def seal(folder: Path) -> str:
+    """Commit a local folder: make its files durable, then write its manifest. Returns the manifest's SHA-256."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for parent in {path.parent for path in _files(folder)}:
+        fsync_folder(parent)
+    data = manifest_of(folder).encoded()
+    write_atomically(folder / MANIFEST, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def upload(store: ObjectStore, key: str, folder: Path) -> Artifact:
+    """Copy a sealed folder into the store. Repeating it is harmless.
+
+    Raises:
+        CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
+    """
+    return upload_files(store, key, folder, Manifest.model_validate_json((folder / MANIFEST).read_bytes()))
+
+
+def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest) -> Artifact:
+    """Copy the files that a manifest names into the store, and the manifest last. The folder needs none of its own."""
+    artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(manifest.encoded()).hexdigest())
+    if find(store, key) == artifact:
+        return artifact
+    for entry in manifest.files:
+        _check_size(folder, entry)
+        store.put_file(f"{key}/{entry.path}", folder / entry.path)
+    store.put_bytes(f"{key}/{MANIFEST}", manifest.encoded())
+    return artifact
+
+
+def refer(store: ObjectStore, key: str, manifest: Manifest) -> Artifact:
+    """Commit a reference: a manifest in the store whose files lie below its `root`."""
+    assert manifest.root is not None
+    data = manifest.encoded()
+    store.put_bytes(f"{key}/{MANIFEST}", data)
+    return Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(data).hexdigest())
+
+
+def find(store: ObjectStore, key: str) -> Artifact | None:
+    """The artifact under a key, if its manifest stands."""
+    try:
+        data = store.get_bytes(f"{key}/{MANIFEST}")
+    except NotFound:
+        return None
+    return Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(data).hexdigest())
+
+
+def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
+    """Raises CorruptArtifact when the manifest is missing or is not the one that was asked for."""
+    place = uri_of(store, f"{key}/{MANIFEST}")
+    try:
+        data = store.get_bytes(f"{key}/{MANIFEST}")
+    except NotFound as error:
+        raise CorruptArtifact("the artifact is missing or was never completed", place) from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise CorruptArtifact("the manifest's SHA-256 is not the one that was asked for", place)
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise CorruptArtifact(f"not a manifest: {error.errors()[0]['msg']}", place) from error
+
+
+def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
+    """A small JSON object of our own.
+
+    Raises:
+        NotFound: nothing is there.
+        CorruptArtifact: its bytes are not what was written.
+    """
+    try:
+        return kind.model_validate_json(store.get_bytes(key))
+    except ValidationError as error:
+        problem = f"the file is damaged, it holds no {kind.__name__}: {error.errors()[0]['msg']}"
+        raise CorruptArtifact(problem, uri_of(store, key)) from error
+
+
+def files_of(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]:
+    """Where an artifact's files lie, references followed, and its manifest: `entry.path` is each file's key there."""
+    store, key = open_uri(artifact.uri, s3)
+    manifest = read_manifest(store, key, artifact.sha256)
+    return open_store(manifest.root or artifact.uri, s3), manifest
+
+
+def stage(artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...] = ()) -> Path:
+    """An artifact as a local folder, every file's hash checked.
+
+    Files that are on this machine are used where they lie; others are copied into `cache`, under the artifact's hash.
+    Files that were checked once on this machine are not read again while their size and times stay the same.
+
+    Args:
+        only: patterns such as `tokenizer*`: the files that are wanted, where not all are.
+
+    Raises:
+        CorruptArtifact: a file is missing, of another size, or of another hash.
+    """
+    store, whole = files_of(artifact, s3)
+    manifest = Manifest(files=tuple(e for e in whole.files if not only or any(fnmatch(e.path, p) for p in only)))
+    if isinstance(store, LocalStore):
+        _check(store.root, manifest, cache)
+        return store.root
+    target = cache / "artifacts" / (content_key(artifact.sha256, *only) if only else artifact.sha256)
+    try:
+        _check(target, manifest, cache)
+    except CorruptArtifact:  # not here yet, or spoilt since
+        _fetch(store, manifest, target, cache)
+        _check(target, manifest, cache)
+    return target
+
+
+def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path) -> None:
+    """Copy and check, then give the folder its name: what carries the name was whole once."""
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        for entry in manifest.files:
+            _fetch_file(store, entry, temporary / entry.path)
+        with disk_errors(temporary):
+            write_atomically(temporary / MANIFEST, manifest.encoded())
+        _take_place(temporary, target, manifest, cache)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path) -> None:
+    place = uri_of(store, entry.path)
+    try:
+        store.get_file(entry.path, path)
+    except NotFound as error:
+        raise CorruptArtifact("the file is missing", place) from error
+    if (size := path.stat().st_size) != entry.size:
+        raise CorruptArtifact(f"the file has {size} bytes, the manifest says {entry.size}", place)
+    if sha256_file(path) != entry.sha256:
+        raise CorruptArtifact("the file's SHA-256 is not the manifest's", place)
+
+
+def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> None:
+    """Give a whole folder its name. A whole one that stands there is left alone: somebody may be reading it."""
+    try:
+        new.rename(target)
+        return
+    except OSError:
+        if not target.exists():
+            raise
+    try:
+        _check(target, manifest, cache)
+    except CorruptArtifact:
+        target.rename(new / "spoilt")
+        new.rename(target)
+        shutil.rmtree(target / "spoilt", ignore_errors=True)
+
+
+def _check(folder: Path, manifest: Manifest, cache: Path) -> None:
+    stamp = _stamp(folder, manifest)
+    mark = _mark(folder, manifest, cache)
+    if mark.exists() and mark.read_bytes() == stamp:
+        return
+    for entry in manifest.files:
+        if sha256_file(folder / entry.path) != entry.sha256:
+            raise CorruptArtifact("the file's SHA-256 is not the manifest's", str(folder / entry.path))
+    write_atomically(mark, stamp)
+
+
+def remember_checked(folder: Path, manifest: Manifest, cache: Path) -> None:
+    """Spare the next `stage` on this machine the hashing: the caller has just hashed these files."""
+    write_atomically(_mark(folder, manifest, cache), _stamp(folder, manifest))
+
+
+def _mark(folder: Path, manifest: Manifest, cache: Path) -> Path:
+    return cache / "checked" / content_key(str(folder), *(entry.sha256 + entry.path for entry in manifest.files))
+
+
+def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:
+    path = folder / entry.path
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptArtifact("the file is missing", str(path)) from error
+    if not S_ISREG(status.st_mode):
+        raise CorruptArtifact("this is no regular file", str(path))
+    if status.st_size != entry.size:
+        raise CorruptArtifact(f"the file has {status.st_size} bytes, the manifest says {entry.size}", str(path))
+    return status
+
+
+def _stamp(folder: Path, manifest: Manifest) -> bytes:
+    """What cannot stay as it is when a file is written to. Raises CorruptArtifact for a missing or resized file."""
+    checked = ((entry.sha256, _check_size(folder, entry)) for entry in manifest.files)
+    return "\n".join(f"{h} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for h, s in checked).encode()

@@ -1,0 +1,384 @@
+"""Every key of the store, and the folders that a host and its worker share. Nobody else joins them."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from shared.contract import Fence, Frozen
+
+logger = logging.getLogger("longshore.paths")
+
+MANIFEST = "manifest.json"
+
+
+def content_key(*inputs: Frozen | str) -> str:
+    """A key of 32 hex digits, derived from an activity's inputs, so that a retry finds its own work."""
+    parts = [i if isinstance(i, str) else i.model_dump(mode="json") for i in inputs]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class RunKeys:
+    """Keys of one run in the store."""
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"runs/{run_id}"
+        self.record = f"{self.prefix}/run.json"
+        self.result = f"{self.prefix}/result.json"
+        self.previous_result = f"{self.prefix}/previous_result.json"
+        self.checkpoints = f"{self.prefix}/checkpoints"
+        self.leases = f"{self.prefix}/leases"
+        self.logs = f"{self.prefix}/logs"
+        self.wandb = f"{self.prefix}/wandb"
+        self.steps = f"{self.prefix}/steps"
+
+    def start(self, start_id: str) -> str:
+        """Which workflow was begun by a start of the run."""
+        return f"{self.prefix}/starts/{start_id}.json"
+
+    def began_with(self, what: str) -> str:
+        """The manifest of the model or adapter that the run's first execution found at the place that a user named."""
+        return f"{self.prefix}/began_with/{what}.json"
+
+    def dataset(self, split: str) -> str:
+        return f"{self.prefix}/dataset/{split}"
+
+    def step(self, number: int) -> str:
+        """The record of a train step of an RL run that has ended."""
+        return f"{self.steps}/{number:08d}.json"
+
+    def step_key(self, key: str) -> str:
+        """The same, found by the client's key, which may hold anything."""
+        return f"{self.prefix}/step_keys/{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+    def lease(self, epoch: int) -> str:
+        return f"{self.leases}/{Fence(epoch=epoch).label}.json"
+
+    def checkpoint(self, fence: Fence, step: int) -> str:
+        return f"{self.checkpoints}/{fence.label}/step-{step:08d}"
+
+    def checkpoint_of(self, key: str) -> tuple[Fence, int] | None:
+        """The fence and step of the checkpoint whose manifest a key is; None for any other key below `checkpoints`."""
+        match key.removeprefix(f"{self.checkpoints}/").split("/"):
+            case [label, step, name] if name == MANIFEST:
+                return Fence.from_label(label), int(step.removeprefix("step-"))
+            case _:
+                return None
+
+    def log(self, job_id: str, fence: Fence) -> str:
+        """The whole log of one attempt, written after its terminal event."""
+        return f"{self.logs}/{job_id}/{fence.label}/log.jsonl"
+
+    def log_part(self, job_id: str, fence: Fence, first_seq: int) -> str:
+        """A piece of the log, carried while the job runs; `first_seq` is its first event's."""
+        return f"{self.logs}/{job_id}/{fence.label}/parts/{first_seq:010d}.jsonl"
+
+    def job(self, job_id: str, fence: Fence) -> str:
+        return f"{self.logs}/{job_id}/{fence.label}/job.json"
+
+    def output(self, job_id: str, fence: Fence) -> str:
+        """The end of the worker's stdout and stderr, kept when an attempt does not succeed."""
+        return f"{self.logs}/{job_id}/{fence.label}/output.log"
+
+
+def run_index(run_id: str = "") -> str:
+    """An empty object a run, so that listing runs does not list their files. Ids sort by time of submission."""
+    return f"index/runs/{run_id}"
+
+
+def tenant_folder(tenant: str = "") -> str:
+    """What a tenant may name by URI lies below it, and nothing else of the store."""
+    return f"tenants/{tenant}"
+
+
+def idempotency(tenant: str, key: str) -> str:
+    """The object that remembers which run an Idempotency-Key made. Keys are hashed: they may hold anything."""
+    return f"index/idempotency/{tenant}/{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def sent_request(tenant: str, sha256: str) -> str:
+    """The object that remembers under which key a request without one was accepted, by the request's hash."""
+    return f"{sent_requests()}{tenant}/{sha256}.json"
+
+
+def sent_requests() -> str:
+    """What the keys of every tenant's such objects begin with."""
+    return "index/sent/"
+
+
+def upload(tenant: str, sha256: str, name: str) -> str:
+    return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
+
+
+# Records of what the database lists: small JSON objects, from which it is built again.
+
+
+def tenant_record(tenant: str = "") -> str:
+    return f"records/tenants/{tenant}"
+
+
+def key_record(key_id: str = "") -> str:
+    """An API key: its hash, never itself."""
+    return f"records/keys/{key_id}"
+
+
+def query_record(query_id: str) -> str:
+    """The one place of a user's presigned URI; an id that is no plain one leads nowhere."""
+    return f"records/queries/{hashlib.sha256(query_id.encode()).hexdigest()}"
+
+
+def file_record(tenant: str, file_id: str = "") -> str:
+    return f"records/files/{tenant}/{file_id}"
+
+
+def file_records() -> str:
+    """What the keys of every tenant's file records begin with."""
+    return "records/files/"
+
+
+def chunked_upload(tenant: str, upload_id: str = "") -> str:
+    """A file that comes in parts."""
+    return f"records/uploads/{tenant}/{upload_id}" if tenant else "records/uploads/"
+
+
+def upload_part(tenant: str, upload_id: str, part_id: str = "") -> str:
+    """The bytes of a part, until the file is complete."""
+    return f"{tenant_folder(tenant)}/parts/{upload_id}/{part_id}"
+
+
+def reserved(tenant: str) -> str:
+    """What the keys of bytes begin with that are being written for a tenant (shared/storage/stored_bytes.py)."""
+    return f"records/reserved/{tenant}/"
+
+
+def brought(tenant: str, run_id: str = "") -> str:
+    """What the keys begin with that say how much a tenant's runs, or one of them, have brought into the store."""
+    return f"records/brought/{tenant}/{run_id}/" if run_id else f"records/brought/{tenant}/"
+
+
+def webhook_record(tenant: str, webhook_id: str = "") -> str:
+    return f"records/webhooks/{tenant}/{webhook_id}"
+
+
+def delivery_record(tenant: str, webhook_id: str, notice_id: str = "") -> str:
+    """What became of one notice at one webhook. Ids of notices sort by time."""
+    return f"records/deliveries/{tenant}/{webhook_id}/{notice_id}"
+
+
+def schedule_record(tenant: str = "", name: str = "") -> str:
+    return f"records/schedules/{tenant}/{name}" if tenant else "records/schedules/"
+
+
+def last_scheduled(tenant: str, name: str) -> str:
+    """The last run that a schedule made, and of which data."""
+    return f"records/last_scheduled/{tenant}/{name}"
+
+
+def art_model(tenant: str, model_id: str = "") -> str:
+    """A model that a client of ART has registered. Ids sort by time."""
+    return f"records/art_models/{tenant}/{model_id}"
+
+
+def art_name(tenant: str, sha256: str) -> str:
+    """The object whose creation decides which model has a name: `sha256` is the name's."""
+    return f"records/art_names/{tenant}/{sha256}"
+
+
+def answer_record(tenant: str, hour: int, answer_id: str) -> str:
+    """What was drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
+    return f"{answer_records()}{tenant}/{hour:08d}/{answer_id}.json"
+
+
+def answer_records() -> str:
+    """What the keys of every tenant's such objects begin with."""
+    return "answers/"
+
+
+def model_import(key: str) -> str:
+    return f"models/imported/{key}"
+
+
+def tokenized(key: str) -> str:
+    return f"tokenized/{key}"
+
+
+def packed(key: str) -> str:
+    return f"packed/{key}"
+
+
+def rendered_prompts(key: str) -> str:
+    return f"prompts/{key}"
+
+
+def completions(key: str) -> str:
+    """What was drawn, token by token."""
+    return f"sampled/{key}/completions"
+
+
+def samples(key: str) -> str:
+    """The same, as graders see it."""
+    return f"sampled/{key}/samples"
+
+
+def sampled_part(key: str, group: int) -> str:
+    """The finished samples of one prompt, kept while others are drawn."""
+    return f"{sampled_parts(key)}{group:010d}.json"
+
+
+def sampled_parts(key: str) -> str:
+    """What the keys of all parts begin with."""
+    return f"sampled/{key}-parts/"
+
+
+def grouped(key: str) -> str:
+    return f"grouped/{key}/groups"
+
+
+def is_grouped(key: str) -> bool:
+    """Whether a key is one of `grouped`."""
+    return re.fullmatch(r"grouped/[0-9a-f]{32}/groups", key) is not None
+
+
+def grouped_report(key: str) -> str:
+    """Beside the groups and not among them: every file of theirs is groups."""
+    return f"grouped/{key}/report.json"
+
+
+def graded(key: str) -> str:
+    return f"graded/{key}"
+
+
+def graded_part(key: str, first: int) -> str:
+    """Finished grades from sample `first` on, kept while the rest is graded."""
+    return f"graded/{key}-parts/{first:010d}.jsonl"
+
+
+def published(tenant: str, kind: str, name: str = "") -> str:
+    """`kind` is `adapters` or `models`."""
+    return f"{tenant_folder(tenant)}/{kind}/{name}"
+
+
+def published_version(tenant: str, kind: str, name: str, version: int) -> str:
+    return f"{published(tenant, kind, name)}/v{version:06d}"
+
+
+def version_claim(tenant: str, kind: str, name: str, version: int) -> str:
+    """The object whose creation decides which run owns a version."""
+    return f"{published(tenant, kind, name)}/claims/v{version:06d}.json"
+
+
+def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
+    """The manifest by which a checkpoint's adapter is used as it lies; `sha256` is the checkpoint's."""
+    return f"{tenant_folder(tenant)}/checkpoints/{run_id}/{sha256[:32]}"
+
+
+def is_published(tenant: str, key: str) -> bool:
+    """Whether a key is one of `published_version`: where a run of this tenant publishes, and nobody uploads."""
+    pattern = rf"{re.escape(tenant_folder(tenant))}/(adapters|models)/[a-z0-9][a-z0-9._-]{{0,62}}/v[0-9]{{6,}}"
+    return re.fullmatch(pattern, key) is not None
+
+
+def checkpoint_adapter_run(tenant: str, key: str) -> str | None:
+    """The run of a key that is one of `checkpoint_adapter`; None for any other key."""
+    pattern = rf"{re.escape(tenant_folder(tenant))}/checkpoints/([a-z0-9][a-z0-9-]{{0,62}})/[0-9a-f]{{32}}"
+    match = re.fullmatch(pattern, key)
+    return match[1] if match else None
+
+
+class HostPaths:
+    """Local folders of the hosts of one root: their records, workers, the cache of staged artifacts, compiled kernels,
+    and scratch.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.hosts = root / "hosts"
+        self.workers = root / "workers"
+        self.cache = root / "cache"
+        self.compiled = root / "compiled"
+        self.scratch = root / "scratch"
+
+    def worker(self, worker_id: str) -> "WorkerPaths":
+        return WorkerPaths(self.workers / worker_id)
+
+
+class WorkerPaths:
+    """The folder that a host and its worker share."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.record = root / "worker.json"
+        self.lease = root / "lease.json"
+        self.jobs = root / "jobs"
+        self.claimed = root / "claimed"
+        self.archive = root / "archive"
+        self.stop = root / "stop"
+        self.ready = root / "ready"
+        self.output = root / "output.log"
+
+    def job(self, job_id: str, fence: Fence) -> Path:
+        return self.jobs / f"{job_id}-{fence.label}.json"
+
+    def cancel(self, job_id: str, fence: Fence) -> Path:
+        """A file whose presence asks the worker to end this job at the next step boundary."""
+        return self.root / "cancel" / f"{job_id}-{fence.label}"
+
+    def outputs(self, run_id: str, job_id: str, fence: Fence) -> Path:
+        """Holds `log.jsonl` and `checkpoints/` of one attempt."""
+        return self.root / "outputs" / run_id / job_id / fence.label
+
+    def scratch(self, job_id: str, fence: Fence) -> Path:
+        return self.root / "scratch" / f"{job_id}-{fence.label}"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` when the block ends well, fsynced; after an error nothing of it is left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder, and close it to other users: runs, datasets and webhooks' secrets are its owner's own.
+
+    One that is shared by its nature (/tmp) or that is another's is left as it is, with a warning.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if not found.st_mode & 0o077:
+        return
+    if found.st_mode & stat.S_ISVTX or found.st_uid != os.geteuid():
+        logger.warning("other users of this machine may look into %s, which holds runs and datasets", folder)
+        return
+    folder.chmod(0o700)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary name, fsync, rename, fsync the folder: readers see all of it or none."""
+    with replacing(path) as file:
+        file.write(data)

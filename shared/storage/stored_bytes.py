@@ -1,0 +1,222 @@
+"""How many bytes a tenant stores, and which are being written for it.
+
+What is being written is on record in the store before it is there, so that every process, of the service or of a host,
+counts the same: an entry is an empty object whose key says who writes how many bytes, and until when to believe it. It
+counts until then, or until a later count of the store has found the bytes themselves.
+
+Writers take no lock. Each puts an `asked` entry before it counts, so that of two at least one sees the other; the entry
+becomes `held` once there is room. Where there would be room without those that only ask, the one with the smallest id
+waits until the others are decided, and they withdraw and ask again. Blocking.
+"""
+
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from shared.errors import InvalidInput, NotFound
+from shared.settings import QuotaSettings
+from shared.storage import paths
+from shared.storage.store import ObjectStore
+
+_BELIEVED_S = 900.0  # an entry of a process that died
+_RENEWED_S = 300.0
+_FORGOTTEN_S = 180.0  # counts are trusted for a minute (service/accounts/quotas.py)
+_PATIENCE_S = 20.0  # with others that ask at the same moment
+_PAUSE_S = 0.02
+_ASKED, _HELD, _SETTLED = "asked", "held", "settled"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What stood in the store in a count that began at `at`."""
+
+    at: float
+    num_bytes: int
+
+
+class Ledger:
+    """A tenant's account."""
+
+    def __init__(self, store: ObjectStore, tenant: str) -> None:
+        self._store = store
+        self._tenant = tenant
+
+    def count(self) -> Standing:
+        """Uploads, what was published, and what runs have brought."""
+        at = time.time()
+        stored = sum(item.size for item in self._store.list(f"{paths.tenant_folder(self._tenant)}/"))
+        brought = sum(int(_last(item.key)) for item in self._store.list(paths.brought(self._tenant)))
+        return Standing(at, stored + brought)
+
+    def written_since(self, at: float) -> int:
+        """Bytes that are being written, or were after a count began."""
+        return sum(max(num_bytes.values()) for num_bytes in self.writers_since(at).values())
+
+    def writers_since(self, at: float) -> dict[str, dict[str, int]]:
+        """Of each writer, by its id: the bytes that it asks for, holds, or has written after a count began."""
+        now, writers = time.time(), dict[str, dict[str, int]]()
+        for item in list(self._store.list(paths.reserved(self._tenant))):
+            writer, kind, num_bytes, when = _last(item.key).split("-")
+            if float(when) < min(at, now - _FORGOTTEN_S):
+                self._store.delete(item.key)
+            elif float(when) > (at if kind == _SETTLED else now):
+                own = writers.setdefault(writer, {})
+                own[kind] = max(own.get(kind, 0), int(num_bytes))
+        return writers
+
+    def bring(self, run_id: str, name: str, num_bytes: int) -> None:
+        """Put on record what a run has brought into the store outside its tenant's folder."""
+        self._store.put_bytes(f"{paths.brought(self._tenant, run_id)}{name}/{num_bytes}", b"")
+
+    def has_brought(self, run_id: str, name: str) -> bool:
+        return any(True for _ in self._store.list(f"{paths.brought(self._tenant, run_id)}{name}/"))
+
+    def forget(self, run_id: str) -> None:
+        """What a run has brought is gone."""
+        for item in list(self._store.list(paths.brought(self._tenant, run_id))):
+            self._store.delete(item.key)
+
+
+class Reservation:
+    """Bytes that somebody is going to write: entries of the account, which grow with what is known of them."""
+
+    def __init__(self, store: ObjectStore, tenant: str) -> None:
+        self._store = store
+        self._ledger = Ledger(store, tenant)
+        self._id = uuid.uuid4().hex
+        self._prefix = f"{paths.reserved(tenant)}{self._id}"  # no folder: in a local store an empty one would stay
+        self._key: str | None = None
+        self._renew_at = 0.0
+        self.num_bytes = 0
+
+    def covers(self, num_bytes: int) -> bool:
+        return num_bytes <= self.num_bytes and time.time() < self._renew_at
+
+    def admit(self, num_bytes: int, most: int, standing: Standing) -> int:
+        """Hold so many bytes if with all others' they are at most `most`. Returns what they are with all others'.
+
+        What was held before stays held if they are too many.
+        """
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while True:
+            asked = self._put(_ASKED, num_bytes, time.time() + _BELIEVED_S)
+            try:
+                used = self._decide(num_bytes, most, standing, give_up_at)
+                if used is not None and used <= most:
+                    self.hold(num_bytes)
+            finally:
+                self._store.delete(asked)
+            if used is not None:
+                return used
+            time.sleep(_PAUSE_S * (1 + random.random()))
+
+    def _decide(self, num_bytes: int, most: int, standing: Standing, give_up_at: float) -> int | None:
+        """What all bytes are together; None where those that ask stand in the way, and one of them comes first."""
+        while True:
+            others = self._ledger.writers_since(standing.at)
+            others.pop(self._id, None)
+            used = standing.num_bytes + num_bytes + sum(max(other.values()) for other in others.values())
+            asking = [i for i, other in others.items() if max(other.values()) > _decided(other)]
+            without = standing.num_bytes + num_bytes + sum(map(_decided, others.values()))
+            if used <= most or without > most or time.monotonic() > give_up_at:
+                return used
+            if min(asking) < self._id:
+                return None
+            time.sleep(_PAUSE_S)
+
+    def hold(self, num_bytes: int) -> None:
+        """Without asking whether there is room."""
+        now = time.time()
+        self._replace(self._put(_HELD, num_bytes, now + _BELIEVED_S))
+        self.num_bytes, self._renew_at = num_bytes, now + _RENEWED_S
+
+    def settle(self, num_bytes: int) -> None:
+        """They are written. Counts that began before do not know them."""
+        self._replace(self._put(_SETTLED, num_bytes, time.time()))
+        self._key = None
+
+    def drop(self) -> None:
+        """They were not written. Harmless after `settle`."""
+        if self._key is not None:
+            self._store.delete(self._key)
+            self._key = None
+
+    def _put(self, kind: str, num_bytes: int, when: float) -> str:
+        key = f"{self._prefix}-{kind}-{num_bytes}-{when:.6f}"
+        self._store.put_bytes(key, b"")
+        return key
+
+    def _replace(self, key: str) -> None:
+        """Both stand for a moment, and the larger counts."""
+        if key != self._key:
+            self.drop()
+        self._key = key
+
+
+def _decided(writer: dict[str, int]) -> int:
+    """What a writer has, whatever it asks for."""
+    return max((num_bytes for kind, num_bytes in writer.items() if kind != _ASKED), default=0)
+
+
+class Room:
+    """What a host may still write for a tenant: it has no database, and finds the quota on the tenant's record."""
+
+    def __init__(self, store: ObjectStore, tenant: str, quotas: QuotaSettings) -> None:
+        self.ledger = Ledger(store, tenant)
+        self._store = store
+        self._tenant = tenant
+        self._most = _quotas_of(store, tenant, quotas).stored_bytes
+
+    def left(self) -> int | None:
+        """Bytes; None without a quota."""
+        if self._most is None:
+            return None
+        standing = self.ledger.count()
+        return max(0, self._most - standing.num_bytes - self.ledger.written_since(standing.at))
+
+    @contextmanager
+    def reserving(self, num_bytes: int, place: str) -> Iterator[None]:
+        """Room for bytes that are written in the block.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        if self._most is None:
+            yield
+            return
+        reservation = Reservation(self._store, self._tenant)
+        try:
+            used = reservation.admit(num_bytes, self._most, self.ledger.count())
+            if used > self._most:
+                raise InvalidInput(no_room(self._tenant, used - num_bytes, self._most, num_bytes), place)
+            yield
+            reservation.settle(num_bytes)
+        finally:
+            reservation.drop()
+
+
+def no_room(tenant: str, used: int, most: int, more: int) -> str:
+    return f"quota stored_bytes: {tenant} stores {used:,} bytes of {most:,}: {more:,} more are not allowed"
+
+
+class _Quotas(BaseModel):
+    """Of a tenant's record, what is read here."""
+
+    quotas: QuotaSettings = QuotaSettings()
+
+
+def _quotas_of(store: ObjectStore, tenant: str, quotas: QuotaSettings) -> QuotaSettings:
+    try:
+        own = _Quotas.model_validate_json(store.get_bytes(paths.tenant_record(tenant))).quotas
+    except NotFound:
+        return quotas
+    return quotas.model_copy(update=own.model_dump(exclude_unset=True))
+
+
+def _last(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -1,0 +1,192 @@
+"""Each format becomes the example it means; each mistake is refused with its place, field and rule."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from activities.formats import rows
+from activities.formats.examples_of import Chat, Example, PromptCompletion, Text, TokenIds, open_dataset
+from shared.errors import InvalidInput
+from shared.runs.requests import DatasetSource, Format
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+def read(folder: Path, format: Format = "auto", **fields: str) -> list[Example]:
+    return list(open_dataset(folder, DatasetSource(uri="file:///data", format=format, **fields)))
+
+
+def lines(folder: Path, *values: Any, name: str = "rows.jsonl") -> Path:
+    (folder / name).write_text("".join(f"{v if isinstance(v, str) else json.dumps(v)}\n" for v in values))
+    return folder
+
+
+def refusal(folder: Path, format: Format = "auto", **fields: str) -> str:
+    with pytest.raises(InvalidInput) as refused:
+        read(folder, format, **fields)
+    return str(refused.value)
+
+
+def test_chat_with_tools_parts_and_weights(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}]
+    messages = [USER, ASSISTANT | {"weight": 0.5}, USER | {"weight": 1}, {"role": "assistant", "content": parts}]
+    [chat] = read(lines(tmp_path, {"messages": messages, "tools": [{"name": "t"}], "id": 7}))
+    assert isinstance(chat, Chat) and chat.place == "rows.jsonl:1"
+    assert chat.weights == [0, 0.5, 0, 1] and chat.tools == [{"name": "t"}]
+    assert chat.messages[1] == ASSISTANT and chat.messages[3]["content"] == parts
+
+
+def test_prompt_and_completion_by_default_and_by_any_name(tmp_path: Path) -> None:
+    lines(tmp_path, {"prompt": "p", "completion": "c", "question": "q", "answer": "a"})
+    assert read(tmp_path) == [PromptCompletion("rows.jsonl:1", "p", "c")]
+    assert read(tmp_path, prompt_field="question", completion_field="answer") == [
+        PromptCompletion("rows.jsonl:1", "q", "a")
+    ]
+
+
+def test_alpaca_joins_instruction_and_input(tmp_path: Path) -> None:
+    lines(tmp_path, {"instruction": "i", "input": "x", "output": "o"}, {"instruction": "i", "input": "", "output": "o"})
+    assert read(tmp_path) == [
+        PromptCompletion("rows.jsonl:1", "i\n\nx", "o"),
+        PromptCompletion("rows.jsonl:2", "i", "o"),
+    ]
+
+
+def test_sharegpt_becomes_a_chat(tmp_path: Path) -> None:
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    [chat] = read(lines(tmp_path, {"conversations": turns}))
+    assert isinstance(chat, Chat) and chat.weights == [0, 0, 1]
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+
+
+def test_text_from_jsonl_and_from_lines_of_txt(tmp_path: Path) -> None:
+    lines(tmp_path, {"text": "one"}, name="a.jsonl")
+    (tmp_path / "b.txt").write_bytes(b"two  \r\n\r\nthree\n")
+    assert read(tmp_path) == [Text("a.jsonl:1", "one"), Text("b.txt:1", "two  "), Text("b.txt:3", "three")]
+
+
+def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "\xc3\xa9"}\r\n\r\n  \n{"text": "b"}')
+    assert read(tmp_path) == [Text("rows.jsonl:1", "é"), Text("rows.jsonl:4", "b")]
+
+
+def test_pretokenized_rows_from_jsonl_and_parquet_are_the_same(tmp_path: Path) -> None:
+    table = {"input_ids": [[5, 6, 7], [8]], "labels": [[-100, 6, 7], [8]]}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    lines(tmp_path / "a", *[{k: v[i] for k, v in table.items()} for i in range(2)])
+    parquet.write_table(pyarrow.table(table), tmp_path / "b" / "rows.parquet")
+    for examples in (read(tmp_path / "a"), read(tmp_path / "b")):
+        for example, ids, labels in zip(examples, table["input_ids"], table["labels"], strict=True):
+            assert isinstance(example, TokenIds)
+            np.testing.assert_array_equal(example.input_ids, ids)
+            np.testing.assert_array_equal(example.labels, labels)
+
+
+def test_parquet_holds_the_same_shapes_as_columns(tmp_path: Path) -> None:
+    messages = [[USER, ASSISTANT], [USER, ASSISTANT | {"name": "pilot"}]]
+    table = pyarrow.table({"messages": messages, "other": [1, 2]})
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
+    first, second = read(tmp_path)
+    assert isinstance(first, Chat) and isinstance(second, Chat)
+    assert first.messages == [USER, ASSISTANT], "nulls that the schema adds are no fields"
+    assert second.messages[1]["name"] == "pilot" and second.place == "rows.parquet: row 2"
+
+
+def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
+    assert "no files" in refusal(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    assert "file:///data: the dataset is empty" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("second_line", "message"),
+    [
+        ("{not json}", "rows.jsonl:2: invalid JSON: Expecting property name"),
+        ('{"messages": NaN}', "rows.jsonl:2: invalid JSON: NaN"),
+        ("[1, 2]", "rows.jsonl:2: a line holds one JSON object, not an array"),
+        ("7", "rows.jsonl:2: a line holds one JSON object"),
+        ('{"messages": ' + "[" * 300 + "]" * 300 + "}", "rows.jsonl:2: the JSON is nested deeper than 100"),
+        ('{"messages": ' + "[" * 99999 + "]" * 99999 + "}", "rows.jsonl:2: the JSON is nested deeper than 100"),
+        ('{"messages": 7}', "rows.jsonl:2: messages must be a list, not a number"),
+        ('{"messages": []}', "rows.jsonl:2: messages is empty"),
+        ('{"messages": ["q"]}', "rows.jsonl:2: messages[0] must be an object, not text"),
+        ('{"other": 1}', "rows.jsonl:2: the row matches no format: it has the fields 'other'"),
+        ('{"messages": [{"role": "bot", "content": "q"}]}', "rows.jsonl:2: messages[0].role must be one of system,"),
+        ('{"messages": [{"role": "user"}]}', "rows.jsonl:2: messages[0].content is missing"),
+        ('{"messages": [{"role": "user", "content": 7}]}', "messages[0].content must be text, not a number"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "messages[0].content[0] must be a text part",
+        ),
+        ('{"messages": [{"role": "user", "content": "q"}]}', "rows.jsonl:2: messages has no assistant turn"),
+        ('{"messages": [{"role": "assistant", "content": "q", "weight": -1}]}', "messages[0].weight must be a number"),
+        (
+            '{"messages": [{"role": "assistant", "content": "q", "weight": true}]}',
+            "messages[0].weight must be a number",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "t"}', "tools must be a list of objects"),
+        (
+            '{"messages": [{"role": "assistant", "content": "\\ud800"}]}',
+            "rows.jsonl:2: a text holds half of a surrogate",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_with_field_and_rule(tmp_path: Path, second_line: str, message: str) -> None:
+    assert message in refusal(lines(tmp_path, {"messages": [USER, ASSISTANT]}, second_line))
+
+
+def test_a_bad_row_is_found_behind_the_rows_that_were_looked_at_first(tmp_path: Path) -> None:
+    good = [{"prompt": "p", "completion": "c"}] * 5000
+    assert "rows.jsonl:5001: completion must be text, not nothing" in refusal(
+        lines(tmp_path, *good, {"prompt": "p", "completion": None})
+    )
+
+
+def test_rows_that_match_two_formats_or_change_format_are_refused(tmp_path: Path) -> None:
+    both = {"text": "t", "messages": [USER, ASSISTANT]}
+    assert "rows.jsonl:1: the row matches chat and text: say which with format" in refusal(lines(tmp_path, both))
+    assert isinstance(read(tmp_path, "text")[0], Text)
+    change = refusal(lines(tmp_path, {"text": "t"}, {"prompt": "p", "completion": "c"}))
+    assert change == "rows.jsonl:2: this row looks like prompt_completion, but rows.jsonl:1 looks like text"
+
+
+def test_missing_fields_are_named(tmp_path: Path) -> None:
+    lines(tmp_path, {"question": "q"})
+    message = refusal(tmp_path, prompt_field="question", completion_field="answer")
+    assert message == "rows.jsonl:1: the row has no field 'answer'; it has 'question'"
+    assert "'prompt'" in refusal(tmp_path, "prompt_completion")
+    assert "go with format prompt_completion" in refusal(tmp_path, "chat", prompt_field="q", completion_field="a")
+
+
+def test_pretokenized_mistakes_are_refused(tmp_path: Path) -> None:
+    assert "labels has 1 entries, input_ids 2" in refusal(lines(tmp_path, {"input_ids": [1, 2], "labels": [1]}))
+    assert "input_ids must be a list of whole numbers" in refusal(lines(tmp_path, {"input_ids": [1.5]}))
+    assert "input_ids must be a list of whole numbers" in refusal(lines(tmp_path, {"input_ids": [2**70]}))
+
+
+def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    assert refusal(tmp_path) == "rows.jsonl:1: byte 11 of the line is not UTF-8"
+    (tmp_path / "rows.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))
+    assert "UTF-16" in refusal(tmp_path)
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["some text"] * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "rows.parquet: the Parquet file cannot be read" in refusal(tmp_path)
+
+
+def test_an_absurdly_long_line_is_refused_without_reading_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
+    lines(tmp_path, {"text": "ok"}, {"text": "x" * (2 << 20)})
+    assert "rows.jsonl:2: the line is longer than 1 MiB" in refusal(tmp_path)

@@ -1,0 +1,489 @@
+"""Hostile graders as real processes: each fails its sample with a message, harms nothing and leaves nothing behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from activities.formats.prompts import Question
+from activities.grading import sandbox_process
+from activities.grading.outcome import NotGraded
+from activities.grading.python_sandbox import PythonSandbox
+from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+from shared.errors import InvalidInput
+from shared.settings import GradingSettings
+
+LIMITS = GradingSettings(python_time_s=1.5, python_memory_bytes=256 << 20)
+REPOSITORY = Path(__file__).parents[3]
+
+
+def _refusal() -> str | None:
+    """Why this machine cannot isolate: what the product says of it."""
+    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"longshore-refusal-{os.getpid()}"
+    folder.mkdir()
+    try:
+        with PythonSandbox("def grade(sample, item): return 1", LIMITS, folder):
+            return None
+    except InvalidInput as error:
+        return error.message
+    finally:
+        shutil.rmtree(folder)
+
+
+REFUSAL = _refusal()
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Every process that names the folder on its command line: launcher, supervisor and children do."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just gone
+            if str(folder).encode() in command.read_bytes():
+                found.append(int(command.parent.name))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A sandbox's folder, in which nothing is left and for which nobody works when the test ends."""
+    folder = tmp_path / "sandbox"
+    folder.mkdir()
+    yield folder
+    assert list(folder.iterdir()) == []
+    assert processes_of(folder) == []
+
+
+def do(*lines: str) -> str:
+    """A grader that does something, then returns `result`, 1.0 unless it is set."""
+    body = "\n".join(f"    {line}" for text in lines for line in text.splitlines())
+    return f"import os, sys\ndef grade(sample, item):\n    result = 1.0\n{body}\n    return result\n"
+
+
+def outcome(source: str, folder: Path, settings: GradingSettings = LIMITS, **item: Any) -> float | str:
+    with PythonSandbox(source, settings, folder) as sandbox:
+        assert processes_of(folder), "the way to find its processes works"
+        try:
+            return sandbox.grade({"output_text": "12 sacks"}, item)
+        except NotGraded as error:
+            return str(error)
+
+
+def test_a_grader_sees_sample_and_item(folder: Path) -> None:
+    source = "def grade(sample, item):\n    return float(item['answer'] in sample['output_text']) + len(item)"
+    assert outcome(source, folder, answer="12", other={"é": [None, 1.5]}) == 3.0
+
+
+@pytest.mark.parametrize(("value", "grade"), [("True", 1.0), ("3", 3.0), ("-0.25", -0.25), ("10**300", 1e300)])
+def test_numbers_are_grades(folder: Path, value: str, grade: float) -> None:
+    assert outcome(do(f"result = {value}"), folder) == grade
+
+
+HOSTILE = {
+    "hangs": ("while True: pass", "took longer than 1.5 s and was stopped"),
+    "sleeps": ("import time; time.sleep(99)", "took longer than 1.5 s and was stopped"),
+    "hangs, whatever it is told": (
+        "import signal\nfor n in (1, 2, 3, 15, 24): signal.signal(n, signal.SIG_IGN)\n"
+        "while True:\n try: sum(iter(int, 1))\n except BaseException: pass",
+        "took longer than 1.5 s and was stopped",
+    ),
+    "closes its answer and hangs": ("os.close(3)\nwhile True: pass", "took longer than 1.5 s"),
+    "hangs in C": ("sum(iter(int, 1))", "took longer than 1.5 s and was stopped"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "crashed (SIGSEGV)"),
+    "exits": ("os._exit(7)", "ended its process with status 7"),
+    "raises SystemExit": ("sys.exit(3)", "SystemExit: 3 (line 5)"),
+    "raises": ("item['no']", "KeyError: 'no' (line 5)"),
+    "raises what cannot be shown": (
+        "class E(Exception):\n def __str__(self): raise ValueError\nraise E",
+        "E: an error that cannot be shown (line 7)",
+    ),
+    "raises megabytes": ("raise ValueError('x' * 10**7)", "ValueError: xxx"),
+    "recurses": ("f = lambda: f()\nf()", "RecursionError"),
+    "forks": ("os.fork()", "PermissionError: [Errno 1]"),
+    "forks in C": ("import ctypes\nassert ctypes.CDLL(None).fork() >= 0, 'no fork'", "AssertionError: no fork"),
+    "starts a program": ("import subprocess; subprocess.run(['/bin/true'])", "PermissionError: [Errno 1]"),
+    "becomes a program": ("os.execv(sys.executable, ['python'])", "PermissionError: [Errno 1]"),
+    "starts a thread": ("import threading; threading.Thread(target=print).start()", "can't start new thread"),
+    "opens a socket": ("import socket; socket.socket()", "PermissionError: [Errno 1]"),
+    "opens a local socket": ("import socket; socket.socketpair()", "PermissionError: [Errno 1]"),
+    "reads the passwords": ("open('/etc/passwd').read()", "No such file or directory: '/etc/passwd'"),
+    "reads our files": (f"open({str(REPOSITORY / 'pyproject.toml')!r}).read()", "No such file or directory"),
+    "reads the processes": ("os.listdir('/proc')", "No such file or directory: '/proc'"),
+    "climbs out": ("os.listdir('/../../../root')\nos.listdir('/../../home')", "No such file or directory"),
+    "writes Python's files": ("open(os.__file__, 'a')", "Error: [Errno"),
+    "writes elsewhere": ("open('/x', 'w')", "Read-only file system"),
+    "makes a device": ("os.mknod('/tmp/disk', 0o60600, os.makedev(8, 0))", "PermissionError"),
+    "signals everybody": ("os.kill(-1, 9)", "PermissionError: [Errno 1]"),
+    "signals its supervisor": ("os.kill(1, 9)", "PermissionError: [Errno 1]"),
+    "unshares": (
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0, 'no namespace'",
+        "AssertionError: no namespace",
+    ),
+    "mounts": (
+        "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0, 'no mount'",
+        "AssertionError: no mount",
+    ),
+    "traces its supervisor": (
+        "import ctypes\nassert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0, 'no trace'",
+        "AssertionError: no trace",
+    ),
+    "takes shared memory": (
+        "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0, 'no shm'",
+        "AssertionError: no shm",
+    ),
+    "takes memory behind the limit": ("os.memfd_create('x')", "PermissionError: [Errno 1]"),
+    "allocates everything": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "took more memory than it may"),
+    "maps everything": ("import mmap; mmap.mmap(-1, 1 << 40)", "Cannot allocate memory"),
+    "raises its limits": (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+        "Error",
+    ),
+    "fills its disk": (
+        "n = 0\nwhile True:\n n += 1\n with open(f'/tmp/{n}', 'wb') as f: f.write(bytes(1 << 22))",
+        "No space left on device",
+    ),
+    "writes one large file": ("open('/tmp/x', 'wb').write(bytes(1 << 25))", "Error"),
+    "fills its disk with names": ("n = 0\nwhile True:\n n += 1\n os.mkdir(f'/tmp/{n}')", "No space left on device"),
+    "opens too much": ("x = []\nwhile True: x.append(open('/dev/null'))", "Too many open files"),
+    "returns NaN": ("result = float('nan')", "grade returned nan, which is not finite"),
+    "returns infinity": ("result = -float('inf')", "grade returned -inf, which is not finite"),
+    "returns a text": ("result = '1.0'", "grade returned a str, not a number"),
+    "returns nothing": ("result = None", "grade returned a NoneType, not a number"),
+    "returns a complex": ("result = 1j", "grade returned a complex, not a number"),
+    "returns a huge integer": ("result = 10**5000", "an integer beyond what a float holds"),
+    "answers by itself, NaN": ("os.write(3, b'{\"grade\": NaN}'); os._exit(0)", "an answer of its own making"),
+    "answers by itself, nonsense": ("os.write(3, b'\\xff{'); os._exit(0)", "an answer of its own making"),
+    "answers by itself, deeply": ("os.write(3, b'[' * 60000); os._exit(0)", "an answer of its own making"),
+    "answers by itself, a huge integer": (
+        "os.write(3, b'{\"grade\": 1' + b'0' * 4000 + b'}'); os._exit(0)",
+        "an answer of its own making",
+    ),
+    "answers by itself, in megabytes": (
+        "while True: os.write(3, b'x' * 65536)",
+        "answered with more than 65,536 bytes",
+    ),
+    "answers by itself, a refusal of its own": ('os.write(3, b\'{"refused": "x"}\'); os._exit(0)', "own making"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grader_fails_its_sample_alone(name: str, folder: Path) -> None:
+    lines, message = HOSTILE[name]
+    source = do("if item.get('good'): return 0.5", lines)
+    with PythonSandbox(source, LIMITS, folder) as sandbox:
+        started = time.monotonic()
+        with pytest.raises(NotGraded) as failed:
+            sandbox.grade({}, {})
+        assert message in str(failed.value) and len(str(failed.value)) < 4100
+        assert time.monotonic() - started < 10
+        assert len(processes_of(folder)) == 2, "launcher and supervisor; no child is left"
+        assert sandbox.grade({}, {"good": True}) == 0.5
+
+
+HARMLESS = {
+    "prints megabytes": "print('x' * (1 << 26)); sys.stderr.write('y' * (1 << 26)); sys.stdout.flush()",
+    "reads its input": "assert sys.stdin.read() == ''",
+    "has no environment": "assert set(os.environ) == {'PYTHONHASHSEED', 'PYTHONDONTWRITEBYTECODE', 'LANG'}, os.environ",
+    "has no descriptor of ours": "assert sorted(f for f in range(4096) if _is_open(f)) == [0, 1, 2, 3]",
+    "is nobody of importance": "assert os.listdir('/tmp') == [] and os.getcwd() == '/tmp'",
+    "sees Python and nothing else": "assert not {'etc', 'home', 'proc', 'sys', 'work', 'bin'} & set(os.listdir('/'))",
+    "has a disk of its own": "open('/tmp/x', 'w').write('12'); result = float(open('/tmp/x').read())",
+    "uses the library": "import re, json, math, decimal, hashlib, datetime, random, statistics, asyncio.events",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_a_grader_may_do_gets_a_grade(name: str, folder: Path) -> None:
+    is_open = "def _is_open(f):\n    try: os.fstat(f)\n    except OSError: return False\n    return True\n"
+    assert isinstance(found := outcome(is_open + do(HARMLESS[name]), folder), float), found
+
+
+CAPABILITIES = """
+def num_capabilities():
+    import ctypes
+    data = (ctypes.c_uint32 * 6)(*[2**32 - 1] * 6)
+    assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), data) == 0
+    return sum(word.bit_count() for word in data)
+"""
+
+
+def test_a_grader_has_no_rights(folder: Path) -> None:
+    """Read in the child, for there is no /proc: capabilities by capget, and the limits that bind."""
+    source = CAPABILITIES + do(
+        "import ctypes, resource",
+        "assert num_capabilities() == 0",
+        "assert ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1, 'no_new_privs'",
+        "assert resource.getrlimit(resource.RLIMIT_NPROC) == (0, 0)",
+        "assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)",
+        f"assert resource.getrlimit(resource.RLIMIT_AS)[1] == {LIMITS.python_memory_bytes}",
+    )
+    assert outcome(source, folder) == 1.0
+
+
+def test_no_network_leads_out(folder: Path) -> None:
+    """Were sockets allowed, the namespace would still have no way to this listener."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0.2)
+        address = listener.getsockname()
+        found = outcome(do(f"import socket; socket.create_connection({address!r}, 1)"), folder)
+        assert "PermissionError" in str(found) or "Connection refused" in str(found)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_samples_do_not_see_each_other(folder: Path) -> None:
+    source = (
+        "import os\nseen = []\n" + "def grade(sample, item):\n    seen.append(1); open('/tmp/left', 'a').write('x')\n"
+    )
+    source += (
+        "    os.makedirs('/tmp/a/b'); os.chmod('/tmp/a', 0)\n    return len(seen) + os.path.getsize('/tmp/left')\n"
+    )
+    with PythonSandbox(source, LIMITS, folder) as sandbox:
+        assert [sandbox.grade({}, {}) for _ in range(3)] == [2.0, 2.0, 2.0]
+
+
+def test_the_same_sample_gets_the_same_grade_in_another_sandbox(folder: Path) -> None:
+    source = do("result = hash('x') % 1000 + list(set('abcdefgh')).index('c') / 10")
+    grades = [outcome(source, folder) for _ in range(3)]
+    assert isinstance(grades[0], float) and len(set(grades)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def grade(sample item): return 1", "SyntaxError: invalid syntax"),
+        ("grade = 1.0", "the source does not define grade(sample, item)"),
+        ("import numpy\ndef grade(s, i): return 1", "ModuleNotFoundError: No module named 'numpy' (line 1)"),
+        ("grade = 1\nwhile True: pass", "took longer than 1.5 s"),
+        ("grade = " + "(" * 5000, "too many nested parentheses"),
+        ("grade = " + "-" * 200_000 + "1", "took more memory than it may"),
+    ],
+)
+def test_a_source_that_cannot_be_loaded_is_told_at_once(source: str, message: str, folder: Path) -> None:
+    with PythonSandbox(source, LIMITS, folder) as sandbox, pytest.raises(NotGraded) as failed:
+        sandbox.check()
+    assert message in str(failed.value)
+
+
+def test_a_lost_sandbox_costs_one_sample(folder: Path) -> None:
+    with PythonSandbox(do("result = 2.0"), LIMITS, folder) as sandbox:
+        assert sandbox.grade({}, {}) == 2.0
+        for pid in processes_of(folder):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(NotGraded, match="the sandbox ended its process"):
+            sandbox.grade({}, {})
+        assert sandbox.grade({}, {}) == 2.0
+
+
+def test_a_sample_that_is_too_large_is_no_ones_end(folder: Path) -> None:
+    with PythonSandbox(do("result = len(sample['output_text'])"), LIMITS, folder) as sandbox:
+        with pytest.raises(NotGraded, match="a python grader takes up to 33,554,432"):
+            sandbox.grade({"output_text": "x" * (33 << 20)}, {})
+        assert sandbox.grade({"output_text": "x" * (4 << 20)}, {}) == 4 << 20
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from activities.grading.python_sandbox import PythonSandbox
+from shared.settings import GradingSettings
+source = "def grade(s, i):\\n    while True: pass"
+with PythonSandbox(source, GradingSettings(python_time_s=60), Path(sys.argv[1])) as box:
+    print("grading", flush=True)
+    box.grade({}, {})
+"""
+
+
+def test_a_killed_owner_takes_its_sandbox_along(folder: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY) as owner:
+        assert owner.stdout and owner.stdout.readline() == b"grading\n"
+        while len(processes_of(folder)) < 4:  # owner, launcher, supervisor, child
+            time.sleep(0.01)
+        owner.kill()
+    deadline = time.monotonic() + 5
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes_of(folder) == []
+
+
+# Where the system refuses.
+
+REFUSED = """
+import sys
+from pathlib import Path
+from activities.grading.python_sandbox import PythonSandbox
+from shared.errors import InvalidInput
+from shared.settings import GradingSettings
+try:
+    with PythonSandbox("def grade(s, i):\\n    return 1", GradingSettings(), Path(sys.argv[1])) as box:
+        print(box.grade({}, {}))
+except InvalidInput as error:
+    print(error)
+"""
+
+
+def without_namespaces(folder: Path, program: str = REFUSED) -> list[str]:
+    """What a program says in a process without the right to make namespaces, as in many containers."""
+    drop = "import ctypes, os, sys; assert ctypes.CDLL(None).prctl(24, 21, 0, 0, 0) == 0; "
+    drop += "os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", drop, sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can take a right away from its own kind")
+
+
+@needs_root
+def test_where_namespaces_are_refused_so_is_the_grader(folder: Path) -> None:
+    [refusal] = without_namespaces(folder)
+    assert "this system refuses the isolation that python graders need (unshare of namespaces: EPERM" in refusal
+
+
+def of_renderer(process: psutil.Process) -> dict[str, str]:
+    """What the kernel says of the process that renders: the last of its launchers' line."""
+    while children := process.children():
+        [process] = children
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    told = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return told | {"net": str(Path(f"/proc/{process.pid}/ns/net").readlink())}
+
+
+def test_chat_templates_render_in_the_same_sandbox() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    template = TemplateSource(source, {}, ["</s>"])
+    with TemplateProcess(template, "model") as process:
+        [launcher] = [child for child in psutil.Process().children() if child.pid not in before]
+        told = of_renderer(launcher)
+        [asked] = process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})])
+    assert asked == "<|user|>q</s>"
+    assert (told["Seccomp"], told["NoNewPrivs"], int(told["CapEff"], 16)) == ("2", "1", 0)
+    assert told["net"] != str(Path("/proc/self/ns/net").readlink())
+    if os.geteuid() == 0:
+        assert told["Uid"].split() == ["65534"] * 4
+
+
+TEMPLATE_WITHOUT = """
+import psutil, sys
+from pathlib import Path
+from activities.formats.prompts import Question
+from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+with TemplateProcess(TemplateSource(source, {}, ["</s>"]), "model") as process:
+    print(*process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})]))
+    [child] = psutil.Process().children()
+    told = dict(line.split(":", 1) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
+    print(told["Seccomp"].strip(), int(told["CapEff"], 16), told["Uid"].split()[1])
+"""
+
+
+@needs_root
+def test_where_namespaces_are_refused_templates_render_as_nobody_who_opens_no_file(folder: Path) -> None:
+    assert without_namespaces(folder, TEMPLATE_WITHOUT) == ["<|user|>q</s>", "2 0 65534"]
+
+
+def test_what_renders_templates_opens_no_file_and_no_socket(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(REPOSITORY)!r})
+from activities import sandbox_process
+import os, socket
+sandbox_process.confine(sys.argv[1], 1 << 30)
+for call in (lambda: open('/dev/null'), socket.socket, os.fork, lambda: os.mkdir('/tmp/x')):
+    try: call()
+    except PermissionError: continue
+    os._exit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == 0
+
+
+def test_an_ordinary_user_gets_namespaces_too(tmp_path: Path) -> None:
+    """Run by root, this file tests root's way; here is the other one, by the system's Python."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if os.geteuid() != 0 or python is None:
+        pytest.skip("needs root, and a Python that others may run")
+    folder = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
+    program = folder / "program.py"
+    shutil.copy(sandbox_process.__file__, program)
+    work = folder / "work"
+    work.mkdir()
+    for path in (folder, program, work):
+        os.chown(path, 12345, 12345)
+    limits = {
+        "folder": str(work),
+        "parent_pid": os.getpid(),
+        "time_s": 2,
+        "memory_bytes": 1 << 28,
+    }
+    command = [python, "-S", "-P", "-s", str(program), json.dumps(limits)]
+    samples = [
+        "0.5",
+        "open('/etc/passwd')",
+        "os.fork()",
+        "os.listdir('/tmp').__len__()",
+        "open('/tmp/x', 'w').write('1')",
+        "num_capabilities()",
+    ]
+    frames = [(CAPABILITIES + do("result = eval(item['code'])")).encode()]
+    frames += [json.dumps({"sample": {}, "item": {"code": code}}).encode() for code in [*samples, samples[3]]]
+    try:
+        said = subprocess.run(
+            command,
+            input=b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames),
+            capture_output=True,
+            user=12345,
+            group=12345,
+            extra_groups=[],
+            env={"PYTHONHASHSEED": "0"},
+            cwd=work,
+            timeout=30,
+        )
+        ready, *answers = frames_in(said.stdout)
+        if "refused" in ready:
+            pytest.skip(f"ordinary users get no namespaces here: {ready['refused']}")
+        grades = [json.loads(answer["answer"]) for answer in answers]
+        assert [grade.get("grade") for grade in grades] == [0.5, None, None, 0.0, 1.0, 0.0, 0.0]
+        assert "No such file" in grades[1]["failed"] and "PermissionError" in grades[2]["failed"]
+    finally:
+        shutil.rmtree(folder)
+
+
+def frames_in(data: bytes) -> list[Any]:
+    found = []
+    while data:
+        end = 4 + int.from_bytes(data[:4], "big")
+        found.append(json.loads(data[4:end]))
+        data = data[end:]
+    return found
+
+
+def test_the_filter_is_what_refuses(tmp_path: Path) -> None:
+    """The same calls without it: an ordinary process forks, opens sockets and takes shared memory."""
+    code = "import os, socket, sys; socket.socket(); pid = os.fork(); sys.exit(0) if pid else os._exit(0)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    filtered = f"""
+import sys; sys.path.insert(0, {str(REPOSITORY)!r})
+from activities import sandbox_process as s
+s._libc.prctl(s._PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); s._filter_calls(s._DENIED)
+import os
+for call in (os.fork, lambda: __import__('socket').socket(), lambda: os.execv('/bin/true', ['true'])):
+    try: call()
+    except PermissionError: continue
+    sys.exit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", filtered]).returncode == 0

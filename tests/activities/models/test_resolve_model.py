@@ -1,0 +1,576 @@
+"""Models and adapters: where they may be, what is checked before a GPU is asked for, what is made of them."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save, save_file
+from temporalio.testing import ActivityEnvironment
+
+from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter, ResolvedAdapter
+from activities.models.resolve_model import ModelRequest, ResolvedModel, ResolveModel
+from activities.models.safetensors_header import read_header
+from shared.errors import CorruptArtifact, InvalidInput
+from shared.jobs.job import Lora
+from shared.jobs.layout import EngineName, Layout, ModelShape
+from shared.settings import DownloadSettings, Settings
+from shared.storage import artifacts
+from shared.storage.store import open_store
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model) -> Settings:
+    return Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path, tiny_model.parent)))
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "a model"))
+
+
+def resolve(
+    config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron"
+) -> ResolvedModel:
+    request = ModelRequest(uri=str(uri), tenant="default", layout=layout or Layout(), engine=engine)
+    return ActivityEnvironment().run(ResolveModel(config).resolve_model, request)
+
+
+def stage(config: Settings, resolved: ResolvedModel | ResolvedAdapter) -> Path:
+    artifact = resolved.model if isinstance(resolved, ResolvedModel) else resolved.adapter
+    return artifacts.stage(artifact, config.root_path / "cache", config.s3)
+
+
+def refusal(config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron") -> str:
+    with pytest.raises(InvalidInput) as refused:
+        resolve(config, uri, layout, engine)
+    return str(refused.value)
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def names_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# Where a model may be
+
+
+def test_a_folder_is_used_where_it_lies(config, model) -> None:
+    before = names_of(model)
+    resolved = resolve(config, model)
+    assert resolved.shape == ModelShape(
+        family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=192, vocab_size=512
+    )
+    assert stage(config, resolved) == model.resolve()
+    assert names_of(model) == before
+    stored = [path.name for path in (config.root_path / "store").rglob("*") if path.is_file()]
+    assert stored == ["manifest.json"]
+
+
+def test_a_file_uri_and_a_link_are_the_same_model(config, model, tmp_path) -> None:
+    (tmp_path / "link").symlink_to(model)
+    resolved = resolve(config, model)
+    assert resolve(config, f"file://{tmp_path}/a%20model") == resolved
+    assert resolve(config, tmp_path / "link") == resolved
+
+
+def test_a_folder_that_users_may_not_name_is_refused_whether_it_exists_or_not(config, model, tmp_path) -> None:
+    """By the rule that holds for datasets. A link does not lead around it; our store needs no such folder."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link").symlink_to(model)
+    narrow = config.model_copy(update={"download": DownloadSettings(file_roots=(inside,))})
+    for place in (
+        model,
+        f"file://{tmp_path}/a%20model",
+        inside / "link",
+        inside / ".." / model.name,
+        tmp_path / "none",
+    ):
+        with pytest.raises(InvalidInput, match=r"open only below the folders of download\.file_roots"):
+            resolve(narrow, place)
+    closed = config.model_copy(update={"download": DownloadSettings()})
+    with pytest.raises(InvalidInput, match="file_roots"):
+        resolve(closed, model)
+    ours = resolve(config, model).model
+    assert ours.uri.startswith((config.root_path / "store").as_uri())
+    with pytest.raises(InvalidInput, match="nothing of yours"):  # any tenant may have brought it
+        resolve(closed, ours.uri)
+
+
+def test_a_folder_that_changes_later_is_noticed_and_can_be_resolved_again(config, model) -> None:
+    resolved = resolve(config, model)
+    assert resolve(config, model) == resolved
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CorruptArtifact, match=r"model\.safetensors: the file's SHA-256"):
+        stage(config, resolved)
+    again = resolve(config, model)
+    assert again.model != resolved.model
+    assert stage(config, again) == model.resolve()
+
+
+def test_a_folder_is_uploaded_to_a_store_elsewhere(config, model, s3_server) -> None:
+    config = config.model_copy(update={"store_uri": f"{s3_server.uri}/{uuid.uuid4().hex}", "s3": s3_server.settings})
+    (model / "modeling_evil.py").write_text("raise SystemExit")
+    resolved = resolve(config, model)
+    shutil.rmtree(model)
+    folder = stage(config, resolved)
+    assert folder.is_relative_to(config.root_path / "cache")
+    assert names_of(folder) == {
+        "manifest.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+
+
+def test_an_s3_prefix_is_referred_to(config, model, s3_server) -> None:
+    """Read for its hash, never copied: only the manifest is ours."""
+    place = f"{s3_server.uri}/users/{uuid.uuid4().hex}"
+    theirs = open_store(place, s3_server.settings)
+    for path in model.iterdir():
+        theirs.put_file(path.name, path)
+    config = config.model_copy(update={"store_uri": f"{s3_server.uri}/{uuid.uuid4().hex}", "s3": s3_server.settings})
+    resolved = resolve(config, place)
+    ours = open_store(config.store, config.s3)
+    assert [info.key.rpartition("/")[2] for info in ours.list("")] == ["manifest.json"]
+    assert resolve(config, f"{place}/") == resolved
+    assert (stage(config, resolved) / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    theirs.put_bytes("config.json", (model / "config.json").read_bytes().replace(b"silu", b"gelu"))
+    shutil.rmtree(config.root_path / "cache")
+    with pytest.raises(CorruptArtifact, match=rf"{place}/config\.json"):
+        stage(config, resolved)
+
+
+def test_a_tokenizer_alone_can_be_staged(config, model, s3_server) -> None:
+    config = config.model_copy(update={"store_uri": f"{s3_server.uri}/{uuid.uuid4().hex}", "s3": s3_server.settings})
+    resolved = resolve(config, model)
+    folder = artifacts.stage(resolved.model, config.root_path / "cache", config.s3, only=("token*", "chat_template*"))
+    assert names_of(folder) == {"manifest.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+def test_a_published_model_is_itself(config, model) -> None:
+    artifacts.seal(model)
+    store = open_store(config.store, config.s3)
+    published = artifacts.upload(store, "tenants/default/models/mine/v000001", model)
+    assert resolve(config, published.uri).model == published
+    assert resolve(config, published.uri.removeprefix("file://")).model == published
+
+
+def test_a_half_published_model_is_refused(config, model) -> None:
+    shutil.copytree(model, config.root_path / "store/tenants/default/models/mine/v000001")
+    message = refusal(config, f"{config.store}/tenants/default/models/mine/v000001")
+    assert "nothing was completed there" in message
+
+
+@pytest.mark.parametrize("uri", ["./here", "gpt2", "ftp://x/y", "../a/b", "a/b/c", ""])
+def test_other_places_are_refused(config, uri) -> None:
+    assert "give an absolute path, a file:// or s3:// URI, or a hub id such as org/name" in refusal(config, uri)
+
+
+def test_a_missing_folder_is_named(config, tmp_path) -> None:
+    assert f"{tmp_path}/none: there is no such folder" in refusal(config, tmp_path / "none")
+
+
+def test_an_empty_folder_is_named(config, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "there is no such folder, or it is empty" in refusal(config, tmp_path / "empty")
+
+
+def test_an_offline_hub_is_named(config) -> None:
+    message = refusal(config, "org/name@main")
+    assert "hub id org/name@main: the hub cannot be reached from this host" in message
+    assert "give a folder or an s3:// URI" in message
+
+
+UNREACHABLE = """
+import sys, time
+from pathlib import Path
+from activities.sources.models import locate
+from shared.errors import InvalidInput
+from shared.settings import Settings
+begun = time.monotonic()
+try:
+    locate("org/name", "default", Settings(root=Path(sys.argv[1])), ("config.json",), lambda location: None)
+except InvalidInput as error:
+    print(error)
+print(time.monotonic() - begun)
+"""
+
+
+def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
+        capture_output=True, text=True, cwd=REPOSITORY, env=environment,
+    )  # fmt: skip
+    message, seconds = answer.stdout.splitlines()
+    assert "hub id org/name: the hub cannot be reached from this host" in message
+    assert float(seconds) < 30
+
+
+# What is checked
+
+
+def test_an_unknown_family_is_refused_with_those_we_know(config, model) -> None:
+    edit(model / "config.json", model_type="mamba")
+    assert "config.json: model_type 'mamba' is not a known family: qwen3, qwen3_moe, qwen2, llama" in refusal(
+        config, model
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "64"),
+        ("hidden_size", 0),
+        ("num_hidden_layers", None),
+        ("use_sliding_window", True),
+        ("hidden_act", "gelu"),
+        ("quantization_config", {"bits": 4}),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_a_config_that_cannot_be_used_names_its_field(config, model, field, value) -> None:
+    edit(model / "config.json", **{field: value})
+    assert f"config.json: {field}" in refusal(config, model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "needs factor and original_max_position"),
+        ({"head_dim": "wide"}, "head_dim"),
+        ({"model_type": "qwen3_moe"}, "num_experts"),
+    ],
+)
+def test_what_the_worker_would_refuse_of_a_config_is_refused_before_any_lease(config, model, changes, rule) -> None:
+    edit(model / "config.json", **changes)
+    assert rule in refusal(config, model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_or_broken_file_is_named(config, model, name) -> None:
+    (model / name).write_text("{not json")
+    assert f"{name}: not valid" in refusal(config, model)
+    (model / name).unlink()
+    assert f"the folder has no {name}" in refusal(config, model)
+
+
+def test_a_missing_chat_template_is_named(config, model) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert "the model has no chat template" in refusal(config, model)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+def test_a_chat_template_may_be_elsewhere(config, model, name) -> None:
+    (model / "chat_template.jinja").unlink()
+    if not (model / name).exists():
+        (model / name).write_text("{}")
+    edit(model / name, chat_template="{{ messages }}")
+    assert name in names_of(stage(config, resolve(config, model)))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(config, model) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 512, "content": "<|new|>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "it has the id 512, but the model has only 512 embeddings" in refusal(config, model)
+
+
+def test_a_layout_that_does_not_fit_is_refused(config, model) -> None:
+    assert "layout.tp: tp=3 does not divide" in refusal(config, model, Layout(tp=3))
+
+
+def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
+    resolve(config, model, engine="fsdp")
+    edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    resolve(config, model)
+    assert refusal(config, model, engine="fsdp") == (
+        "engine: the engine fsdp trains qwen3, qwen2, llama, not qwen3_moe: use megatron"
+    )
+
+
+def test_truncated_weights_are_named(config, model) -> None:
+    path = model / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert f"{model.resolve()}".replace(" ", "%20") + "/model.safetensors: " in refusal(config, model)
+    path.write_bytes(whole + b"\0")
+    assert "truncated or damaged" in refusal(config, model)
+
+
+def test_only_safetensors_is_read(config, model) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    message = refusal(config, model)
+    assert "neither model.safetensors nor" in message and "pytorch_model.bin is not read" in message
+
+
+def test_an_adapter_is_no_model(config, adapter) -> None:
+    assert "this is an adapter, not a model" in refusal(config, adapter)
+
+
+def shard(model: Path) -> dict[str, str]:
+    """Split the weights into two files and an index."""
+    from safetensors.numpy import load_file
+
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return files
+
+
+def test_shards_with_an_index(config, model) -> None:
+    shard(model)
+    (model / "consolidated.safetensors").write_bytes(b"another copy of the weights, of another tool")
+    resolved = resolve(config, model)
+    _, manifest = artifacts.files_of(resolved.model, config.s3)
+    assert [entry.path for entry in manifest.files if "safetensors" in entry.path] == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+    ]  # fmt: skip
+
+
+def test_an_incomplete_index_is_named(config, model) -> None:
+    files = shard(model)
+    edit(
+        model / "model.safetensors.index.json", weight_map={**files, "extra.weight": "model-00001-of-00002.safetensors"}
+    )
+    assert "tensor extra.weight is not in model-00001-of-00002.safetensors" in refusal(config, model)
+    edit(model / "model.safetensors.index.json", weight_map={**files, "x": "../../etc/x.safetensors"})
+    assert "weight_map must map names" in refusal(config, model)
+    edit(model / "model.safetensors.index.json", weight_map=files)
+    (model / "model-00002-of-00002.safetensors").unlink()
+    assert "the index names model-00002-of-00002.safetensors, which is missing" in refusal(config, model)
+
+
+def test_missing_tensors_and_other_sizes_are_named(config, model) -> None:
+    edit(model / "config.json", num_hidden_layers=3)
+    assert "the weights lack the tensor model.layers.2.input_layernorm.weight" in refusal(config, model)
+    edit(model / "config.json", num_hidden_layers=2, tie_word_embeddings=False)
+    assert "the weights lack the tensor lm_head.weight" in refusal(config, model)
+    edit(model / "config.json", tie_word_embeddings=True, vocab_size=600)
+    assert "model.embed_tokens.weight is (512, 64), config.json says (600, 64)" in refusal(config, model)
+
+
+def test_quantized_weights_are_refused(config, model) -> None:
+    save_file({"model.embed_tokens.weight": np.zeros((512, 64), dtype=np.int8)}, model / "model.safetensors")
+    assert "tensor model.embed_tokens.weight is I8" in refusal(config, model)
+
+
+TENSORS = {"a.weight": np.zeros((3, 4), dtype=np.float32), "b": np.arange(5), "c": np.float16([[1.0]])}
+
+
+def header_of(data: bytes) -> dict[str, tuple[int, ...]]:
+    tensors = read_header(lambda start, length: data[start : start + length], len(data), "file")
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def test_a_header_is_read_as_safetensors_wrote_it() -> None:
+    assert header_of(save(TENSORS, metadata={"format": "pt"})) == {n: a.shape for n, a in TENSORS.items()}
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_spoilt_headers_are_refused_or_whole(data) -> None:
+    """Whatever is done to the header: a refusal in our words, or tensors that fill the file."""
+    whole = bytearray(save(TENSORS))
+    header_bytes = struct.unpack("<Q", whole[:8])[0]
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, 7 + header_bytes))] = data.draw(st.integers(0, 255))
+    cut = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    try:
+        shapes = header_of(cut)
+    except InvalidInput as error:
+        assert str(error).startswith("file: ")
+    else:
+        assert len(cut) == len(whole) and len(shapes) <= 3
+
+
+# Adapters
+
+
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    sides = {"A": (4, 64), "B": (64, 4)}
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.{linear}.lora_{side}.weight": np.zeros(shape, np.float32)
+        for layer in range(2)
+        for linear in ("q_proj", "o_proj")
+        for side, shape in sides.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+SHAPE = ModelShape(
+    family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, ffn_size=192, vocab_size=512
+)
+
+
+def resolve_adapter(config: Settings, uri: str | Path, **wanted) -> ResolvedAdapter:
+    request = AdapterRequest(uri=str(uri), tenant="default", **{"shape": SHAPE, **wanted})
+    return ActivityEnvironment().run(ResolveAdapter(config).resolve_adapter, request)
+
+
+def adapter_refusal(config: Settings, uri: str | Path, **wanted) -> str:
+    with pytest.raises(InvalidInput) as refused:
+        resolve_adapter(config, uri, **wanted)
+    return str(refused.value)
+
+
+def test_an_adapter(config, adapter) -> None:
+    resolved = resolve_adapter(config, adapter)
+    assert resolved.lora == Lora(rank=4, alpha=8, targets=("q_proj", "o_proj"))
+    assert stage(config, resolved) == adapter.resolve()
+
+
+def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
+    experts = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 3, "expert_ffn_size": 32})
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.up_proj.lora_{side}.weight": np.zeros(shape, "f4")
+        for layer in range(2)
+        for expert in range(3)
+        for side, shape in (("A", (4, 64)), ("B", (32, 4)))
+    }
+    (tmp_path / "experts").mkdir()
+    save_file(tensors, tmp_path / "experts" / "adapter_model.safetensors")
+    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "bias": "none"}
+    (tmp_path / "experts" / "adapter_config.json").write_text(json.dumps(lora))
+    resolved = resolve_adapter(config, tmp_path / "experts", shape=experts)
+    assert resolved.lora == Lora(rank=4, alpha=8, targets=("up_proj",))
+    assert "12 tensors; this model and these targets need 4" in adapter_refusal(config, tmp_path / "experts")
+
+
+def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
+    resolved = resolve_adapter(config, tmp_path / "peft")
+    assert resolved.lora == Lora(rank=8, alpha=16, targets=("q_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"r": 0}, "adapter_config.json: r = 0 "),
+        ({"r": 5}, "does not fit r=5"),
+        ({"use_dora": True}, "use_dora"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": "all-linear"}, "target_modules"),
+        ({"target_modules": ["q_proj"]}, "o_proj.lora_A.weight belongs to none of the adapter's target_modules"),
+        ({"target_modules": ["q_proj", "o_proj", "v_proj"]}, "8 tensors; this model and these targets need 12"),
+    ],
+)
+def test_an_adapter_that_cannot_be_used_names_its_field(config, adapter, changes, reason) -> None:
+    edit(adapter / "adapter_config.json", **changes)
+    assert reason in adapter_refusal(config, adapter)
+
+
+def test_an_adapter_of_another_rank_than_the_run_is_refused(config, adapter) -> None:
+    message = adapter_refusal(config, adapter, lora=Lora(rank=8, alpha=8, targets=("q_proj", "o_proj")))
+    assert "the adapter's rank is 4, 8 is asked for" in message
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(config, adapter) -> None:
+    message = adapter_refusal(config, adapter, shape=SHAPE.model_copy(update={"num_layers": 1}))
+    assert "but the model has 1 layers" in message
+
+
+def test_a_missing_or_truncated_adapter_is_named(config, adapter) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "adapter_model.safetensors: truncated" in adapter_refusal(config, adapter)
+    weights.unlink()
+    assert "the adapter has no adapter_model.safetensors" in adapter_refusal(config, adapter)
+    (adapter / "adapter_config.json").unlink()
+    assert "there is no such folder, or it is empty" in adapter_refusal(config, adapter)
+    assert "there is no such folder" in adapter_refusal(config, adapter / "gone")
+
+
+# What a run began with
+
+
+def resolve_for(config: Settings, uri: Path, run_id: str) -> ResolvedModel:
+    return ActivityEnvironment().run(
+        ResolveModel(config).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
+    )
+
+
+def flip_last_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with_alone(config, model) -> None:
+    began = resolve_for(config, model, "r1")
+    (model / "model.safetensors").touch()
+    assert resolve_for(config, model, "r1").model.sha256 == began.model.sha256
+    flip_last_byte(model / "model.safetensors")
+    with pytest.raises(InvalidInput, match=r"that the run began with: model\.safetensors changed") as refused:
+        resolve_for(config, model, "r1")
+    assert str(refused.value).startswith(f"{model}: this model is not")
+    assert resolve_for(config, model, "r2").model.sha256 != began.model.sha256, "a new run may begin with it"
+    flip_last_byte(model / "model.safetensors")
+    assert resolve_for(config, model, "r1").model.sha256 == began.model.sha256, "put back"
+    edit(model / "config.json", rope_theta=5e5)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(InvalidInput, match=r"config\.json.* changed since; put the former files back"):
+        resolve_for(config, model, "r1")
+
+
+@pytest.mark.parametrize("role", ["initial_adapter", "reference"])
+def test_a_run_goes_on_with_the_adapters_that_it_began_with_alone(config, adapter, role) -> None:
+    resolve_adapter(config, adapter, run_id="r1", role=role)
+    flip_last_byte(adapter / "adapter_model.safetensors")
+    message = adapter_refusal(config, adapter, run_id="r1", role=role)
+    name = role.replace("_", " ")
+    assert f"this {name} is not the one that the run began with: adapter_model.safetensors changed" in message
+    resolve_adapter(config, adapter, run_id="r2", role=role)
+
+
+def test_a_damaged_record_of_the_beginning_is_told_as_such(config, model) -> None:
+    resolve_for(config, model, "r1")
+    (config.root_path / "store" / "runs" / "r1" / "began_with" / "model.json").write_bytes(b"{")
+    with pytest.raises(CorruptArtifact, match=r"began_with/model\.json: the file is damaged"):
+        resolve_for(config, model, "r1")
+
+
+def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size() -> None:
+    size, asked = 200 << 20, list[tuple[int, int]]()
+
+    def read(start: int, length: int) -> bytes:
+        asked.append((start, length))
+        return struct.pack("<Q", 90 << 20)
+
+    with pytest.raises(InvalidInput, match="its first bytes are not the size of a header"):
+        read_header(read, size, "file")
+    assert asked == [(0, 8)]

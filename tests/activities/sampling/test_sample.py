@@ -1,0 +1,356 @@
+"""Prompts to packed steps through a real sampler: the same bytes every time, nothing drawn twice, nothing mixed up."""
+
+import dataclasses
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.exceptions import CancelledError
+from temporalio.testing import ActivityEnvironment
+
+from activities.grading.grade import Grade, GradeRequest
+from activities.sampling.client import Sampler
+from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_groups, sample_seed
+from activities.sampling.prove_adapter import ProveAdapter, Proved, ProveRequest
+from activities.sampling.sample import Drawing, Sample, Sampled, SampleRequest, draw_group
+from activities.sampling.samplers import LeasedSampler, Samplers, ServedSampler
+from activities.tokenizing.prompt_files import PromptRow, PromptsFile
+from activities.tokenizing.render_prompts import Prompts, PromptsRequest, RenderPrompts
+from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
+from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
+from shared.chat.completions import SamplerReady, Sampling
+from shared.contract import Artifact, Fence
+from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable
+from shared.grading.graders import parse_grader
+from shared.runs.status import StepStatus
+from shared.settings import SamplingSettings, Settings
+from shared.storage.artifacts import seal, stage, upload
+from shared.storage.store import LocalStore
+from tests.activities.groups import rl_run
+from tests.activities.sampler_proxy import SamplerProxy, proxy_of
+from tests.megatron_worker.sampler_process import running, write_adapter
+
+NUM_PROMPTS, GROUP_SIZE = 12, 4
+GRADER = {
+    "type": "string_check",
+    "name": "has",
+    "operation": "like",
+    "input": "{{ sample.output_text }}",
+    "reference": "{{ item.letter }}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A model, adapters of it, and prompts, as artifacts; and a sampler that serves the model."""
+
+    model: Artifact
+    adapters: tuple[Artifact, ...]
+    dataset: Artifact
+    sampler: SamplerReady
+
+
+@pytest.fixture(scope="module")
+def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("sampling")
+    store = LocalStore(folder / "given")
+    adapters = []
+    for seed in (1, 2, 3):
+        seal(write_adapter(folder / f"adapter-{seed}", tiny_model, seed, ("q_proj", "v_proj", "down_proj")))
+        adapters.append(upload(store, f"adapters/{seed}", folder / f"adapter-{seed}"))
+    (folder / "rows").mkdir()
+    rows = [
+        {"messages": [{"role": "user", "content": f"How many crates, {i}?"}], "letter": "aeinrt"[i % 6]}
+        for i in range(NUM_PROMPTS)
+    ]
+    (folder / "rows" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seal(folder / "rows")
+    shutil.copytree(tiny_model, folder / "model")
+    seal(folder / "model")
+    options = ("--logprobs-mode", "processed_logprobs", "--max-model-len", "256")
+    with running(tiny_model, folder, *options) as sampler:
+        yield Place(
+            upload(store, "model", folder / "model"),
+            tuple(adapters),
+            upload(store, "dataset", folder / "rows"),
+            sampler,
+        )
+
+
+def settings_of(root: Path, place: Place, url: str | None = None) -> Settings:
+    return Settings(root=root, sampling=SamplingSettings(url=url or place.sampler.url, api_key=place.sampler.api_key))
+
+
+def rendered(settings: Settings, place: Place) -> Prompts:
+    request = PromptsRequest(
+        dataset=place.dataset, source={"uri": "file:///rows"}, model=place.model, max_prompt_tokens=100
+    )
+    found: Prompts = ActivityEnvironment().run(RenderPrompts(settings).render_prompts, request)
+    return found
+
+
+def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> SampleRequest:
+    return SampleRequest.model_validate(
+        {
+            "run_id": "r1",
+            "model": place.model,
+            "prompts": rendered.prompts,
+            "rows": Rows(count=NUM_PROMPTS, seed=5),
+            "group_size": GROUP_SIZE,
+            "sampling": Sampling(temperature=1.3, max_tokens=24, stop=("q",)),
+            "seed": 11,
+            "adapter": place.adapters[0],
+            "policy_version": 3,
+            "place": ServedSampler(),
+        }
+        | changes
+    )
+
+
+def sampled(settings: Settings, request: SampleRequest, environment: ActivityEnvironment | None = None) -> Sampled:
+    found: Sampled = (environment or ActivityEnvironment()).run(Sample(settings, Samplers(settings)).sample, request)
+    return found
+
+
+def groups_in(settings: Settings, found: Sampled) -> list[SampledGroup]:
+    return list(read_groups(stage(found.completions, settings.root_path / "cache", settings.s3)))
+
+
+def packed(settings: Settings, found: Sampled) -> tuple[str, str, dict[str, float]]:
+    """Grade, group and pack: the hashes of the units and of the plan, and what is reported."""
+    run = ActivityEnvironment().run
+    graded = run(Grade(settings).grade, GradeRequest(samples=found.samples, grader=parse_grader(GRADER)))
+    assert graded.summary.num_failed == 0 and graded.summary.std > 0
+    request = GroupSamplesRequest(completions=found.completions, grades=graded.grades)
+    grouped = run(GroupSamples(settings).group_samples, request)
+    step = StepStatus(step=1, key="1", groups=grouped.groups_uri)
+    own = {"prompts": {"uri": "file:///prompts"}, "grader": parse_grader(GRADER), "steps": 1}
+    run_of = rl_run(max_tokens=128, rollouts=own | {"max_completion_tokens": 24})
+    pack = GroupsRequest(run_id="r1", tenant="default", run=run_of, step=step, policy_version=3, vocab_size=512)
+    result = run(PackTrajectories(settings).pack_trajectories, pack)
+    assert result.data is not None
+    assert result.metrics["reward_mean"] == pytest.approx(graded.summary.mean)
+    assert result.metrics["trajectories"] == found.num_samples == NUM_PROMPTS * GROUP_SIZE
+    assert result.metrics["truncation_rate"] == found.num_cut_off / found.num_samples
+    assert result.metrics["response_tokens_mean"] == found.num_tokens / found.num_samples
+    return result.data.units.sha256, result.data.plan.sha256, result.metrics
+
+
+def test_from_prompts_to_a_packed_step_twice_to_the_same_bytes_with_a_cancel_between(
+    place: Place, tmp_path: Path
+) -> None:
+    whole = settings_of(tmp_path / "whole", place)
+    expected = sampled(whole, request_of(place, rendered(whole, place)))
+    with proxy_of(place.sampler.url) as proxy:
+        broken = settings_of(tmp_path / "broken", place, proxy.url)
+        request = request_of(place, rendered(broken, place), run_id="r2")
+        proxy.hold_after = 5
+        cancelled_while_drawing(broken, request, proxy)
+        held = proxy.prompts()
+        parts = sorted((tmp_path / "broken" / "store" / "sampled").glob("*-parts/*"))
+        assert len(parts) == 5, "a finished prompt stands in the store at once"
+        proxy.asked.clear()
+        proxy.hold_after = 1 << 62
+        found = sampled(broken, request)
+        again = proxy.prompts()
+    done = {SampledGroup.model_validate_json(part.read_bytes()).prompt_ids for part in parts if part.exists()}
+    assert not done and not list((tmp_path / "broken" / "store" / "sampled").glob("*-parts/*")), "forgotten at the end"
+    assert len(again) == NUM_PROMPTS - 5 and len(held) == NUM_PROMPTS
+    assert (found.completions.sha256, found.samples.sha256) == (expected.completions.sha256, expected.samples.sha256)
+    assert packed(broken, found) == packed(whole, expected)
+    assert not list((tmp_path / "broken" / "scratch").iterdir())
+
+
+def cancelled_while_drawing(settings: Settings, request: SampleRequest, proxy: SamplerProxy) -> None:
+    """Cancel when five prompts are answered and the others wait for a server that says nothing."""
+    environment, ended = ActivityEnvironment(), list[BaseException]()
+
+    def attempt() -> None:
+        try:
+            sampled(settings, request, environment)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    store = settings.root_path / "store" / "sampled"
+    while len(list(store.glob("*-parts/*.json"))) < 5 or proxy.answered < NUM_PROMPTS:
+        assert thread.is_alive(), ended
+        thread.join(0.02)
+    environment.cancel()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for answers that nobody wants"
+    assert isinstance(ended[0], CancelledError)
+
+
+def test_a_second_attempt_asks_nobody(place: Place, tmp_path: Path) -> None:
+    with proxy_of(place.sampler.url) as proxy:
+        settings = settings_of(tmp_path, place, proxy.url)
+        prompts = rendered(settings, place)
+        first = sampled(settings, request_of(place, prompts))
+        proxy.asked.clear()
+        assert sampled(settings, request_of(place, prompts, keep=place.adapters, run_id="r9")) == first
+        assert proxy.asked == []
+
+
+def test_every_sample_is_its_own_prompts_and_seeds(place: Place, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, place)
+    prompts = rendered(settings, place)
+    request = request_of(place, prompts, rows=Rows(first=5, count=NUM_PROMPTS, seed=5))
+    found = groups_in(settings, sampled(settings, request))
+    assert [group.row for group in found] == numbers_of(request.rows, NUM_PROMPTS)
+    assert [group.group for group in found] == list(range(NUM_PROMPTS))
+    shown = stage(sampled(settings, request).samples, tmp_path / "cache", settings.s3) / "samples.jsonl"
+    items = [json.loads(line) for line in shown.read_text().splitlines()]
+    assert len(items) == NUM_PROMPTS * GROUP_SIZE
+    name = f"r1-{place.adapters[0].sha256[:16]}"
+    with (
+        PromptsFile(stage(prompts.prompts, tmp_path / "cache", settings.s3)) as file,
+        Sampler(place.sampler.url, place.sampler.api_key) as client,
+    ):
+        for group in found:
+            prompt = file[group.row]
+            assert (group.prompt_ids, group.place, group.policy_version) == (prompt.token_ids, prompt.place, 3)
+            for j, sample in enumerate(group.samples):
+                item = items[group.group * GROUP_SIZE + j]
+                assert item["item"] == prompt.item
+                assert item["sample"]["output_text"] == sample.text
+                assert item["sample"]["finish_reason"] == sample.finish_reason
+                assert item["sample"]["num_tokens"] == len(sample.token_ids)
+            seed = sample_seed(request.seed, group.group) + 2
+            [alone] = client.sample(name, prompt.token_ids, request.sampling, n=1, seed=seed)
+            assert (alone.token_ids, alone.logprobs) == (group.samples[2].token_ids, group.samples[2].logprobs)
+
+
+def test_the_samples_follow_from_what_the_key_holds_and_from_nothing_else(place: Place, tmp_path: Path) -> None:
+    prompts = rendered(settings_of(tmp_path, place), place)
+    first = request_of(place, prompts)
+    lease = LeasedSampler(run_id="r1", fence=Fence(epoch=1), worker_id="w1")
+    same = {"run_id": "r2", "keep": place.adapters, "adapter": place.adapters[0].model_copy(update={"uri": "s3://b/c"})}
+    assert all(request_of(place, prompts, **{name: value}).key == first.key for name, value in same.items())
+    others = {
+        "model": place.adapters[1],
+        "dtype": "bfloat16",
+        "prompts": place.adapters[1],
+        "rows": Rows(count=NUM_PROMPTS, seed=6),
+        "group_size": 5,
+        "sampling": Sampling(temperature=1.3, max_tokens=25, stop=("q",)),
+        "seed": 12,
+        "adapter": None,
+        "policy_version": 4,
+        "place": lease,
+    }
+    keys = {request_of(place, prompts, **{name: value}).key for name, value in others.items()} | {first.key}
+    assert len(keys) == len(others) + 1
+    later = lease.model_copy(update={"fence": Fence(epoch=7), "worker_id": "w2", "run_id": "r2"})
+    assert request_of(place, prompts, place=later).key == request_of(place, prompts, place=lease).key
+
+
+def test_adapters_come_and_go_by_run(place: Place, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, place)
+    prompts = rendered(settings, place)
+    one, two, three = place.adapters
+    names = [f"r4-{adapter.sha256[:16]}" for adapter in place.adapters]
+
+    def serve(run_id: str, adapter: Artifact | None, *keep: Artifact) -> tuple[set[str], str]:
+        rows = Rows(first=len(seen), count=1)
+        request = request_of(place, prompts, run_id=run_id, adapter=adapter, keep=keep, rows=rows)
+        found = sampled(settings, request)
+        seen.append(found.completions.sha256)
+        return {name for name in client.models() if name.startswith(("r4-", "r4x-"))}, found.completions.sha256
+
+    seen: list[str] = []
+    with Sampler(place.sampler.url, place.sampler.api_key) as client:
+        assert serve("r4", one)[0] == {names[0]}
+        assert serve("r4", two, one)[0] == {names[0], names[1]}
+        assert serve("r4-x", three)[0] == {names[0], names[1], f"r4-x-{three.sha256[:16]}"}, "of another run"
+        assert serve("r4", three, two)[0] == {names[1], names[2], f"r4-x-{three.sha256[:16]}"}
+        assert serve("r4", None)[0] == {f"r4-x-{three.sha256[:16]}"}
+        assert serve("r4-x", None)[0] == set()
+    assert len(set(seen)) == 6
+
+
+def test_what_the_sampler_refuses_names_the_prompt(place: Place, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, place)
+    request = request_of(place, rendered(settings, place), sampling=Sampling(max_tokens=250))
+    with pytest.raises(InvalidInput, match=r"rows.jsonl:\d+: the sampler refuses \(400: .*256"):
+        sampled(settings, request)
+
+
+def test_a_server_that_forgot_the_adapter_is_asked_again(place: Place) -> None:
+    how = Drawing(group_size=1, sampling=Sampling(), seed=0, policy_version=0)
+    with (
+        Sampler(place.sampler.url, place.sampler.api_key) as client,
+        pytest.raises(SamplerUnavailable, match="serves r1-gone no longer"),
+    ):
+        draw_group(client, "r1-gone", 0, 0, PromptRow("rows.jsonl:1", (1, 2, 3), {}), how)
+
+
+def test_a_server_that_is_away_is_said_to_be_and_parts_stay(place: Place, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, place, "http://127.0.0.1:9")
+    with pytest.raises(SamplerUnavailable):
+        sampled(settings, request_of(place, rendered(settings, place)))
+
+
+def test_rows_go_round_in_shuffled_epochs() -> None:
+    stretch = numbers_of(Rows(first=0, count=30, seed=3), 10)
+    epochs = [stretch[start : start + 10] for start in (0, 10, 20)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert numbers_of(Rows(first=7, count=9, seed=3), 10) == stretch[7:16]
+    assert numbers_of(Rows(first=0, count=10, seed=4), 10) != epochs[0]
+    assert numbers_of(Rows(), 10) == list(range(10))
+    with pytest.raises(ValueError, match="would be ignored"):
+        Rows(seed=1)
+
+
+def test_seeds_leave_room_and_differ() -> None:
+    seeds = {sample_seed(seed, group) for seed in (0, 1, 2**62) for group in range(1000)}
+    assert len(seeds) == 3000
+    assert min(seeds) >= 0 and 2**61 < max(seeds) < 2**62
+
+
+def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny_model: Path) -> None:
+    settings = settings_of(tmp_path, place)
+    prompts = rendered(settings, place)
+    trainer = peft_logprobs(tiny_model, place.adapters[1], prompts.probe)
+
+    def prove(adapter: Artifact | None, logprobs: tuple[float, ...], bound: float = 1e-4) -> float:
+        request = ProveRequest(
+            run_id="r5",
+            adapter=adapter,
+            probe=prompts.probe,
+            logprobs=logprobs,
+            bound=bound,
+            place=ServedSampler(),
+        )
+        found: Proved = ActivityEnvironment().run(ProveAdapter(settings, Samplers(settings)).prove_adapter, request)
+        return found.max_difference
+
+    assert 0 <= prove(place.adapters[1], trainer) < 1e-4
+    for other in (place.adapters[0], None):
+        with pytest.raises(SamplerMismatch, match=r"token \d+ of the probe \(id \d+\) has the logprob -.* 0.0001"):
+            prove(other, trainer)
+    spoilt = (*trainer[:4], trainer[4] - 0.5, *trainer[5:])
+    with pytest.raises(SamplerMismatch, match=rf"token 5 of the probe \(id {prompts.probe[5]}\)"):
+        prove(place.adapters[1], spoilt)
+    assert prove(place.adapters[1], spoilt, bound=0.6) == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(SamplerMismatch, match=r"token 5 .* nan apart"):
+        prove(place.adapters[1], (*trainer[:4], float("nan"), *trainer[5:]))
+
+
+def peft_logprobs(model: Path, adapter: Artifact, probe: tuple[int, ...]) -> tuple[float, ...]:
+    """By PEFT and transformers: an opinion independent of ours."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = adapter.uri.removeprefix("file://")
+    with torch.no_grad():
+        whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+        logprobs = torch.log_softmax(whole(torch.tensor([probe])).logits[0], dim=-1)
+    return tuple(logprobs[torch.arange(len(probe) - 1), torch.tensor(probe[1:])].tolist())

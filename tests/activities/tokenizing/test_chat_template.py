@@ -1,0 +1,336 @@
+"""Rendering equal to transformers', and masks that hold what an assistant writes: no more, no less."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from activities.formats.examples_of import Chat
+from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered
+from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+from shared.errors import InvalidInput
+from tests.activities.templates import CHATML, SPECIAL, TEMPLATES, open_model, write_model
+
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "<nørth> & 'co'"}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields} if text is not None else {"role": "assistant", **fields}
+
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [user("How many sacks?"), assistant("12 sacks.")],
+    "spaces": [user("  How many?\n\n"), assistant("\n\n 12 sacks. \n")],
+    "unicode": [user("船は?"), assistant("港に入る。 e\u0301 ü")],
+    "several": [user("a"), assistant("b"), user("a"), assistant("b"), user("b"), assistant("a")],
+}
+MORE = {
+    "system": [{"role": "system", "content": "Be brief."}, user("a?"), assistant("b!")],
+    "empty": [user(""), assistant(""), user("x"), assistant("y")],
+    "quoted": [user("say <|im_start|>assistant\nno<|im_end|>"), assistant("I write <|im_end|> and <|eot_id|>.")],
+    "tools": [
+        user("When is the tide?"),
+        assistant(None, tool_calls=[CALL]),
+        {"role": "tool", "content": "at 06:30"},
+        assistant("At half past six."),
+    ],
+    "thinking": [
+        user("2+2?"),
+        assistant("<think>\nhm, 4\n</think>\n\n4"),
+        user("3+3?"),
+        assistant("<think>\nhm, 6\n</think>\n\n6"),
+    ],
+    "reasoning": [user("2+2?"), assistant("4", reasoning_content="hm"), user("1?"), assistant("1", reasoning="so")],
+    "hidden": [user("a"), assistant("<think>x</think>c"), user("<tool_response>d</tool_response>"), assistant("e")],
+}
+
+
+def template(name: str) -> ChatTemplate:
+    source, special = TEMPLATES[name]
+    return ChatTemplate(source, special, SPECIAL)
+
+
+def trained(rendered: Rendered) -> list[str]:
+    return [rendered.text[span.start : span.end] for span in rendered.spans]
+
+
+def ones(messages: list[dict[str, Any]]) -> list[float]:
+    return [float(message["role"] == "assistant") for message in messages]
+
+
+def spans(name: str, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[str]:
+    return trained(template(name).spans(messages, tools, ones(messages)))
+
+
+def rendered_cases() -> list[tuple[str, str]]:
+    cases = [(name, case) for name in TEMPLATES for case in CONVERSATIONS]
+    return cases + [(name, case) for name in ("llama", "qwen") for case in MORE if (name, case) != ("llama", "tools")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_model(tmp_path_factory.mktemp(name), name) for name in TEMPLATES}
+
+
+@pytest.mark.parametrize(("name", "case"), rendered_cases())
+def test_ids_and_text_equal_those_of_transformers(models: dict[str, Path], name: str, case: str) -> None:
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(models[name])
+    messages = {**CONVERSATIONS, **MORE}[case]
+    tools = TOOLS if case == "tools" else None
+    rendered = template(name).spans(messages, tools, ones(messages))
+    assert rendered.text == oracle.apply_chat_template(messages, tools=tools, tokenize=False)
+    ours = open_model(models[name]).encode([rendered.text], [rendered.spans])
+    assert ours.id_T.tolist() == oracle.apply_chat_template(messages, tools=tools, return_dict=False)
+    assert template(name).render(messages, tools, prompt=True) == oracle.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_each_template_trains_the_answer_with_its_terminator_and_without_the_header() -> None:
+    messages = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
+    assert spans("chatml", messages) == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert spans("llama", messages) == ["a1<|eot_id|>", "a2<|eot_id|>"]
+    assert spans("mistral", messages) == [" a1</s>", " a2</s>"], "no prompt writes the space: the model does"
+    assert spans("blocks", messages) == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert spans("qwen", messages) == ["a1<|im_end|>", "<think>\n\n</think>\n\na2<|im_end|>"]
+
+
+def test_thinking_that_the_template_strips_is_not_looked_for() -> None:
+    last = "<think>\nhm, 6\n</think>\n\n6<|im_end|>"
+    assert spans("qwen", MORE["thinking"]) == ["4<|im_end|>", last]
+    assert spans("qwen", MORE["reasoning"]) == ["4<|im_end|>", "<think>\nso\n</think>\n\n1<|im_end|>"]
+
+
+def test_a_message_that_the_template_looks_into_still_gets_exact_spans() -> None:
+    assert spans("qwen", MORE["hidden"]) == [
+        "<think>\nx\n</think>\n\nc<|im_end|>",
+        "<think>\n\n</think>\n\ne<|im_end|>",
+    ]
+
+
+def test_tool_calls_are_trained_and_tool_answers_are_not() -> None:
+    arguments = json.dumps(CALL["function"], ensure_ascii=False)
+    assert spans("qwen", MORE["tools"], TOOLS) == [
+        f"\n<tool_call>\n{arguments}\n</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nAt half past six.<|im_end|>",
+    ]
+    assert spans("llama", MORE["tools"], TOOLS) == [f"{arguments}<|eot_id|>", "At half past six.<|eot_id|>"]
+
+
+def test_control_tokens_in_contents_neither_open_nor_close_a_span() -> None:
+    quoting = "I write <|im_end|> and <|eot_id|>."
+    assert spans("chatml", MORE["quoted"]) == [f"{quoting}<|im_end|>"]
+    assert spans("llama", MORE["quoted"]) == [f"{quoting}<|eot_id|>"]
+
+
+def test_empty_answers_train_their_terminator() -> None:
+    assert spans("chatml", MORE["empty"]) == ["<|im_end|>", "y<|im_end|>"]
+
+
+def test_weights_go_with_their_messages() -> None:
+    messages = [user("q"), assistant("a"), user("q"), assistant("b"), user("q"), assistant("c")]
+    for name in ("chatml", "blocks", "llama", "mistral"):
+        found = template(name).spans(messages, None, [0, 0.5, 0, 0, 0, 2.0]).spans
+        assert [span.weight for span in found] == [0.5, 2.0]
+
+
+def test_generation_blocks_equal_the_masks_of_transformers(models: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(models["blocks"])
+    messages = [user("How many sacks?"), assistant(" There are 12."), user("a"), assistant("b")]
+    theirs = oracle.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    rendered = template("blocks").spans(messages, None, ones(messages))
+    ours = open_model(models["blocks"]).encode([rendered.text], [rendered.spans])
+    end = oracle.convert_tokens_to_ids("<|im_end|>")
+    mask = theirs["assistant_masks"]
+    # This template leaves the terminator out of its blocks; we train it all the same.
+    expected = [
+        m or int(i == end and k > 0 and mask[k - 1])
+        for k, (i, m) in enumerate(zip(theirs["input_ids"], mask, strict=True))
+    ]
+    assert (ours.weight_T > 0).astype(int).tolist() == expected
+
+
+pieces = st.sampled_from([*"ab \n\t<>é船|", "<|im_end|>", "<|im_start|>assistant\n"])
+text = st.lists(pieces, max_size=12).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), text), min_size=1, max_size=6))
+def test_chatml_spans_equal_those_of_a_hand_written_renderer(turns: list[tuple[str, str]]) -> None:
+    expected_text, expected_spans = "", []
+    for role, content in turns:
+        expected_text += f"<|im_start|>{role}\n"
+        start = len(expected_text)
+        expected_text += f"{content}<|im_end|>"
+        expected_spans += [(start, len(expected_text))] if role == "assistant" else []
+        expected_text += "\n"
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rendered = _chatml.spans(messages, None, ones(messages))
+    assert rendered.text == expected_text
+    assert [(span.start, span.end) for span in rendered.spans] == expected_spans
+
+
+_chatml = ChatTemplate(CHATML, {}, SPECIAL)
+
+
+def test_a_template_that_depends_on_contents_is_refused_and_not_guessed() -> None:
+    source = CHATML.replace("message['content']", "(message['content'] | length | string)")
+    with pytest.raises(Refused, match="question and an assistant's answer"):
+        ChatTemplate(source, {}, SPECIAL)
+    source = CHATML.replace("message['content']", "(message['content'] ~ (message['content'] | length) % 2)")
+    with pytest.raises(Refused, match="cannot be known"):
+        ChatTemplate(source, {}, SPECIAL).spans([user("q"), assistant("a")], None, [0, 1])
+
+
+def test_a_template_without_terminator_is_refused() -> None:
+    with pytest.raises(Refused, match="nothing teaches a stop"):
+        ChatTemplate("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", {}, SPECIAL)
+    opening = "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    with pytest.raises(Refused, match="nothing teaches a stop"):
+        ChatTemplate(opening, {}, SPECIAL)
+
+
+def test_a_turn_without_terminator_in_the_middle_is_refused() -> None:
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}{{ '<|im_end|>' }}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    compiled = ChatTemplate(source, {}, SPECIAL)
+    with pytest.raises(Refused, match=r"messages\[1\]"):
+        compiled.spans([user("q"), assistant("a"), user("q"), assistant("b")], None, [0, 1, 0, 1])
+
+
+def test_a_control_token_in_a_tool_call_is_refused() -> None:
+    call = {"function": {"name": "x", "arguments": {"text": "<|im_end|>"}}}
+    with pytest.raises(Refused, match=r"control token <\|im_end\|>"):
+        spans("qwen", [user("q"), assistant(None, tool_calls=[call])])
+
+
+def test_a_template_cannot_reach_into_python() -> None:
+    for attack in ("{{ ''.__class__.__mro__ }}", "{{ namespace(__class__=1) }}", "{{ messages.append(1) }}"):
+        with pytest.raises(Refused):
+            ChatTemplate(CHATML + attack, {}, SPECIAL)
+
+
+# In a process of its own.
+
+
+def source(text: str) -> TemplateSource:
+    return TemplateSource(text, {}, SPECIAL)
+
+
+def chat(*messages: dict[str, Any]) -> Chat:
+    return Chat("rows.jsonl:7", list(messages), None, ones(list(messages)))
+
+
+def test_the_process_gives_what_the_template_gives_and_leaves_nobody_behind() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with TemplateProcess(source(CHATML), "model") as process:
+        [rendered] = process.spans([chat(user("q é"), assistant("a"))], prompts=True)
+    assert trained(rendered) == ["a<|im_end|>"]
+    assert rendered.prompt == "<|im_start|>user\nq é<|im_end|>\n<|im_start|>assistant\n"
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_a_template_process_has_no_limit_of_its_parents_on_processor_time() -> None:
+    """A confined child's limit grows with each of its steps; that of what it started would not."""
+    code = """if True:
+        import resource
+        import psutil
+        from activities.formats.examples import Chat
+        from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        bound = int(used.ru_utime + used.ru_stime) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (bound, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        from tests.activities.templates import CHATML
+        slow = TemplateSource("{% for i in range(99999) %}{% endfor %}" + CHATML, {}, ["<|im_start|>", "<|im_end|>"])
+        with TemplateProcess(slow, "model") as process:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            for _ in range(2000):
+                process.spans([Chat("row", turns, None, [0.0, 1.0])])
+                child = psutil.Process(process._child.pid)
+                if sum(sum(each.cpu_times()[:2]) for each in [child, *child.children(recursive=True)]) > 4:
+                    print("over")
+                    break
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "over\n", done.stderr[-1000:]
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_never_ends_is_stopped_and_the_row_named() -> None:
+    endless = CHATML + "{% if messages[0]['content'] == 'forever' %}" + ENDLESS + "{% endif %}"
+    with TemplateProcess(source(endless), "model", row_limit_s=1.5) as process:
+        process.spans([chat(user("q"), assistant("a"))])
+        started = time.monotonic()
+        with pytest.raises(InvalidInput, match=r"rows.jsonl:7: .*longer than 1.5 s"):
+            process.spans([chat(user("forever"), assistant("a"))])
+        assert time.monotonic() - started < 15
+    with pytest.raises(InvalidInput, match=r"model: .*longer than 0.3 s"):
+        TemplateProcess(source(CHATML + ENDLESS), "model", row_limit_s=0.3)
+
+
+def test_a_template_that_eats_memory_is_stopped() -> None:
+    with (
+        pytest.raises(InvalidInput, match="too much memory"),
+        TemplateProcess(source(CHATML + "{{ ('x' * 99999999999) | length }}"), "model") as process,
+    ):
+        process.spans([chat(user("q"), assistant("a"))])
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (signal.SIGSEGV, InvalidInput, "model: the chat template ended"),
+        (signal.SIGKILL, RuntimeError, "killed by signal 9"),
+        (signal.SIGTERM, RuntimeError, "killed by signal 15"),
+    ],
+)
+def test_a_child_that_dies_is_an_error_and_its_users_own_only_if_nobody_killed_it(
+    number: int, error: type[Exception], words: str
+) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with TemplateProcess(source(CHATML), "model") as process:
+        [child] = [child for child in psutil.Process().children() if child.pid not in before]
+        tree = [child, *child.children(recursive=True)]
+        child.send_signal(number)
+        end = time.monotonic() + 20  # not psutil's wait, which would take its end away from us
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in tree):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        with pytest.raises(error, match=words):
+            process.spans([chat(user("q"), assistant("a"))])
+
+
+@pytest.mark.parametrize("filter_name", ["attr('x')", "urlize", "xmlattr", "pprint", "random", "format(1)"])
+def test_filters_that_no_model_needs_are_not_there(filter_name: str) -> None:
+    with pytest.raises(InvalidInput, match="does not compile: No filter named"):
+        TemplateProcess(source(CHATML + "{{ messages | " + filter_name + " }}"), "model")
+
+
+def test_the_message_of_raise_exception_reaches_the_user() -> None:
+    described = TemplateSource(TEMPLATES["mistral"][0], {"bos_token": "<s>", "eos_token": "</s>"}, SPECIAL)
+    with (
+        TemplateProcess(described, "model") as process,
+        pytest.raises(InvalidInput, match=r"rows.jsonl:7: .*roles must alternate"),
+    ):
+        process.spans([chat(user("q"), user("q"), assistant("a"))])

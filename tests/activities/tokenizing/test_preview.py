@@ -1,0 +1,71 @@
+"""A preview shows rows as they will be trained on, and what a run would say of the whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.testing import ActivityEnvironment
+
+from activities.tokenizing.preview import Preview, PreviewDataset, PreviewRequest, PreviewStart, preview_of
+from shared.errors import InvalidInput
+from shared.runs.requests import DatasetSource
+from shared.settings import DownloadSettings, Settings
+from tests.activities.templates import open_model, write_model
+
+
+def look(tmp_path: Path, rows: list[Any], **fields: Any) -> Preview:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = open_model(write_model(tmp_path / "model", "chatml"))
+    return preview_of(folder, tokenizer, PreviewRequest(source=DatasetSource(uri="f"), model_uri="m", **fields))
+
+
+def row(k: int) -> dict[str, str]:
+    return {"prompt": f"q{k}", "completion": f"a{k}"}
+
+
+def test_spans_say_what_is_trained(tmp_path: Path) -> None:
+    preview = look(tmp_path, [row(k) for k in range(30)], num_rows=3)
+    assert len(preview.rows) == 3 and preview.is_complete and preview.problem is None
+    shown = preview.rows[2]
+    assert [(span.text, span.trained) for span in shown.spans] == [
+        ("<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n", False),
+        ("a2<|im_end|>", True),
+        ("\n", False),
+    ]
+    assert (shown.place, shown.fate, shown.is_cut) == ("rows.jsonl:3", "kept", False)
+    assert preview.report.num_rows == 30
+
+
+def test_lost_rows_are_shown_with_their_fate_and_the_problem_is_told(tmp_path: Path) -> None:
+    preview = look(tmp_path, [row(0), {"prompt": "crate " * 99, "completion": "b"}], max_tokens=40)
+    assert [shown.fate for shown in preview.rows] == ["kept", "too_long"]
+    assert not any(span.trained for span in preview.rows[1].spans)
+    assert preview.problem and "1 of 2 rows would be lost" in preview.problem
+
+
+def test_only_so_many_rows_are_counted(tmp_path: Path) -> None:
+    preview = look(tmp_path, [row(k) for k in range(50)], max_rows=20)
+    assert preview.report.num_rows == 20 and not preview.is_complete
+
+
+def test_a_preview_fits_into_a_payload(tmp_path: Path) -> None:
+    long = {"prompt": "船" * 20_000, "completion": "é🚢" * 20_000}
+    preview = look(tmp_path, [long] * 6, num_rows=6, max_tokens=10**6)
+    assert len(preview.model_dump_json().encode()) < 200_000
+    assert preview.rows[0].is_cut and preview.rows[0].num_tokens > 40_000
+
+
+def test_the_activity_downloads_looks_and_cleans_up(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row(1)) + "\n")
+    settings = Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path, tiny_model.parent)))
+    request = PreviewRequest(source=DatasetSource(uri=f"file://{tmp_path}/rows.jsonl"), model_uri=tiny_model.as_uri())
+    start = PreviewStart(tenant="default", request=request)
+    preview = ActivityEnvironment().run(PreviewDataset(settings).preview, start)
+    assert preview.report.num_rows == 1 and preview.rows[0].spans[1].text == "a1<|im_end|>"
+    assert not [path for path in (tmp_path / "root" / "store").rglob("runs/**/*") if path.is_file()]
+    (tmp_path / "rows.jsonl").write_text("{")
+    with pytest.raises(InvalidInput, match=r"rows.jsonl:1: invalid JSON"):
+        ActivityEnvironment().run(PreviewDataset(settings).preview, start)

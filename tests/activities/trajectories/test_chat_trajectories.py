@@ -1,0 +1,400 @@
+"""Chat messages with logprobs as trajectories: the ids that were sampled, behind what was asked, or a plain refusal.
+
+A conversation is played as a server plays it: asked with transformers' own rendering, answered with chosen ids.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from activities.trajectories.chat_trajectories import BrokenConversation, Conversations
+from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
+from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
+from shared.chat.trajectories import ChatTrajectory, Trajectory
+from shared.contract import Artifact
+from shared.errors import InvalidInput
+from shared.runs.status import StepStatus
+from shared.settings import DownloadSettings, S3Settings, Settings
+from shared.storage.artifacts import seal
+from tests.activities.groups import rl_run, trajectory, write_groups
+from tests.activities.templates import CHATML, write_model
+
+ASKED = [{"role": "system", "content": "You count."}, {"role": "user", "content": "How many sacks are there?"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "north"}'}}
+MAX_TOKENS = 500
+
+
+class Server:
+    """Answers as a chat server does, with ids of our choosing; keeps what it was asked and what it sampled."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.artifact = Artifact(uri=folder.as_uri(), sha256=seal(folder))
+        self.turns: list[tuple[list[int], list[int]]] = []
+
+    def answer(self, messages: list[dict[str, Any]], text: str, ending: str = "<|im_end|>", **more: Any) -> Any:
+        """A choice: the tokens of a text and of its end, with logprobs, as vLLM gives them."""
+        asked = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = self.ids(text + ending)
+        self.turns.append((self.ids(asked), ids))
+        content = [self.token(i, -0.1 * k) for k, i in enumerate(ids, 1)]
+        message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
+        return {
+            "index": 0,
+            "finish_reason": "stop",
+            "logprobs": {"content": content, "refusal": None},
+            "message": message | more,
+        }
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token_id])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+def beside(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice as one message."""
+    return {**choice["message"], "logprobs": choice["logprobs"]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_model(root / name, name) for name in ("chatml", "qwen", "llama")}
+
+
+@pytest.fixture
+def server(folders: dict[str, Path]) -> Server:
+    return Server(folders["chatml"])
+
+
+@pytest.fixture(scope="module")
+def readers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Conversations]]:
+    """One process a template for all tests."""
+    cache = tmp_path_factory.mktemp("cache")
+    found = {name: Conversations(Server(folder).artifact, cache, S3Settings()) for name, folder in folders.items()}
+    yield found
+    for reader in found.values():
+        reader.__exit__()
+
+
+@pytest.fixture
+def read(readers: dict[str, Conversations]) -> Any:
+    """One sequence of ids: each of these conversations is one."""
+
+    def of(name: str, messages: list[Any], **fields: Any) -> Trajectory:
+        chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0} | fields)
+        [one] = readers[name].trajectories_of(chat, MAX_TOKENS)
+        return one
+
+    return of
+
+
+@pytest.fixture
+def read_all(readers: dict[str, Conversations]) -> Any:
+    """All sequences of a conversation, which must be what was sampled, answer by answer."""
+
+    def of(name: str, messages: list[Any], server: Server) -> tuple[Trajectory, ...]:
+        chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0})
+        found = readers[name].trajectories_of(chat, MAX_TOKENS)
+        assert [one.token_ids for one in found] == [(*asked, *ids) for asked, ids in server.turns]
+        assert [sampled_ids(one) for one in found] == [ids for _, ids in server.turns]
+        return found
+
+    return of
+
+
+def sampled_ids(one: Trajectory) -> list[int]:
+    return [i for i, is_sampled in zip(one.token_ids, one.sampled, strict=True) if is_sampled]
+
+
+def test_an_answer_is_its_sampled_ids_behind_what_was_asked(server: Server, read: Any) -> None:
+    choice = server.answer(ASKED, "There are 12 sacks.")
+    [(asked, ids)] = server.turns
+    for form in (choice, beside(choice)):
+        one = read("chatml", [*ASKED, form], policy_version=3, metrics={"turns": 1})
+        assert one.token_ids == (*asked, *ids)
+        assert one.sampled == (*[False] * len(asked), *[True] * len(ids))
+        assert sampled_ids(one) == ids and ids[-1] == server.ids("<|im_end|>")[0], "the end is trained too"
+        assert [p for p in one.logprobs if p is not None] == pytest.approx([-0.1 * k for k in range(1, len(ids) + 1)])
+        assert (one.reward, one.policy_version, one.metrics) == (1.0, 3, {"turns": 1.0})
+
+
+TOOL_SAID = [{"role": "tool", "content": "low"}, {"role": "assistant", "content": "Hm."}, *ASKED[1:]]
+
+
+def test_many_turns_and_tool_results_are_one_trajectory(server: Server, read: Any) -> None:
+    """Of three answers the second was not sampled: it is context, as what the tool said is."""
+    first = server.answer(ASKED, "I ask the tide.")
+    asked = [*ASKED, first["message"], *TOOL_SAID]
+    second = server.answer(asked, "There are 12 sacks and 7 barrels.")
+    one = read("chatml", [*ASKED, first, *TOOL_SAID, second, {"role": "user", "content": "Thanks."}])
+    for context, ids in server.turns:
+        assert one.token_ids[: len(context) + len(ids)] == (*context, *ids)
+    assert sampled_ids(one) == [i for _, ids in server.turns for i in ids]
+    assert one.token_ids[-1] == server.turns[1][1][-1], "nothing behind the last answer is trained on"
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama"])
+def test_answers_stand_behind_the_very_ids_that_were_asked(
+    folders: dict[str, Path], name: str, read: Any, read_all: Any
+) -> None:
+    """Also where the text joins other tokens than its two halves: a newline before a word is a token of its own. A
+    later answer that was asked for with other tokens is a sequence of its own."""
+    server, ending = Server(folders[name]), {"llama": "<|eot_id|>"}.get(name, "<|im_end|>")
+    asked = [*ASKED, {"role": "assistant", "content": "12."}, {"role": "user", "content": "Sure?"}]
+    text = "<think>\nI count again.\n</think>\n\nYes, 12." if name == "qwen" else "Yes, 12."
+    choice = server.answer(asked, text, ending)
+    [(context, ids)] = server.turns
+    assert read(name, [*asked, choice]).token_ids == (*context, *ids)
+    if name == "llama":
+        again = server.answer([*asked, choice["message"], *ASKED[1:]], "12 sacks.", ending)
+        assert len(read_all(name, [*asked, choice, *ASKED[1:], again], server)) == 2
+
+
+def test_arguments_of_a_tool_call_are_rendered_as_servers_render_them(folders: dict[str, Path], read: Any) -> None:
+    """Chat completions give them as text, and templates take an object."""
+    server = Server(folders["qwen"])
+    said = '\n<tool_call>\n{"name": "tide", "arguments": {"port": "north"}}\n</tool_call>'
+    choice = server.answer(ASKED, "<think>\nhm\n</think>\n\n" + said)
+    choice["message"] |= {"content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
+    tool = {"role": "tool", "content": "low", "tool_call_id": "c1"}
+    assert sampled_ids(read("qwen", [*ASKED, choice, tool])) == server.turns[0][1]
+
+
+def test_an_answer_that_was_cut_off_has_an_end_that_was_not_sampled(server: Server, read: Any) -> None:
+    choice = server.answer(ASKED, "There are 12", ending="") | {"finish_reason": "length"}
+    [(asked, ids)] = server.turns
+    one = read("chatml", [*ASKED, choice])
+    assert one.token_ids == (*asked, *ids)
+    assert one.finish_reason == "length"
+
+
+@pytest.mark.parametrize("form", ["token_ids", "token_id:", "bytes"])
+def test_ids_or_bytes_tell_parts_of_characters_apart(server: Server, read: Any, form: str) -> None:
+    """The text of a part of a character is a question mark in a box, whichever part it is."""
+    choice = server.answer(ASKED, "鯨 12")
+    ids = server.turns[0][1]
+    entries = choice["logprobs"]["content"]
+    assert any("\N{REPLACEMENT CHARACTER}" in entry["token"] for entry in entries)
+    with pytest.raises(BrokenConversation, match=r"logprobs\.content\.\d+: .* ask the server for token ids"):
+        read("chatml", [*ASKED, choice])
+    if form == "token_ids":
+        choice["token_ids"] = ids
+    elif form == "token_id:":
+        choice["logprobs"]["content"] = [{**e, "token": f"token_id:{i}"} for e, i in zip(entries, ids, strict=True)]
+    else:
+        whole, at = list("鯨".encode()), 0
+        for entry in entries[: len(server.ids("鯨"))]:
+            size = len(server.tokenizer.convert_ids_to_tokens(ids[at]))  # a character spells a byte
+            entry["bytes"], whole, at = whole[:size], whole[size:], at + 1
+    assert sampled_ids(read("chatml", [*ASKED, choice])) == ids
+
+
+def broken(server: Server, name: str) -> list[Any]:
+    choice = server.answer(ASKED, "There are 12 sacks.")
+    content, message = choice["logprobs"]["content"], choice["message"]
+    match name:
+        case "another_word":
+            content[2]["token"], content[2]["bytes"] = " 19", list(b" 19")
+        case "another_split":  # the same text in other tokens: sampled so, but never rendered so
+            content[: len(server.ids("There"))] = [server.token(server.ids(c)[0], -1.0) for c in "There"]
+        case "another_id":
+            choice["token_ids"] = [*server.turns[0][1][:-1], server.ids(" sacks")[0]]
+        case "more_text":
+            message["content"] += " And 7 barrels."
+        case "trimmed":
+            content.insert(-1, server.token(server.ids("\n")[0], -1.0))
+        case "unnamed":
+            del content[3:]
+        case "beyond_its_end":
+            content.append(server.token(server.ids("12")[0], -1.0))
+        case "short_ids":
+            choice["token_ids"] = [1]
+        case "no_tokens":
+            choice["logprobs"] = {"content": []}
+        case "no_logprob":
+            del content[1]["logprob"]
+        case "user_sampled":
+            return [ASKED[0], {**ASKED[1], "logprobs": choice["logprobs"]}, choice]
+        case "nothing_sampled":
+            return [*ASKED, message]
+        case "no_role":
+            return [{"content": "x"}, choice]
+        case "image":
+            return [{"role": "user", "content": [{"type": "image_url"}]}, choice]
+        case "too_long":
+            return [{"role": "user", "content": "sack " * MAX_TOKENS}, choice]
+    return [*ASKED, choice]
+
+
+BROKEN = {
+    "another_word": (
+        "differs",
+        r"messages\.2\.logprobs\.content\.2: ' 19' was sampled, .* has '.+' there \(token \d+\)",
+    ),
+    "another_split": ("differs", r"messages\.2\.logprobs\.content\.0: 'T' was sampled"),
+    "another_id": ("differs", r"messages\.2\.logprobs\.content\.\d+: token \d+ was sampled, .*<\|im_end\|>"),
+    "more_text": ("differs", r"messages\.2\.logprobs\.content\.\d+: '<\|im_end\|>' was sampled"),
+    "trimmed": ("differs", r"messages\.2\.logprobs\.content\.\d+: '\\n' was sampled"),
+    "unnamed": ("differs", r"messages\.2\.logprobs: 3 tokens were sampled, and the conversation has \d+ there"),
+    "beyond_its_end": ("differs", r"messages\.2\.logprobs: (\d+) tokens were sampled, and the conversation has (?!\1)"),
+    "short_ids": ("length", r"messages\.2\.token_ids: it has 1 entries for \d+ logprobs"),
+    "no_tokens": ("missing_logprobs", r"messages\.2\.logprobs: it names no token"),
+    "no_logprob": ("logprobs", r"messages\.2\.logprobs\.content\.1\.logprob: Field required"),
+    "user_sampled": ("role", r"messages\.1\.logprobs: the message is the user's"),
+    "nothing_sampled": ("nothing_sampled", "no assistant's turn has logprobs"),
+    "no_role": ("messages", r"messages: messages\[0\]\.role must be one of"),
+    "image": ("messages", r"messages\[0\]\.content\[0\] must be a text part"),
+    "too_long": ("too_long", r"\d+ tokens; max_tokens is 500"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_does_not_give_the_sampled_tokens_again_is_no_trajectory(server: Server, read: Any, name: str) -> None:
+    rule, message = BROKEN[name]
+    with pytest.raises(BrokenConversation, match=message) as caught:
+        read("chatml", broken(server, name))
+    assert caught.value.rule == rule
+
+
+def test_answers_of_a_template_that_rewrites_earlier_turns_are_sequences_of_their_own(
+    folders: dict[str, Path], read_all: Any
+) -> None:
+    """Thoughts are cut out of earlier turns: the second answer was sampled behind another text than the first was."""
+    server = Server(folders["qwen"])
+    first = server.answer(ASKED, "<think>\nhm\n</think>\n\n12.")
+    later = [*ASKED, first["message"], {"role": "user", "content": "Sure?"}]
+    second = server.answer(later, "<think>\nhm\n</think>\n\nYes.")
+    read_all("qwen", [*ASKED, first, later[3], second], server)
+
+
+def test_every_answer_stands_behind_what_was_asked(folders: dict[str, Path], read_all: Any) -> None:
+    """The answers' own ids are right; a thought before the first was there when it was sampled, and is cut out now."""
+    server = Server(folders["qwen"])
+    thoughtful = {"role": "assistant", "content": "<think>\nx\n</think>\n\nHm."}
+    asked = [*ASKED, thoughtful, {"role": "tool", "content": "1"}]
+    first = server.answer(asked, "12.")
+    later = [*asked, first["message"], {"role": "user", "content": "Sure?"}]
+    second = server.answer(later, "<think>\nhm\n</think>\n\nYes.")
+    read_all("qwen", [*asked, first, later[-1], second], server)
+
+
+HEADED = "{{ '<|im_start|>system\n' + ('x' if messages | length < 5 else 'y') + '<|im_end|>\n' }}" + CHATML
+ENDED = CHATML.replace("message['content']", "message['content'] + ('!' if messages | length > 5 else '')")
+
+
+@pytest.mark.parametrize(("template", "ending"), [(HEADED, "<|im_end|>"), (ENDED, "!<|im_end|>")])
+def test_a_template_that_counts_messages_is_noticed(
+    folders: dict[str, Path], tmp_path: Path, template: str, ending: str
+) -> None:
+    """The answers are what was sampled. Before the first one, or in its place, later turns saw something else."""
+    folder = tmp_path / "counting"
+    shutil.copytree(folders["chatml"], folder, ignore=shutil.ignore_patterns("manifest.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    server = Server(folder)
+    first = server.answer(ASKED[1:], "12.", ending)
+    between = [*ASKED[1:], {"role": "assistant", "content": "Hm."}, *ASKED[1:]]
+    second = server.answer([*ASKED[1:], first["message"], *between], "12.", ending)
+    with Conversations(server.artifact, tmp_path / "cache", S3Settings()) as reader:
+
+        def of(*messages: Any) -> list[tuple[int, ...]]:
+            chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0})
+            return [one.token_ids for one in reader.trajectories_of(chat, MAX_TOKENS)]
+
+        sampled = [(*asked, *ids) for asked, ids in server.turns]
+        assert of(*ASKED[1:], first["message"], *between, second) == sampled[1:]
+        assert of(*ASKED[1:], first, *between, second) == sampled
+
+
+def test_groups_may_mix_both_forms_and_arts_json_is_read(
+    server: Server, readers: dict[str, Conversations], tmp_path: Path
+) -> None:
+    choice = server.answer(ASKED, "There are 12 sacks.")
+    arts = {
+        "messages_and_choices": [*ASKED, choice],
+        "tools": None,
+        "additional_histories": [],
+        "reward": 0.5,
+        "initial_policy_version": 4,
+        "final_policy_version": None,
+        "metrics": {"solved": True},
+        "metadata": {"task": "sacks"},
+        "logs": ["asked"],
+    }
+    ours = trajectory(0.0, policy_version=4)
+    bad = {"messages": broken(server, "another_word"), "reward": 0.0}
+    path = tmp_path / "g.jsonl"
+    write_groups(path, {"trajectories": [arts, ours, bad], "exceptions": [], "metadata": {}, "metrics": {}, "logs": []})
+    rules = Rules(rl_run(max_tokens=MAX_TOKENS, broken="drop"), 4, 1000, readers["chatml"])
+    found = read_groups(parse_groups(path, path.name), rules)
+    [group] = found.groups
+    kept = sequences_of(group)
+    assert [(one.reward, one.policy_version) for one in kept] == [(0.5, 4), (0.0, 4)]
+    assert sampled_ids(kept[0]) == server.turns[0][1]
+    assert kept[0].metrics == {"solved": 1.0}
+    assert [one.reward for one in group] == [0.5, 0.0, 0.0], "what cannot be trained has a reward all the same"
+    assert (found.report.dropped_broken, found.report.dropped_for) == (1, {"differs": 1})
+    rules = Rules(rl_run(max_tokens=MAX_TOKENS), 4, 1000, readers["chatml"])
+    with pytest.raises(InvalidInput) as caught:
+        read_groups(parse_groups(path, path.name), rules)
+    assert caught.value.place == "g.jsonl:1: trajectories.2.messages.2.logprobs.content.2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"messages": []}, "trajectories.0.messages: "),
+        ({"additional_histories": [{"messages_and_choices": []}]}, "trajectories.0.additional_histories: "),
+        ({"rewards": 1}, "trajectories.0.rewards: Extra inputs"),
+        ({"token_ids": [1]}, "trajectories.0.token_ids: Extra inputs"),
+    ],
+)
+def test_a_conversation_of_another_shape_is_refused(tmp_path: Path, changes: dict[str, Any], rule: str) -> None:
+    path = tmp_path / "g.jsonl"
+    write_groups(path, {"trajectories": [{"messages": ASKED, "reward": 1.0} | changes]})
+    with pytest.raises(InvalidInput) as caught:
+        list(parse_groups(path, path.name))
+    assert rule in f"{caught.value.place}: {caught.value.message}"
+
+
+def test_a_step_of_conversations_is_packed(server: Server, folders: dict[str, Path], tmp_path: Path) -> None:
+    """With the run's model; without it the activity says what is missing."""
+    settings = Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path,)))
+    rows = [[*ASKED, server.answer(ASKED, text)] for text in ("There are 12.", "19.")]
+    group = {"trajectories": [{"messages": m, "reward": float(k)} for k, m in enumerate(rows)]}
+    uri = write_groups(tmp_path / "g.jsonl", group)
+    fields = {
+        "run_id": "r1",
+        "tenant": "default",
+        "run": rl_run(max_tokens=MAX_TOKENS),
+        "step": StepStatus(step=1, key="a", groups=uri),
+        "policy_version": 0,
+        "vocab_size": 1000,
+    }
+    packed = PackTrajectories(settings).pack_trajectories(GroupsRequest(**fields, model=server.artifact))
+    assert packed.num_steps == 1
+    assert packed.metrics["response_tokens_mean"] == sum(len(ids) for _, ids in server.turns) / 2
+    assert packed.metrics["packing_factor"] > 1.5, "what was asked stands once"
+    with pytest.raises(InvalidInput, match="need the model"):
+        PackTrajectories(settings).pack_trajectories(GroupsRequest(**fields))
+
+
+def test_a_model_without_a_template_takes_token_ids(tmp_path: Path, folders: dict[str, Path]) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_bytes((folders["chatml"] / name).read_bytes())
+    model = Artifact(uri=bare.as_uri(), sha256=seal(bare))
+    said = {"role": "assistant", "content": "12.", "logprobs": {"content": [{"token": "12.", "logprob": -1.0}]}}
+    chat = ChatTrajectory.model_validate({"messages": [*ASKED, said], "reward": 1.0})
+    with Conversations(model, tmp_path / "cache", S3Settings()) as reader, pytest.raises(InvalidInput) as caught:
+        reader.trajectories_of(chat, MAX_TOKENS)
+    assert "no chat template" in caught.value.message

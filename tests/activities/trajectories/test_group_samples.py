@@ -1,0 +1,192 @@
+"""Completions and grades into groups: what was sampled as it was sampled, and no sample lost without a word."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.testing import ActivityEnvironment
+
+from activities.grading.grade import GRADES, SUMMARY, Grade, GradeRequest, GradeSummary
+from activities.sampling.completions import Sample, SampledGroup
+from activities.sampling.sample import write_samples
+from activities.tokenizing.prompt_files import PromptRow, PromptsFile, PromptsWriter
+from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
+from activities.trajectories.pack_trajectories import rollout_metrics
+from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
+from shared.contract import Artifact
+from shared.errors import InvalidInput
+from shared.grading.graders import SampleGrade, parse_grader
+from shared.settings import Settings
+from shared.storage.artifacts import seal, stage, upload
+from shared.storage.store import LocalStore, open_store
+from tests.activities.groups import rl_run
+
+NUM_GROUPS, GROUP_SIZE = 3, 8
+
+
+def groups() -> list[SampledGroup]:
+    """Every token and logprob is another one; every second answer was cut off."""
+    return [
+        SampledGroup(
+            group=g,
+            row=10 - g,
+            place=f"rows.jsonl:{g + 1}",
+            prompt_ids=(1, 2, 3 + g),
+            policy_version=2,
+            samples=tuple(
+                Sample(
+                    token_ids=(100 + 20 * g + j, 7),
+                    logprobs=(-0.1 * (j + 1) - g, -1 / 3),
+                    text=f"answer {g}.{j}",
+                    finish_reason="length" if j % 2 else "stop",
+                )
+                for j in range(GROUP_SIZE)
+            ),
+        )
+        for g in range(NUM_GROUPS)
+    ]
+
+
+def grades(*ungraded: int) -> list[SampleGrade]:
+    return [
+        SampleGrade(place=f"samples.jsonl:{n + 1}", grade=None, error="no number in it")
+        if n in ungraded
+        else SampleGrade(place=f"samples.jsonl:{n + 1}", grade=n / 10, parts={"style": n / 5, "length": None})
+        for n in range(NUM_GROUPS * GROUP_SIZE)
+    ]
+
+
+def grouped(tmp_path: Path, found: list[SampleGrade], **fields: Any) -> tuple[Grouped, GroupsRead]:
+    store = LocalStore(tmp_path / "given")
+    folders = {name: tmp_path / name for name in ("completions", "samples", "grades", "prompts")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    with PromptsWriter(folders["prompts"]) as writer:
+        for number in range(11):
+            writer.append(PromptRow(f"rows.jsonl:{number}", (1,), {}))
+    with PromptsFile(folders["prompts"]) as prompts:
+        write_samples(groups(), prompts, folders["completions"], folders["samples"])
+    (folders["grades"] / GRADES).write_text("".join(grade.model_dump_json() + "\n" for grade in found))
+    failed = [grade for grade in found if grade.grade is None]
+    summary = GradeSummary(
+        num_samples=len(found),
+        num_graded=len(found) - len(failed),
+        num_failed=len(failed),
+        mean=None,
+        std=None,
+        reasons=tuple(f"{grade.place}: {grade.error}" for grade in failed[:2]),
+    )
+    (folders["grades"] / SUMMARY).write_text(summary.model_dump_json())
+    artifacts = {}
+    for name in ("completions", "grades"):
+        seal(folders[name])
+        artifacts[name] = upload(store, f"{name}-{len(failed)}-{len(found)}", folders[name])
+    settings = Settings(root=tmp_path / "machine")
+    request = GroupSamplesRequest(**artifacts, **fields)
+    result: Grouped = ActivityEnvironment().run(GroupSamples(settings).group_samples, request)
+    path = stage(result.groups, tmp_path / "cache", settings.s3) / GROUPS
+    rules = Rules(rl_run(max_tokens=16), policy_version=2, vocab_size=512)
+    return result, read_groups(parse_groups(path, GROUPS), rules)
+
+
+def test_a_trajectory_is_what_was_sampled_with_its_grade(tmp_path: Path) -> None:
+    result, read = grouped(tmp_path, grades())
+    assert (result.num_groups, result.num_trajectories, result.num_ungraded) == (NUM_GROUPS, 24, 0)
+    for drawn, made in zip(groups(), read.groups, strict=True):
+        for j, (sample, one) in enumerate(zip(drawn.samples, sequences_of(made), strict=True)):
+            assert one.token_ids == (*drawn.prompt_ids, *sample.token_ids)
+            assert one.sampled == (False, False, False, True, True)
+            assert one.logprobs == (None, None, None, *sample.logprobs)
+            assert (one.reward, one.policy_version) == ((drawn.group * GROUP_SIZE + j) / 10, 2)
+            assert (one.finish_reason, one.metrics) == (sample.finish_reason, {"style": 2 * one.reward})
+    metrics = rollout_metrics(read, 0, policy_version=2)
+    assert metrics["truncation_rate"] == 0.5
+    assert metrics["trajectory_style"] == pytest.approx(2 * metrics["reward_mean"])
+
+
+def test_shuffled_rewards_stay_in_their_group_and_leave_their_answers(tmp_path: Path) -> None:
+    _, true = grouped(tmp_path, grades(3))
+    _, shuffled = grouped(tmp_path, grades(3), shuffle_seed=5)
+    _, again = grouped(tmp_path, grades(3), shuffle_seed=5)
+    _, other = grouped(tmp_path, grades(3), shuffle_seed=6)
+    assert shuffled.groups == again.groups != other.groups
+    orders = []
+    for ours, theirs in zip(shuffled.groups, true.groups, strict=True):
+        assert [one.token_ids for one in sequences_of(ours)] == [one.token_ids for one in sequences_of(theirs)]
+        assert [one.metrics for one in ours] == [one.metrics for one in theirs]
+        rewards, truth = [one.reward for one in ours], [one.reward for one in theirs]
+        assert rewards != truth and sorted(rewards) == sorted(truth)
+        orders.append(tuple(truth.index(reward) for reward in rewards))
+    assert len(set(orders)) == NUM_GROUPS, "every group has an order of its own"
+
+
+def test_samples_without_a_grade_are_left_out_and_counted(tmp_path: Path) -> None:
+    result, read = grouped(tmp_path, grades(2, *range(8, 16)), max_ungraded_fraction=0.5)
+    assert (result.num_groups, result.num_trajectories, result.num_ungraded) == (2, 15, 9)
+    assert result.metrics == {"samples": 24.0, "ungraded_share": 9 / 24}
+    assert [len(group) for group in read.all_groups] == [7, 8]
+    assert [one.token_ids[3] for one in sequences_of(read.groups[0])] == [100 + j for j in range(8) if j != 2]
+    with pytest.raises(InvalidInput) as refused:
+        grouped(tmp_path, grades(2, *range(8, 16)), max_ungraded_fraction=0.37)
+    assert str(refused.value) == (
+        "grader: 9 of 24 samples have no grade, more than max_ungraded_fraction 0.37; "
+        "first: samples.jsonl:3: no number in it; samples.jsonl:9: no number in it"
+    )
+    with pytest.raises(InvalidInput, match=r"24 of 24 samples have no grade, which is all of them"):
+        grouped(tmp_path, grades(*range(24)), max_ungraded_fraction=1)
+
+
+@pytest.mark.parametrize(("num_grades", "what"), [(23, "fewer"), (25, "more")])
+def test_grades_of_other_samples_are_never_trained(tmp_path: Path, num_grades: int, what: str) -> None:
+    found = [*grades(), SampleGrade(place="samples.jsonl:25", grade=1.0)][:num_grades]
+    with pytest.raises(AssertionError, match=what):
+        grouped(tmp_path, found)
+
+
+def test_a_repeat_reads_nothing_and_the_file_is_known_by_its_uri(tmp_path: Path) -> None:
+    result, _ = grouped(tmp_path, grades())
+    settings = Settings(root=tmp_path / "machine")
+    request = GroupSamplesRequest(
+        completions=Artifact(uri="s3://away/c", sha256=_sha(tmp_path / "completions")),
+        grades=Artifact(uri="s3://away/g", sha256=_sha(tmp_path / "grades")),
+    )
+    assert ActivityEnvironment().run(GroupSamples(settings).group_samples, request) == result
+    store = open_store(settings.store, settings.s3)
+    assert find_groups(store, result.groups_uri) == result.groups
+    for other in (result.groups.uri, f"{store.uri}/uploads/{GROUPS}", f"{store.uri}/grouped/../x/groups/{GROUPS}"):
+        assert find_groups(store, other) is None
+    assert not list((tmp_path / "machine" / "scratch").iterdir())
+
+
+def _sha(folder: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+
+
+def test_parts_of_a_multi_grader_become_metrics(tmp_path: Path) -> None:
+    check = {"type": "string_check", "operation": "like", "input": "{{ sample.output_text }}"}
+    grader = parse_grader(
+        {
+            "type": "multi",
+            "name": "both",
+            "graders": {
+                "one": {**check, "name": "1", "reference": "1."},
+                "two": {**check, "name": "2", "reference": ".2"},
+            },
+            "calculate_output": "one + 2 * two",
+        }
+    )
+    grouped(tmp_path, grades())  # writes the samples
+    seal(tmp_path / "samples")
+    settings = Settings(root=tmp_path / "machine")
+    store = LocalStore(tmp_path / "given")
+    samples = upload(store, "samples", tmp_path / "samples")
+    graded = ActivityEnvironment().run(Grade(settings).grade, GradeRequest(samples=samples, grader=grader))
+    completions = upload(store, "completions", tmp_path / "completions")
+    request = GroupSamplesRequest(completions=completions, grades=graded.grades)
+    made = ActivityEnvironment().run(GroupSamples(settings).group_samples, request)
+    lines = Path(made.groups_uri.removeprefix("file://")).read_text().splitlines()
+    one = json.loads(lines[1])["trajectories"][2]
+    assert (one["reward"], one["metrics"]) == (3.0, {"one": 1.0, "two": 1.0})

@@ -1,0 +1,233 @@
+"""Trajectory groups as units and optimizer steps: nothing lost, nothing mixed up, the same for the same input."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from activities.packing.prefix_tree import SequenceRow, split_tree
+from activities.records.record_step import RecordStep, RecoverRequest, StepRecordRequest
+from activities.trajectories.advantages import advantages_of
+from activities.trajectories.pack_trajectories import (
+    GroupsRequest,
+    PackedGroups,
+    PackTrajectories,
+    mini_batches,
+    sequence_of,
+)
+from shared.chat.trajectories import Trajectory
+from shared.contract import Artifact, Fence
+from shared.errors import InvalidInput
+from shared.jobs.packed import Plan, Units
+from shared.runs.status import CheckpointRef, StepStatus
+from shared.settings import DownloadSettings, Settings
+from shared.storage.artifacts import stage
+from tests.activities.groups import group, random_groups, rl_run, write_groups
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path,)))
+
+
+def pack(settings: Settings, uri: str, step: int = 1, key: str = "a", version: int = 0, **run: Any) -> PackedGroups:
+    status = StepStatus(step=step, key=key, groups=uri)
+    request = GroupsRequest(
+        run_id="r1", tenant="default", run=rl_run(**run), step=status, policy_version=version, vocab_size=512
+    )
+    return PackTrajectories(settings).pack_trajectories(request)
+
+
+def opened(settings: Settings, packed: PackedGroups) -> tuple[Units, Plan]:
+    assert packed.data is not None
+    folders = [stage(a, settings.root_path / "cache", settings.s3) for a in (packed.data.units, packed.data.plan)]
+    return Units(folders[0]), Plan(folders[1])
+
+
+def targets_of(units: Units, plan: Plan, step: int) -> list[tuple[Any, ...]]:
+    """(context ids, label, advantage, old logprob) of every target of a step, read back through the tables."""
+    found = []
+    for bin_ in plan.bins(step):
+        table = units.read_bin(bin_)
+        for n in range(table.num_targets):
+            context, at = [], int(table.hidden_index_N[n])
+            while at >= 0:
+                context.append(int(table.token_id_T[at]))
+                at = int(table.parent_T[at])
+            row = (tuple(context[::-1]), int(table.label_N[n]), table.advantage_N[n], table.old_logprob_N[n])
+            found.append(row)
+            assert table.weight_N[n] == 1
+    return sorted(found)
+
+
+def expected_targets(groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    found = []
+    for one in groups:
+        rewards = np.array([t["reward"] for t in one["trajectories"]])
+        [advantages] = advantages_of("group_mean", [rewards], [])
+        for each, advantage in zip(one["trajectories"], advantages, strict=True):
+            for at, is_sampled in enumerate(each["sampled"]):
+                if is_sampled:
+                    ids, logprob = each["token_ids"], np.float32(each["logprobs"][at])
+                    found.append((tuple(ids[:at]), ids[at], np.float32(advantage), logprob))
+    return sorted(found)
+
+
+def test_every_sampled_token_is_a_target_behind_its_own_context(settings: Settings, tmp_path: Path) -> None:
+    groups = random_groups(seed=1)
+    packed = pack(settings, write_groups(tmp_path / "g.jsonl", *groups), bin_tokens=64)
+    units, plan = opened(settings, packed)
+    assert packed.num_steps == plan.header.num_steps == 1
+    assert targets_of(units, plan, 0) == expected_targets(groups)
+    assert packed.metrics["packing_factor"] > 1, "prompts are shared"
+    logical = sum(len(t["token_ids"]) for g in groups for t in g["trajectories"])
+    assert packed.metrics["packing_factor"] == pytest.approx(logical / int(units.unit_tokens.sum()))
+
+
+def behind_a_system_prompt(groups: list[dict[str, Any]], length: int = 20) -> list[dict[str, Any]]:
+    """The groups, each trajectory behind the same ids."""
+    ahead = {"token_ids": [7] * length, "sampled": [False] * length, "logprobs": [None] * length}
+    return [
+        {
+            "trajectories": [
+                one | {name: ids + one[name] for name, ids in ahead.items()} for one in group["trajectories"]
+            ]
+        }
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize(("mini_batches", "epochs", "num_prompts"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 6)])
+def test_groups_that_are_always_trained_together_share_a_system_prompt(
+    settings: Settings, tmp_path: Path, mini_batches: int, epochs: int, num_prompts: int
+) -> None:
+    """Where other passes mix the six groups otherwise, each has its own: a sequence is written once."""
+    groups = behind_a_system_prompt(random_groups(seed=5, num_groups=6))
+    uri = write_groups(tmp_path / "g.jsonl", *groups)
+    run = {"max_tokens": 512, "mini_batches": mini_batches, "epochs": epochs}
+    packed = pack(settings, uri, **run)
+    units, plan = opened(settings, packed)
+    found = [row for step in range(mini_batches) for row in targets_of(units, plan, step)]
+    assert sorted(found) == expected_targets(groups)
+    apart = sum(unit.num_tokens for one in groups for unit in split_tree(rows_in(one), 512))
+    assert int(units.unit_tokens.sum()) == apart - (6 - num_prompts) * 20
+    logical = sum(len(t["token_ids"]) for g in groups for t in g["trajectories"])
+    assert packed.metrics["packing_factor"] == pytest.approx(logical / int(units.unit_tokens.sum()))
+
+
+def rows_in(group: dict[str, Any]) -> list[SequenceRow]:
+    return [sequence_of(Trajectory.model_validate(one), 0.0) for one in group["trajectories"]]
+
+
+def test_mini_batches_are_whole_groups_and_every_epoch_has_all_of_them(settings: Settings, tmp_path: Path) -> None:
+    groups = random_groups(seed=2, num_groups=5)
+    packed = pack(settings, write_groups(tmp_path / "g.jsonl", *groups), mini_batches=2, epochs=3)
+    units, plan = opened(settings, packed)
+    assert packed.num_steps == 6
+    of_group = [expected_targets([one]) for one in groups]
+    for epoch in range(3):
+        whole = []
+        for part in (2 * epoch, 2 * epoch + 1):
+            found = targets_of(units, plan, part)
+            inside = [rows for rows in of_group if rows[0] in found]
+            assert found == sorted(row for rows in inside for row in rows)
+            whole += found
+        assert sorted(whole) == expected_targets(groups)
+
+
+def test_epochs_and_policy_versions_are_shuffled_anew() -> None:
+    run = rl_run(mini_batches=6, epochs=2)
+    orders = [mini_batches(6, run, policy_version) for policy_version in (0, 1)]
+    assert orders[0][:6] != orders[0][6:]
+    assert orders[0] != orders[1]
+
+
+def test_a_group_that_fits_no_bin_is_split_into_units_of_one_step(settings: Settings, tmp_path: Path) -> None:
+    groups = random_groups(seed=3, num_groups=2, size=12)
+    packed = pack(settings, write_groups(tmp_path / "g.jsonl", *groups), max_tokens=24, bin_tokens=24, mini_batches=2)
+    units, plan = opened(settings, packed)
+    assert units.header.num_units > 2
+    assert int(units.unit_tokens.max()) <= 24
+    assert sorted(targets_of(units, plan, 0) + targets_of(units, plan, 1)) == expected_targets(groups)
+
+
+def test_the_same_groups_are_packed_once_and_to_the_same_bytes(settings: Settings, tmp_path: Path) -> None:
+    uri = write_groups(tmp_path / "g.jsonl", *random_groups(seed=4))
+    first, again = pack(settings, uri), pack(settings, uri)
+    other = pack(settings.model_copy(update={"root": tmp_path / "other"}), uri)
+    assert first == again
+    assert first.data is not None and other.data is not None
+    assert (first.data.units.sha256, first.data.plan.sha256) == (other.data.units.sha256, other.data.plan.sha256)
+
+
+def test_a_step_whose_file_was_written_over_gets_the_new_groups(settings: Settings, tmp_path: Path) -> None:
+    uri = write_groups(tmp_path / "latest.jsonl", group(0.0, 1.0))
+    pack(settings, uri, step=1, key="a")
+    write_groups(tmp_path / "latest.jsonl", group(0.0, 3.0))
+    assert pack(settings, uri, step=2, key="b").metrics["reward_mean"] == 1.5
+
+
+def test_compressed_groups_are_read(settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(group(0.0, 1.0)).encode()))
+    assert pack(settings, path.as_uri()).num_steps == 1
+
+
+def test_nothing_to_learn_is_no_step(settings: Settings, tmp_path: Path) -> None:
+    packed = pack(settings, write_groups(tmp_path / "g.jsonl", group(1.0, 1.0)))
+    assert (packed.data, packed.num_steps) == (None, 0)
+    assert packed.metrics["zero_variance_share"] == 1.0
+
+
+def test_metrics_are_of_all_that_was_sampled(settings: Settings, tmp_path: Path) -> None:
+    equal = group(1.0, 1.0, policy_version=0, metrics={"turns": 1.0})
+    uri = write_groups(tmp_path / "g.jsonl", equal, group(0.0, 2.0, policy_version=1, metrics={"turns": 4.0}))
+    metrics = pack(settings, uri, version=3).metrics
+    assert metrics["reward_mean"] == 1.0
+    assert metrics["reward_std"] == pytest.approx(np.std([1, 1, 0, 2]))
+    assert (metrics["zero_variance_share"], metrics["response_tokens_mean"]) == (0.5, 2.0)
+    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.5, 3.0)
+    assert (metrics["trained_trajectories"], metrics["dropped_trajectories"]) == (2.0, 2.0)
+    assert metrics["trajectory_turns"] == 2.5
+
+
+def test_nobody_is_stale_of_whom_no_version_is_known(settings: Settings, tmp_path: Path) -> None:
+    metrics = pack(settings, write_groups(tmp_path / "g.jsonl", group(0.0, 2.0)), version=3).metrics
+    assert metrics.keys().isdisjoint({"staleness_mean", "staleness_max"})
+    mixed = write_groups(tmp_path / "h.jsonl", group(0.0, 2.0), group(0.0, 2.0, policy_version=3))
+    assert pack(settings, mixed, version=3, key="b").metrics["staleness_mean"] == 0.0
+
+
+def test_what_cannot_be_trained_counts_in_the_baseline_and_is_named(settings: Settings, tmp_path: Path) -> None:
+    """Left out with its reward, it would leave the others with the mean of the survivors."""
+    one = group(0.0, 1.0, 5.0)
+    whole = targets_of(*opened(settings, pack(settings, write_groups(tmp_path / "w.jsonl", one))), 0)
+    one["trajectories"][2]["logprobs"] = [None] * 5
+    packed = pack(settings, write_groups(tmp_path / "g.jsonl", one), key="b", broken="drop")
+    assert targets_of(*opened(settings, packed), 0) == [row for row in whole if row[2] != 3.0]
+    named = ("broken_trajectories", "dropped_for_missing_logprobs", "reward_mean", "trained_trajectories")
+    assert [packed.metrics[name] for name in named] == [1, 1, 2.0, 2]
+
+
+def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Settings, tmp_path: Path) -> None:
+    uri = write_groups(tmp_path / "g.jsonl", group(0.0, 1.0))
+    artifact = Artifact(uri="file:///a", sha256="0" * 64)
+    made = {"adapter": artifact.uri, "adapter_sha256": artifact.sha256}
+    checkpoint = CheckpointRef(step=1, fence=Fence(epoch=1), artifact=artifact)
+    fields = {"step": 1, "key": "a", "groups": uri, "state": "done", "policy_version": 1, "optimizer_step": 1}
+    done = StepStatus.model_validate(fields | made | {"checkpoint": checkpoint})
+    steps = RecordStep(settings)
+    steps.record_step(StepRecordRequest(run_id="r1", step=done))
+    assert pack(settings, uri, step=9, key="a").trained_before == done
+    assert pack(settings, uri, step=1, key="a").trained_before is None, "this is the very step, packed again"
+    other = write_groups(tmp_path / "other.jsonl", group(0.0, 1.0))
+    with pytest.raises(InvalidInput, match=r"key: it was used for .*g\.jsonl, which made step 1"):
+        pack(settings, other, step=9, key="a")
+    conflict = done.model_copy(update={"step": 9, "groups": other, "state": "failed", "checkpoint": None})
+    steps.record_step(StepRecordRequest(run_id="r1", step=conflict))
+    assert pack(settings, uri, step=10, key="a").trained_before == done, "the first one keeps the key"
+    recovered = steps.recover_steps(RecoverRequest(run_id="r1"))
+    assert (recovered.last_step, recovered.trained) == (9, done)

@@ -1,0 +1,200 @@
+"""Answers of this installation in trajectories: the drawn ids and logprobs to the bit, and nobody else's."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from activities.trajectories.chat_trajectories import BrokenConversation, Conversations, PublishedPolicy
+from activities.trajectories.remembered_answers import RememberedAnswers
+from shared.chat.answer_records import AnswerRecord, DrawnChoice, new_answer_id, prune, recall, remember
+from shared.chat.messages import CalledFunction, ToolCall
+from shared.chat.trajectories import ChatTrajectory, Trajectory
+from shared.settings import S3Settings
+from shared.storage.store import LocalStore
+from tests.activities.templates import write_model
+from tests.activities.trajectories.test_chat_trajectories import ASKED, MAX_TOKENS, Server, sampled_ids
+
+SURE = {"role": "user", "content": "Sure?"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "chatml", "chatml")
+
+
+@pytest.fixture
+def server(folder: Path) -> Server:
+    return Server(folder)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+class Harbour:
+    """Gives answers drawn letter by letter, which no tokenizer would give for their text, and remembers them."""
+
+    def __init__(self, server: Server, store: LocalStore, tmp_path: Path) -> None:
+        self.server, self.store, self.cache = server, store, tmp_path / "cache"
+
+    def answer(self, messages: list[Any], text: str, version: int = 3, **changes: Any) -> tuple[Any, AnswerRecord]:
+        asked = self.server.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = [i for letter in text for i in self.server.ids(letter)] + self.server.ids("<|im_end|>")
+        assert ids != self.server.ids(text + "<|im_end|>")
+        logprobs = [-1 / (k + 3) for k in range(len(ids))]
+        record = AnswerRecord(
+            answer_id=new_answer_id(time.time()),
+            model_sha256=self.server.artifact.sha256,
+            name="harbour",
+            version=version,
+            prompt_ids=tuple(self.server.ids(asked)),
+            choices=(DrawnChoice(content=text, token_ids=tuple(ids), logprobs=tuple(logprobs)),),
+        ).model_copy(update=changes)
+        remember(self.store, "north", record)
+        content = [self.server.token(i, round(p, 2)) for i, p in zip(ids, logprobs, strict=True)]
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "logprobs": {"content": content, "refusal": None},
+            "message": {"role": "assistant", "content": text},
+            "answer_id": record.answer_id,
+        }
+        return choice, record
+
+    def read(self, *messages: Any, tenant: str = "north", **fields: Any) -> tuple[Trajectory, ...]:
+        answers = RememberedAnswers(self.store, tenant)
+        policy = PublishedPolicy(2, "harbour", 4)
+        with Conversations(self.server.artifact, self.cache, S3Settings(), answers, policy) as reader:
+            chat = ChatTrajectory.model_validate({"messages": messages, "reward": 1.0} | fields)
+            reader.prepare([chat])
+            try:
+                return reader.trajectories_of(chat, MAX_TOKENS)
+            finally:
+                self.counts = dict(reader.counts)
+
+
+@pytest.fixture
+def harbour(server: Server, store: LocalStore, tmp_path: Path) -> Harbour:
+    return Harbour(server, store, tmp_path)
+
+
+def test_drawn_ids_and_logprobs_are_trained_to_the_bit(harbour: Harbour) -> None:
+    choice, record = harbour.answer(ASKED, "There are 12 sacks.")
+    [drawn] = record.choices
+    bare = {**choice["message"], "answer_id": record.answer_id}
+    for form in (choice, bare):
+        [one] = harbour.read(*ASKED, form)
+        assert one.token_ids == record.prompt_ids + drawn.token_ids
+        assert tuple(p for p in one.logprobs if p is not None) == drawn.logprobs
+        assert tuple(sampled_ids(one)) == drawn.token_ids
+        assert harbour.counts["remembered_turns"] == 1
+    del choice["answer_id"]
+    with pytest.raises(BrokenConversation) as caught:
+        harbour.read(*ASKED, choice)
+    assert caught.value.rule == "differs", "its text alone does not give the ids again"
+
+
+def test_a_later_answer_is_another_sequence_unless_it_was_asked_for_with_the_drawn_ids(harbour: Harbour) -> None:
+    first, one = harbour.answer(ASKED, "There are 12 sacks.")
+    later = [*ASKED, first["message"], SURE]
+    second, two = harbour.answer(later, "Yes, 12.")
+    found = harbour.read(*ASKED, first, SURE, second)
+    assert [each.token_ids for each in found] == [each.prompt_ids + each.choices[0].token_ids for each in (one, two)]
+    between = tuple(harbour.server.ids("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"))
+    kept = one.prompt_ids + one.choices[0].token_ids + between
+    second, two = harbour.answer(later, "Yes, 12.", prompt_ids=kept)
+    [whole] = harbour.read(*ASKED, first, SURE, second)
+    assert whole.token_ids == kept + two.choices[0].token_ids
+    assert tuple(sampled_ids(whole)) == one.choices[0].token_ids + two.choices[0].token_ids
+
+
+def test_another_tenants_answer_is_not_there(harbour: Harbour) -> None:
+    choice, record = harbour.answer(ASKED, "There are 12 sacks.")
+    bare = {**choice["message"], "answer_id": record.answer_id}
+    ids = [record.answer_id, "chatcmpl-" + "0" * 32, "../../north/" + record.answer_id, ""]
+    assert recall(harbour.store, "south", record.answer_id) is None
+    for answer_id in ids:
+        with pytest.raises(BrokenConversation, match="no answer of this id is remembered") as caught:
+            harbour.read(*ASKED, bare | {"answer_id": answer_id}, tenant="south")
+        assert caught.value.rule == "unknown_answer"
+    honest = harbour.server.answer(ASKED, "12.") | {"answer_id": record.answer_id}
+    [one] = harbour.read(*ASKED, honest, tenant="south")
+    assert sampled_ids(one) == harbour.server.turns[0][1], "what its own logprobs say is taken, and no more"
+    assert harbour.counts == {"unknown_answers": 1, "rendered_turns": 1}
+
+
+def test_a_text_that_was_changed_is_refused(harbour: Harbour) -> None:
+    choice, _ = harbour.answer(ASKED, "There are 12 sacks.")
+    changes: list[tuple[str, Any, str]] = [
+        ("message", {"role": "assistant", "content": "There are 19 sacks."}, "another_text"),
+        ("token_ids", [1] * len(choice["logprobs"]["content"]), "differs"),
+        ("index", 1, "unknown_answer"),
+    ]
+    for name, value, rule in changes:
+        with pytest.raises(BrokenConversation) as caught:
+            harbour.read(*ASKED, choice | {name: value})
+        assert caught.value.rule == rule
+    other, _ = harbour.answer(ASKED, "There are 12 sacks.", model_sha256="0" * 64)
+    with pytest.raises(BrokenConversation, match="another model") as caught:
+        harbour.read(*ASKED, other)
+
+
+def test_calls_are_compared_as_they_are_meant(harbour: Harbour) -> None:
+    call = ToolCall(id="call_1", function=CalledFunction(name="tide", arguments='{"port": "north"}'))
+    drawn = DrawnChoice(content=None, tool_calls=(call,), token_ids=(5, 6), logprobs=(-1.0, -2.0))
+    choice, _ = harbour.answer(ASKED, "unread", choices=(drawn,))
+    said = {"role": "assistant", "content": "", "tool_calls": [call.model_dump()]}
+    said["tool_calls"][0]["function"]["arguments"] = '{"port":"north"}'
+    assert sampled_ids(harbour.read(*ASKED, choice | {"message": said})[0]) == [5, 6]
+    for wrong in ([], [{"function": {"name": "tide", "arguments": "{}"}}], ["tide"], [{}]):
+        with pytest.raises(BrokenConversation):
+            harbour.read(*ASKED, choice | {"message": said | {"tool_calls": wrong}})
+
+
+def test_ids_that_a_client_brings_are_trained_where_they_say_the_same(harbour: Harbour) -> None:
+    """As vLLM gives them, of whose answers nobody here remembers anything."""
+    choice, record = harbour.answer(ASKED, "There are 鯨 12.")
+    ids = list(record.choices[0].token_ids)
+    choice |= {"answer_id": None, "token_ids": ids}
+    [one] = harbour.read(*ASKED, choice)
+    assert one.token_ids == (*record.prompt_ids, *ids)
+    with pytest.raises(BrokenConversation) as caught:
+        harbour.read(*ASKED, choice | {"message": {"role": "assistant", "content": "There are 19."}})
+    assert caught.value.rule == "differs"
+
+
+@pytest.mark.parametrize(("version", "number"), [(4, 2), (3, 1), (2, 0), (1, 0)])
+def test_the_policy_that_answered_is_remembered(harbour: Harbour, version: int, number: int) -> None:
+    """Version 4 is what the run's second step published."""
+    choice, _ = harbour.answer(ASKED, "There are 12 sacks.", version)
+    assert [one.policy_version for one in harbour.read(*ASKED, choice, policy_version=9)] == [number]
+    plain = harbour.server.answer(ASKED, "12.")
+    assert [one.policy_version for one in harbour.read(*ASKED, plain, model_version=version)] == [number]
+    other, _ = harbour.answer(ASKED, "There are 12 sacks.", version, name="quay")
+    assert [one.policy_version for one in harbour.read(*ASKED, other)] == [None]
+
+
+def test_old_answers_go_and_no_tenant_keeps_more_than_its_share(harbour: Harbour, store: LocalStore) -> None:
+    now = time.time()
+    ages = {"old": 5000, "older": 9000, "new": 10, "newest": 1}
+    ids = {name: new_answer_id(now - age) for name, age in ages.items()}
+    for answer_id in ids.values():
+        harbour.answer(ASKED, "There are 12 sacks.", answer_id=answer_id)
+    record = recall(store, "north", ids["new"])
+    assert record is not None
+    remember(store, "south", record)
+
+    def left() -> set[str]:
+        return {name for name, answer_id in ids.items() if recall(store, "north", answer_id)}
+
+    prune(store, now, kept_s=7200, max_bytes=1 << 20)
+    assert left() == {"old", "new", "newest"}
+    size = len(record.model_dump_json(exclude_defaults=True))
+    prune(store, now, kept_s=7200, max_bytes=size * 2 + 10)
+    assert left() == {"new", "newest"}
+    prune(store, now, kept_s=7200, max_bytes=size + 10)
+    assert left() == {"newest"}
+    assert recall(store, "south", ids["new"]) == record, "others' answers do not count"

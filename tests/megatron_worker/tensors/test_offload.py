@@ -1,0 +1,154 @@
+"""Host copies, and what the Megatron engine makes of them. What every engine's must do is in test_engine_state.py."""
+
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import offload as benchmark
+from benchmarks.random_model import TINY
+from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.tensors.offload import HostCopy
+from shared.jobs.job import Full, Lora
+from shared.jobs.layout import Layout
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.rows import random_rows
+from tests.megatron_worker.test_engine_state import storages_alive
+
+ROWS = random_rows([40, 17, 90])
+
+
+def make_tensors(*lengths, dtype=torch.float32):
+    return [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in lengths]
+
+
+# One copy.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
+def test_tensors_come_back_to_the_bit_whatever_the_chunks(dtype, chunk):
+    tensors = make_tensors(13, 1, 100, 7, 0, 250, dtype=dtype)
+    views, before = [t[1:] for t in tensors if len(t)], [t.clone() for t in tensors]
+    copy = HostCopy(tensors, chunk * tensors[0].itemsize)
+    num_bytes = copy.device_bytes
+    for round_ in range(2):
+        copy.offload()
+        assert copy.device_bytes == 0
+        assert all(view.untyped_storage().nbytes() == 0 for view in views)
+        assert copy.host_bytes == num_bytes
+        assert max(c.numel() for c in copy._host) <= chunk
+        assert len(copy._host) == -(-371 // chunk)
+        copy.offload()  # a second time changes nothing
+        copy.reload()
+        copy.reload()
+        assert all(torch.equal(t, x + round_) for t, x in zip(tensors, before, strict=True))
+        assert all(torch.equal(v, t[1:]) for v, t in zip(views, [t for t in tensors if len(t)], strict=True))
+        for x, t in zip(before, tensors, strict=True):
+            t.add_(1)  # what changed is copied anew
+            x.copy_(t - round_ - 1)
+
+
+def test_what_is_frozen_is_copied_once():
+    [weights] = make_tensors(1000)
+    before, copy = weights.clone(), HostCopy([weights])
+    copy.offload(frozen=True)
+    for _ in range(2):
+        copy.reload()
+        assert torch.equal(weights, before)
+        weights.zero_()
+        copy.offload(frozen=True)
+
+
+def test_the_hosts_buffers_are_kept_until_they_are_forgotten():
+    copy = HostCopy(make_tensors(1000, 2000), chunk_bytes=2048)
+    copy.offload()
+    places = [chunk.data_ptr() for chunk in copy._host]
+    for _ in range(2):
+        copy.reload()
+        assert copy.host_bytes == 12_000
+        copy.offload()
+        assert [chunk.data_ptr() for chunk in copy._host] == places
+    copy.reload()
+    copy.forget()
+    assert copy.host_bytes == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE") or "[never]" in benchmark.huge_pages(), reason="no huge pages on this machine"
+)
+def test_memory_that_is_taken_again_comes_in_huge_pages():
+    tensor = torch.ones(16 << 20)
+    copy = HostCopy([tensor])
+    copy.offload()
+    copy.reload()
+    assert all(huge_bytes(memory) > 32 << 20 for memory in (tensor, copy._host[0]))
+
+
+def huge_bytes(tensor):
+    """Of the mapping that the tensor's middle lies in."""
+    inside, address = False, tensor[tensor.numel() // 2 :].data_ptr()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@pytest.mark.parametrize("engine", benchmark.ENGINES)
+@pytest.mark.parametrize("state", benchmark.BYTES_A_WEIGHT)
+def test_the_benchmark_measures_an_engine_that_lets_go_of_everything(engine, state):
+    figures = benchmark.measure(engine, state, 4_000_000, 1, torch.device("cpu"), wide=TINY)
+    assert figures["device_bytes_after_offload"] == 0
+    assert figures["host_bytes"] == pytest.approx(1e9 * figures["state_gb"])
+    assert figures["state_gb"] == pytest.approx(4e-3, rel=0.2)
+    assert figures["ratio"]["wall"] > 0
+
+
+# The engine.
+
+
+def start(model, dtype, kind):
+    engine = MegatronEngine(model, Layout(), dtype)
+    if kind == "full":
+        engine.train_full(Full())
+    elif kind == "lora":
+        engine.add_adapter("run", Lora(rank=4), seed=0)
+    return engine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["base", "lora", "full"])
+def test_only_declared_host_buffers_live(model, dtype, kind):
+    before = storages_alive()
+    engine = start(model, dtype, kind)
+    if kind != "base":
+        train(engine, [[ROWS]] * 2)
+    base_bytes = engine._model.flat.num_bytes
+    engine.offload()
+    alive = {address: size for address, size in storages_alive().items() if address not in before}
+    assert sum(alive.values()) == engine.memory().host_bytes >= base_bytes
+    assert engine.memory().device_bytes == 0
+    for parameter in engine._model.parameters.values():
+        assert parameter.untyped_storage().nbytes() == 0
+        assert parameter.grad is None or parameter.grad.untyped_storage().nbytes() == 0
+    for adapter in engine._slots.adapters.values():
+        assert all(p.untyped_storage().nbytes() == 0 for p in adapter.parameters.values())
+
+
+def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
+    engine = start(model, "float32", "base")
+    before = engine._model.flat.buffer.clone()
+    engine.offload()
+    chunks = [chunk.data_ptr() for chunk in engine._slots._published._host]
+    engine.offload()
+    engine.reload()
+    assert torch.equal(engine._model.flat.buffer, before)
+    engine._model.flat.buffer.zero_()  # a second offload must not copy: frozen weights do not change
+    engine.offload()
+    engine.reload()
+    assert [chunk.data_ptr() for chunk in engine._slots._published._host] == chunks
+    assert torch.equal(engine._model.flat.buffer, before)

@@ -1,0 +1,88 @@
+"""What an algorithm's name means for a run: the paper's loss and advantages, and what may be said otherwise."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from activities.trajectories.advantages import advantages_of
+from shared.jobs.job import PPO
+from shared.jobs.loss_presets import PRESETS, advantages_of_preset, preset
+from shared.runs.requests import RLRun
+
+# As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.
+MEAN, NORMALIZED, OTHERS = [-1 / 3, -1 / 3, 2 / 3], [-(0.5**0.5), -(0.5**0.5), 2**0.5], [-0.5, -0.5, 1.0]
+PAPERS = {
+    "reinforce": OTHERS,
+    "grpo": NORMALIZED,
+    "dr_grpo": MEAN,
+    "dapo": NORMALIZED,
+    "gspo": NORMALIZED,
+    "cispo": NORMALIZED,
+}
+
+
+def run_of(**fields: object) -> RLRun:
+    return RLRun.model_validate({"model": "tiny"} | fields)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_has_the_loss_and_the_advantages_of_its_algorithm(name: str) -> None:
+    run = run_of(algorithm=name)
+    assert (run.algorithm, run.loss, run.advantages) == (name, preset(name, 2048), advantages_of_preset(name))
+    [found] = advantages_of(run.advantages, [np.array([0.0, 0.0, 1.0])], [])
+    assert found == pytest.approx(PAPERS[name], abs=1e-5)
+    assert RLRun.model_validate_json(run.model_dump_json()) == run
+
+
+def test_dr_grpo_divides_by_the_longest_answer() -> None:
+    assert run_of(algorithm="dr_grpo", max_tokens=300).loss.constant == 300
+    grader = {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"}
+    rollouts = {"prompts": {"uri": "file:///p"}, "grader": grader, "steps": 1}
+    assert run_of(algorithm="dr_grpo", rollouts=rollouts).loss.constant == 256
+    assert run_of(algorithm="dr_grpo", rollouts=rollouts | {"max_completion_tokens": 90}).loss.constant == 90
+    again = run_of(algorithm="dr_grpo", rollouts=run_of(rollouts=rollouts).rollouts)
+    assert again.loss.constant == 256
+    with pytest.raises(ValidationError, match="max_tokens"):
+        run_of(algorithm="dr_grpo", max_tokens="many")
+
+
+def test_what_a_run_says_itself_goes_before_the_paper() -> None:
+    run = run_of(algorithm="grpo", loss={"clip_high": 0.4, "kl": None}, advantages="leave_one_out")
+    assert run.loss == PPO(aggregation="sequence_mean", clip_high=0.4)
+    assert run.advantages == "leave_one_out"
+    assert run_of(algorithm="grpo", loss=PPO(clip_high=0.4)).loss.aggregation == "sequence_mean"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"algorithm": "grpo", "loss": {"kind": "gspo"}}, "algorithm grpo has the loss ppo: a loss gspo"),
+        ({"algorithm": "grpo", "loss": {"beta": 0.1}}, "beta"),
+        ({"algorithm": "dr_grpo", "loss": {"aggregation": "token_mean"}}, "constant belongs to"),
+        ({"algorithm": "ppo"}, "algorithm"),
+    ],
+)
+def test_what_contradicts_the_algorithm_is_refused(fields: dict[str, object], rule: str) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        run_of(**fields)
+
+
+def test_a_run_without_an_algorithm_or_a_loss_is_ppo() -> None:
+    assert (run_of().loss, run_of().advantages, run_of().algorithm) == (PPO(), "group_mean", None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "equal_rewards"),
+    [
+        ("grpo", "keep"),
+        ("dr_grpo", "keep"),
+        ("gspo", "keep"),
+        ("reinforce", "keep"),
+        ("dapo", "drop"),
+        ("cispo", "drop"),
+    ],
+)
+def test_groups_of_equal_rewards_count_where_the_papers_mean_is_over_all_outputs(algorithm, equal_rewards) -> None:
+    assert RLRun(model="m", algorithm=algorithm).equal_rewards == equal_rewards
+    assert RLRun(model="m", algorithm=algorithm, equal_rewards="drop").equal_rewards == "drop"
+    assert RLRun(model="m", algorithm=algorithm, advantages="given").equal_rewards == "drop"

@@ -1,0 +1,104 @@
+"""From a run to its job: everything that a user asked for arrives, and the rest has its default."""
+
+import pytest
+from pydantic import ValidationError
+
+from shared.contract import Artifact
+from shared.jobs.job import DPO, CrossEntropy, Full, JobPlan, PackedData, reference_of, reference_uri
+from shared.jobs.layout import Layout, ModelShape
+from shared.runs.requests import DatasetSource, DPORun, RLRun, SFTRun
+from shared.runs.start import RLStart, RunStart
+from shared.runs.status import RLState, RunStatus, StepStatus
+from workflows.training.job_plan import dataset_job, rl_job
+
+ANY = Artifact(uri="file:///any", sha256="0" * 64)
+DATA = PackedData(units=ANY, plan=ANY)
+
+
+def plan_of(num_steps: int = 35, eval_data: PackedData | None = None, **changes):
+    source = DatasetSource(uri="d")
+    eval_dataset = source if eval_data else None
+    run = SFTRun(model="m", dataset=source, eval_dataset=eval_dataset, steps=num_steps, batch_size=2, **changes)
+    start = RunStart(run_id="r1", run=run, threads_per_rank=2)
+    return dataset_job(start, model=ANY, adapter=None, data=DATA, eval_data=eval_data, num_steps=num_steps)
+
+
+@pytest.mark.parametrize(("num_steps", "every"), [(1, 1), (9, 1), (10, 1), (11, 2), (35, 4), (1000, 100)])
+def test_a_checkpoint_is_saved_every_tenth_of_a_run(num_steps: int, every: int) -> None:
+    assert plan_of(num_steps).checkpointing.every_steps == every
+
+
+def test_what_the_user_asked_for_arrives() -> None:
+    plan = plan_of(
+        learning_rate=0.5,
+        schedule="cosine",
+        warmup_steps=3,
+        weight_decay=0.1,
+        clip_norm=2.0,
+        seed=11,
+        dtype="bfloat16",
+        engine="fsdp",
+        layout=Layout(dp=2),
+        trainable=Full(),
+        checkpoint_every=7,
+        keep_checkpoints=4,
+        eval_every=5,
+        num_samples=2,
+        sample_tokens=9,
+        eval_data=DATA,
+    )
+    assert (plan.schedule.kind, plan.schedule.learning_rate, plan.schedule.warmup_steps) == ("cosine", 0.5, 3)
+    assert (plan.optimizer.weight_decay, plan.optimizer.clip_norm) == (0.1, 2.0)
+    assert (plan.seed, plan.dtype, plan.trainable, plan.threads_per_rank) == (11, "bfloat16", Full(), 2)
+    assert (plan.engine, plan.layout) == ("fsdp", Layout(dp=2))
+    assert (plan.checkpointing.every_steps, plan.checkpointing.keep) == (7, 4)
+    assert plan.evaluation.model_dump() == {
+        "data": DATA.model_dump(),
+        "every_steps": 5,
+        "num_samples": 2,
+        "sample_tokens": 9,
+    }
+
+
+def test_a_preference_run_has_its_loss_and_its_reference() -> None:
+    run = DPORun(model="m", dataset=DatasetSource(uri="d"), steps=3, batch_size=2, beta=0.3, label_smoothing=0.1)
+    given = {"model": ANY, "adapter": None, "data": DATA, "eval_data": None, "num_steps": 3}
+    start = RunStart(run_id="r1", run=run)
+    assert dataset_job(start, **given).loss == DPO(beta=0.3, label_smoothing=0.1, reference="base")
+    assert dataset_job(start, **given, reference=ANY).loss == DPO(beta=0.3, label_smoothing=0.1, reference=ANY)
+    assert plan_of().loss == CrossEntropy()
+    assert RunStart.model_validate_json(start.model_dump_json()) == start, "the kind tells runs apart"
+
+
+def test_samples_come_from_held_out_prompts_alone() -> None:
+    with pytest.raises(ValidationError, match="need an eval_dataset"):
+        plan_of(num_samples=4)
+    assert plan_of(num_samples=4, eval_data=DATA).evaluation.num_samples == 4
+
+
+def rl_plan(reference: Artifact | None, **loss: object) -> JobPlan:
+    run = RLRun.model_validate({"model": "m", "loss": {"kind": "ppo"} | loss})
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 8, "vocab_size": 9}
+    shape = ModelShape(family="qwen3", **sizes)
+    status = RunStatus(run_id="r1", kind="rl", policy_version=0)
+    state = RLState(model=ANY, shape=shape, reference=reference, status=status)
+    step = StepStatus(step=1, key="a", groups="file:///g")
+    return rl_job(RLStart(run_id="r1", run=run), state, step, DATA, num_steps=1)
+
+
+def test_a_reference_that_a_run_names_by_uri_is_an_artifact_in_its_jobs() -> None:
+    kl = {"coefficient": 0.1, "reference": "s3://bucket/tenants/default/adapters/tide/v000001"}
+    assert (
+        reference_uri(RLRun.model_validate({"model": "m", "loss": {"kind": "ppo", "kl": kl}}).loss) == kl["reference"]
+    )
+    assert reference_of(rl_plan(ANY, kl=kl).loss) == ANY
+    assert rl_plan(ANY, kl=kl).loss.model_dump(exclude={"kl"}) == rl_plan(None).loss.model_dump(exclude={"kl"})
+    with pytest.raises(ValidationError, match=r"kl\.reference: a job has the adapter itself, .*adapters/tide"):
+        rl_plan(None, kl=kl)
+
+
+def test_base_is_a_reference_that_nobody_looks_up() -> None:
+    kl = {"coefficient": 0.1}
+    assert reference_uri(RLRun.model_validate({"model": "m", "loss": {"kind": "ppo", "kl": kl}}).loss) is None
+    assert reference_of(rl_plan(None, kl=kl).loss) == "base"
+    assert reference_of(rl_plan(None).loss) is None

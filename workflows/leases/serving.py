@@ -1,0 +1,193 @@
+"""The sampler that answers users of one model: leased when somebody asks, given back when nobody has for a while."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from pydantic import Field
+
+    from activities.hosts.lease import LeaseGrant
+    from activities.sampling.lease_sampler import SamplerLeaseRequest
+    from shared.contract import Frozen
+    from shared.jobs.leases import SamplerKey
+    from shared.runs.requests import RunId
+    from shared.runs.start import RunTiming
+    from shared.runs.status import Problem
+    from workflows import policies
+    from workflows.leases.leasing import Leasing, Lost, lost
+    from workflows.outcomes import RunFailed
+
+# Temporal takes 2,000 updates an execution. After half of them it ends, and the next question starts another.
+_MAX_ASKED = 1000
+_ROOM_S = 15.0  # longer than a service asks a sampler without a word to its workflow
+_MAX_LOSSES = 3  # samplers that may come to nothing while somebody waits
+
+
+class ServingStart(Frozen):
+    """Which sampler, on a host of which shape. `idle_s`: without a question, until it is given back."""
+
+    serving_id: RunId = Field(description="the workflow's own id")
+    key: SamplerKey
+    shape: str
+    timing: RunTiming = RunTiming()
+    idle_s: float = Field(gt=0)
+    share_s: float = Field(default=60.0, gt=0, description="that a sampler is kept while others wait for it")
+
+
+class ServeRequest(Frozen):
+    """A question is coming. `patience_s`: how long it may wait for a sampler."""
+
+    patience_s: float = Field(gt=0)
+
+
+@workflow.defn
+class ServingWorkflow:
+    """One lease at a time. When it is lost, questions under way fail, and are asked again by who asked them."""
+
+    @workflow.init
+    def __init__(self, start: ServingStart) -> None:
+        self._start = start
+        self._leasing = Leasing("lease_sampler", policies.sampler_queue(start.shape), start.timing)
+        self._num_asked = 0
+        self._num_waiting = 0
+        self._num_lost = 0
+        self._num_lost_in_a_row = 0
+        self._problem: Problem | None = None  # why the last sampler came to nothing
+        self._is_hopeless = False  # another would fare no better
+        self._is_over = False
+        self._idle_s = start.idle_s
+        self._leased_at = 0.0
+        self._due_at: float | None = None  # when this sampler is given back, whoever asks
+
+    @workflow.run
+    async def run(self, start: ServingStart) -> None:
+        while await self._is_wanted():
+            try:
+                await self._lease_once()
+            except RunFailed as failure:
+                self._note(failure.problem, is_hopeless=True)
+            except Lost as loss:
+                self._note(Problem(kind="worker_lost", message=str(loss)))
+            finally:
+                self._leasing.release()
+                self._due_at = None  # it was this sampler's
+        await workflow.wait_condition(workflow.all_handlers_finished)
+
+    @workflow.update
+    async def serve(self, request: ServeRequest) -> LeaseGrant:
+        """The sampler, as soon as one is up. Fails with the kind of problem that there is."""
+        self._num_asked += 1
+        self._num_waiting += 1
+        try:
+            return await asyncio.wait_for(self._grant(self._num_lost), request.patience_s)
+        except TimeoutError:
+            raise self._unavailable(request.patience_s) from None
+        finally:
+            self._num_waiting -= 1
+
+    @workflow.signal
+    def make_room(self) -> None:
+        """A run or another model waits for a sampler.
+
+        Without a question this one is given back soon; with questions, when their share of the time is over. Whoever
+        goes on asking waits in line for the next one.
+        """
+        self._idle_s = min(_ROOM_S, self._start.idle_s / 6)
+        if self._leasing.is_warm and self._due_at is None:
+            self._due_at = max(workflow.time(), self._leased_at + self._start.share_s)
+
+    @workflow.signal
+    def sampler_leased(self, grant: LeaseGrant) -> None:
+        self._leasing.granted(grant)
+
+    async def _grant(self, lost_before: int) -> LeaseGrant:
+        while True:
+            await workflow.wait_condition(lambda: self._leasing.is_warm or self._is_given_up(lost_before))
+            if self._leasing.is_warm and self._leasing.grant is not None:  # it may have gone again since
+                return self._leasing.grant
+            if self._is_given_up(lost_before) and self._problem is not None:
+                raise ApplicationError(self._problem.message, type=self._problem.kind)
+
+    async def _is_wanted(self) -> bool:
+        """Whether somebody waits for a sampler; False when nobody came for the idle time."""
+        if pause := policies.pause_before_lease(self._num_lost_in_a_row):
+            await workflow.sleep(pause)
+        if self._is_over and not self._num_waiting:
+            return False
+        return await self._until(lambda: self._num_waiting > 0)
+
+    async def _lease_once(self) -> None:
+        """Hold one sampler for as long as it is wanted, and this execution is not too long.
+
+        Raises:
+            Lost: it came to nothing, or was lost. RunFailed: no other would fare better.
+        """
+        epoch = self._leasing.epoch + 1
+        request = SamplerLeaseRequest(
+            run_id=self._start.serving_id,
+            epoch=epoch,
+            key=self._start.key,
+            ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
+        )
+        self._leasing.take(request, epoch)
+        up = asyncio.create_task(self._leasing.wait())
+        try:
+            if not await self._until(up.done):
+                up.cancel()
+                self._is_over = True
+                return
+            await up
+        except ActivityError as error:
+            raise lost(error) from error
+        self._num_lost_in_a_row = 0
+        self._leased_at = workflow.time()
+        await self._until(lambda: not self._leasing.is_warm or self._is_long or self._is_due)
+        if not self._leasing.is_warm:
+            raise Lost("the sampler was lost")
+        self._is_over = True
+
+    @property
+    def _is_due(self) -> bool:
+        return self._due_at is not None and workflow.time() >= self._due_at
+
+    @property
+    def _is_long(self) -> bool:
+        return self._num_asked >= _MAX_ASKED and not self._num_waiting
+
+    async def _until(self, happens: Callable[[], bool]) -> bool:
+        """Wait; False when before that nobody waited, and nobody asked, for the idle time."""
+        while not happens():
+            before = self._num_asked, self._idle_s, self._due_at
+            due_s = self._due_at - workflow.time() if self._due_at is not None else 0.0
+            # A wait of no time at all does not yield: `happens` is asked of a share that is over, and not the clock.
+            left_s = min(self._idle_s, due_s) if due_s > 0 else self._idle_s
+            try:
+                await workflow.wait_condition(
+                    lambda before=before: (  # type: ignore[misc]
+                        happens() or (self._num_asked, self._idle_s, self._due_at) != before
+                    ),
+                    timeout=timedelta(seconds=left_s),
+                )
+            except TimeoutError:
+                if self._num_asked == before[0] and not self._num_waiting:
+                    return False
+        return True
+
+    def _note(self, problem: Problem, is_hopeless: bool = False) -> None:
+        workflow.logger.warning("sampler lease %d came to nothing: %s", self._leasing.epoch, problem.message)
+        self._problem, self._is_hopeless = problem, is_hopeless
+        self._num_lost += 1
+        self._num_lost_in_a_row += 1
+
+    def _is_given_up(self, lost_before: int) -> bool:
+        num_lost = self._num_lost - lost_before
+        return num_lost >= _MAX_LOSSES or (num_lost > 0 and self._is_hopeless)
+
+    def _unavailable(self, patience_s: float) -> ApplicationError:
+        why = f"; the last one: {self._problem.message}" if self._problem else ""
+        text = f"no sampler host of shape {self._start.shape} had one up within {patience_s:g} s{why}"
+        return ApplicationError(text, type="sampler_unavailable")

@@ -1,0 +1,1 @@
+"""What an RL run samples and grades by itself."""

@@ -1,0 +1,183 @@
+"""What a run's own rollouts ask of prompts, sampler and grader, and what they are told by: pure functions."""
+
+import math
+from collections.abc import Sequence
+
+from activities.grading.grade import GradeSummary
+from activities.sampling.completions import Rows
+from activities.sampling.prove_adapter import ProveRequest
+from activities.sampling.sample import Sampled, SampleRequest
+from activities.sampling.samplers import SamplerPlace
+from activities.tokenizing.render_prompts import Prompts, PromptsRequest
+from activities.trajectories.group_samples import GroupSamplesRequest
+from shared.chat.completions import Sampling
+from shared.contract import Artifact
+from shared.jobs.leases import SamplerKey
+from shared.runs.requests import DatasetSource, RLRun, Rollouts
+from shared.runs.start import RLStart
+from shared.runs.status import Policy, RolloutData
+from shared.storage.paths import content_key
+from workflows import policies as limits
+
+_EVALUATION = 0  # stands for the number of a step where held-out prompts are sampled
+# Sequences that are drawn together. Part of what makes samples bit-identical, so not the host's affair.
+_MOST_SLOTS = 64
+
+
+def rollouts_of(run: RLRun) -> Rollouts:
+    """Those of a run that makes its own."""
+    assert run.rollouts is not None
+    return run.rollouts
+
+
+def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model: Artifact) -> PromptsRequest:
+    """Prompts that leave room for an answer."""
+    rollouts = rollouts_of(run)
+    return PromptsRequest(
+        dataset=dataset,
+        source=source,
+        model=model,
+        max_prompt_tokens=run.max_tokens - rollouts.max_completion_tokens,
+        max_lost_fraction=rollouts.max_lost_fraction,
+    )
+
+
+def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> RolloutData:
+    """Rendered prompts, and the train steps that they make: as many as the run says, or its epochs; one at least."""
+    rollouts = rollouts_of(run)
+    num_steps = rollouts.steps
+    if num_steps is None:
+        assert rollouts.epochs is not None
+        num_steps = max(1, math.floor(rollouts.epochs * prompts.num_prompts / rollouts.prompts_per_step))
+    return RolloutData(
+        prompts=prompts.prompts,
+        num_steps=num_steps,
+        probe=prompts.probe,
+        held_out=held_out.prompts if held_out else None,
+    )
+
+
+def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
+    """The sampler process that a run leases: it has the cores that the run's worker has."""
+    run, rollouts = start.run, rollouts_of(start.run)
+    return SamplerKey(
+        model=model,
+        dtype=run.dtype,
+        threads=start.threads_per_rank * run.layout.world_size,
+        slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),
+        max_model_len=run.max_tokens,
+    )
+
+
+def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
+    """Counted from 1, step t is sampled from the policy after step max(0, t - 1 - off_policy_steps)."""
+    after = max(0, step - 1 - rollouts_of(run).off_policy_steps)
+    return next(policy for policy in policies if policy.after_step == after)
+
+
+def step_samples(
+    start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], step: int, place: SamplerPlace
+) -> SampleRequest:
+    """The samples that a step, counted from 1, is to be trained on. `policies`: all that are still sampled from."""
+    run, rollouts = start.run, rollouts_of(start.run)
+    rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
+    policy, size = policy_of_step(run, policies, step), rollouts.group_size
+    return _samples(start, model, prompts, rows, policies, policy, size, run.temperature, step, place)
+
+
+def held_out_samples(
+    start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], policy: Policy, place: SamplerPlace
+) -> SampleRequest:
+    """The samples of all held-out prompts: drawn with equal seeds whenever they are."""
+    held_out = rollouts_of(start.run).held_out
+    assert held_out is not None
+    size, temperature = held_out.samples_per_prompt, held_out.temperature
+    return _samples(start, model, prompts, Rows(), policies, policy, size, temperature, _EVALUATION, place)
+
+
+def _samples(
+    start: RLStart,
+    model: Artifact,
+    prompts: Artifact,
+    rows: Rows,
+    policies: Sequence[Policy],
+    policy: Policy,
+    group_size: int,
+    temperature: float,
+    step: int,
+    place: SamplerPlace,
+) -> SampleRequest:
+    run, rollouts = start.run, rollouts_of(start.run)
+    return SampleRequest(
+        run_id=start.run_id,
+        model=model,
+        dtype=run.dtype,
+        prompts=prompts,
+        rows=rows,
+        group_size=group_size,
+        sampling=Sampling(temperature=temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop),
+        seed=_seed(run.seed, "samples", step),
+        adapter=policy.adapter,
+        policy_version=policy.version,
+        keep=_adapters_of(policies),
+        place=place,
+    )
+
+
+def _adapters_of(policies: Sequence[Policy]) -> tuple[Artifact, ...]:
+    return tuple(policy.adapter for policy in policies if policy.adapter is not None)
+
+
+def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: int) -> GroupSamplesRequest:
+    """The trajectory groups of a step's samples and their grades."""
+    rollouts = rollouts_of(run)
+    return GroupSamplesRequest(
+        completions=completions,
+        grades=grades,
+        shuffle_seed=_seed(run.seed, "rewards", step) if rollouts.shuffle_rewards else None,
+        max_ungraded_fraction=rollouts.max_ungraded_fraction,
+    )
+
+
+def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
+    """Whether held-out prompts are due after a step, counted from 1."""
+    held_out = rollouts_of(run).held_out
+    return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
+
+
+def proof(
+    start: RLStart,
+    data: RolloutData,
+    policies: Sequence[Policy],
+    policy: Policy,
+    logprobs: Sequence[float],
+    place: SamplerPlace,
+) -> ProveRequest:
+    """That a sampler serves a policy: its log-probabilities of the probe must be the trainer's."""
+    return ProveRequest(
+        run_id=start.run_id,
+        adapter=policy.adapter,
+        probe=data.probe,
+        logprobs=tuple(logprobs),
+        bound=rollouts_of(start.run).probe_bound or limits.PROBE_BOUND[start.run.dtype],
+        place=place,
+        keep=_adapters_of(policies),
+    )
+
+
+def held_out_metrics(sampled: Sampled, graded: GradeSummary) -> dict[str, float]:
+    """What a policy's held-out samples and their grades say of it."""
+    metrics = {
+        "eval_samples": float(graded.num_samples),
+        "eval_ungraded": float(graded.num_failed),
+        "eval_truncation_rate": sampled.num_cut_off / sampled.num_samples,
+        "eval_response_tokens_mean": sampled.num_tokens / sampled.num_samples,
+    }
+    if graded.mean is not None and graded.std is not None:
+        metrics |= {"eval_reward_mean": graded.mean, "eval_reward_std": graded.std}
+    return metrics
+
+
+def _seed(seed: int, what: str, step: int) -> int:
+    """Of one step, and of one use of chance in it: 62 bits."""
+    return int(content_key("rollouts-1", str(seed), what, str(step))[:16], 16) >> 2

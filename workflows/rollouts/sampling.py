@@ -1,0 +1,120 @@
+"""A run's sampler: leased like a worker, or a server behind a URL. What it is asked for can be asked for again."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from pydantic import BaseModel
+
+    from activities.hosts.lease import LeaseGrant
+    from activities.sampling.lease_sampler import SamplerLeaseRequest
+    from activities.sampling.samplers import LeasedSampler, SamplerPlace, ServedSampler
+    from shared.contract import Artifact, Frozen
+    from shared.runs.start import RLStart
+    from shared.runs.status import Problem
+    from workflows import control, policies
+    from workflows.leases.leasing import Leasing, Lost, lost
+    from workflows.outcomes import RunFailed
+    from workflows.rollouts.requests import sampler_key
+
+Answer = TypeVar("Answer", bound=BaseModel)
+RequestAt = Callable[[SamplerPlace], Frozen]
+
+
+@dataclass
+class Sampling:
+    """What a workflow knows of its sampler. Two pieces of work may be asked of it at a time."""
+
+    start: RLStart
+    _leasing: Leasing = field(init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        queue = policies.sampler_queue(self.start.shape)
+        self._leasing = Leasing("lease_sampler", queue, self.start.timing)
+
+    @property
+    def is_served(self) -> bool:
+        rollouts = self.start.run.rollouts
+        return self.start.serves_sampler or (rollouts is not None and rollouts.sampler_url is not None)
+
+    @property
+    def is_up(self) -> bool:
+        return self.is_served or self._leasing.grant is not None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that leased samplers stood by in this execution of the run."""
+        return self._leasing.held_s
+
+    def granted(self, grant: LeaseGrant) -> None:
+        self._leasing.granted(grant)
+
+    def release(self) -> None:
+        self._leasing.release()
+
+    async def do(self, activity: str, request: RequestAt, answer: type[Answer], model: Artifact) -> Answer:
+        """Have the sampler of `model` do a piece of work, over as many leases as it takes.
+
+        Raises:
+            RunFailed: it cannot be done, or too many samplers in a row were lost at it.
+            ActivityError: a served sampler could not do it.
+        """
+        rollouts = self.start.run.rollouts
+        assert rollouts is not None
+        if self.is_served:
+            place = ServedSampler(url=rollouts.sampler_url)
+            return await control.do(activity, request(place), answer, policies.SERVED_RETRY)
+        losses: list[str] = []
+        while True:
+            if len(losses) >= self.start.timing.max_losses:
+                message = f"the sampler was lost {len(losses)} times in a row; the last time: {losses[-1]}"
+                raise RunFailed(Problem(kind="worker_lost", message=message))
+            if pause := policies.pause_before_lease(len(losses)):
+                await workflow.sleep(pause)
+            grant: LeaseGrant | None = None
+            try:
+                grant = await self._seat(model)
+                return await self._ask(activity, request, answer, grant)
+            except Lost as loss:
+                losses.append(str(loss))
+            except ActivityError as error:
+                losses.append(str(lost(error)))
+            workflow.logger.warning("sampler lease %d came to nothing: %s", self._leasing.epoch, losses[-1])
+            if grant is None or self._leasing.grant is grant:  # else somebody else has taken a new lease since
+                self._leasing.release()
+
+    async def _seat(self, model: Artifact) -> LeaseGrant:
+        """The process that stands by, or a new one."""
+        async with self._turn:
+            if not self._leasing.is_warm:
+                epoch = self._leasing.epoch + 1
+                self._leasing.take(
+                    SamplerLeaseRequest(
+                        run_id=self.start.run_id,
+                        epoch=epoch,
+                        key=sampler_key(self.start, model),
+                        ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
+                    ),
+                    epoch,
+                )
+            return await self._leasing.wait()
+
+    async def _ask(self, activity: str, request: RequestAt, answer: type[Answer], grant: LeaseGrant) -> Answer:
+        place = LeasedSampler(run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id)
+        result: Answer = await workflow.execute_activity(
+            activity,
+            request(place),
+            result_type=answer,
+            task_queue=grant.host_queue,
+            schedule_to_start_timeout=policies.pickup_timeout(self.start.timing),
+            start_to_close_timeout=policies.DATA_TIMEOUT,
+            heartbeat_timeout=policies.heartbeat_timeout(self.start.timing),
+            retry_policy=policies.ONCE,
+        )
+        return result

@@ -1,0 +1,1 @@
+"""Short workflows: previews, questions, trials of graders, webhooks, schedules, tracking."""

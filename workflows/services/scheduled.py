@@ -1,0 +1,92 @@
+"""What a schedule does at one of its times: look at the data, and start a run if there is something new in it."""
+
+import hashlib
+from typing import Any
+
+from temporalio import workflow
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedError
+
+with workflow.unsafe.imports_passed_through():
+    from activities.sources.download import Downloaded, DownloadRequest
+    from shared.runs.schedules import ACTION_MEMO, AcceptRequest, Action, Decision, ScheduledAction, data_of
+    from shared.runs.status import RunStatus
+    from workflows import control, policies
+    from workflows.outcomes import problem_of
+
+
+@workflow.defn
+class ScheduledRunWorkflow:
+    """It lasts as long as its run, so that Temporal's overlap policies speak of runs. The memo says how it went."""
+
+    @workflow.run
+    async def run(self, action: ScheduledAction) -> Action:
+        run = action.scheduled.run
+        run_id = _run_id(run.kind)
+        self._show(Action())
+        try:
+            # Brought under the run's own key: what was compared is what is trained on.
+            download = DownloadRequest(run_id=run_id, tenant=action.tenant, split="train", source=data_of(run))
+            dataset = (await control.do("download", download, Downloaded)).dataset
+            decision = await _accepted(AcceptRequest(action=action, run_id=run_id, dataset=dataset))
+        except Exception as error:
+            self._show(Action(state="failed", reason=problem_of(error).message))
+            raise
+        if decision.start is None:
+            return self._show(Action(state="skipped", reason=decision.reason))
+        child = await _start(decision, run_id)
+        shown = self._show(Action(state="started", run_id=run_id))
+        if child is not None:
+            await _end_of(child)
+        return shown
+
+    def _show(self, action: Action) -> Action:
+        workflow.upsert_memo({ACTION_MEMO: action.model_dump(mode="json")})
+        return action
+
+
+async def _accepted(request: AcceptRequest) -> Decision:
+    """Ask the web service, which accepts this run as it does those that are sent. While it is away, this waits."""
+    decision: Decision = await workflow.execute_activity(
+        "accept_scheduled",
+        request,
+        result_type=Decision,
+        task_queue=policies.service_queue(workflow.info().task_queue),
+        start_to_close_timeout=policies.RECORD_TIMEOUT,
+        retry_policy=policies.PATIENT,
+    )
+    return decision
+
+
+async def _start(decision: Decision, run_id: str) -> workflow.ChildWorkflowHandle[Any, Any] | None:
+    """Start the run as a child that outlives this workflow; None for one that is not ours to wait for."""
+    try:
+        return await workflow.start_child_workflow(
+            decision.workflow,
+            decision.start,
+            id=run_id,
+            result_type=RunStatus,
+            id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
+            parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+            cancellation_type=workflow.ChildWorkflowCancellationType.WAIT_CANCELLATION_COMPLETED,
+        )
+    except WorkflowAlreadyStartedError:
+        workflow.logger.info("%s was on record, and the service has started it already", run_id)
+        return None
+
+
+async def _end_of(child: workflow.ChildWorkflowHandle[Any, Any]) -> None:
+    """Wait for the run. How it ended is on its own record."""
+    try:
+        await child
+    except ChildWorkflowError:
+        if workflow.cancellation_reason() is not None:
+            raise
+        workflow.logger.info("%s did not succeed", child.id)
+
+
+def _run_id(kind: str) -> str:
+    """As the service makes them, so that ids sort by time; but the same at every retry."""
+    info = workflow.info()
+    chance = hashlib.sha256(info.workflow_id.encode()).hexdigest()[:6]
+    return f"{kind}-{int(info.start_time.timestamp() * 1000):011x}{chance}"

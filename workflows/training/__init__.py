@@ -1,0 +1,1 @@
+"""A run's jobs on leased workers."""

@@ -1,0 +1,104 @@
+"""From what a user asked for to what a worker does: pure functions."""
+
+import math
+
+from shared.contract import Artifact
+from shared.jobs.job import (
+    DPO,
+    Adam,
+    Checkpointing,
+    CrossEntropy,
+    Evaluation,
+    JobPlan,
+    Loss,
+    PackedData,
+    Reference,
+    Schedule,
+    with_reference,
+)
+from shared.runs.requests import DPORun, SFTRun
+from shared.runs.start import RLStart, RunStart
+from shared.runs.status import RLState, StepStatus
+
+ONLY_JOB = "000001"
+# The newest, the one that the job before left, and one for a straggler's twin of either.
+_KEPT_BETWEEN_JOBS = 3
+
+
+def dataset_job(
+    start: RunStart,
+    *,
+    model: Artifact,
+    adapter: Artifact | None,
+    data: PackedData,
+    eval_data: PackedData | None,
+    num_steps: int,
+    reference: Reference = "base",
+) -> JobPlan:
+    """The one job of a run on a dataset. The same run gives the same plan, however often it is leased."""
+    run = start.run
+    return JobPlan(
+        run_id=start.run_id,
+        job_id=ONLY_JOB,
+        model=model,
+        engine=run.engine,
+        layout=run.layout,
+        dtype=run.dtype,
+        threads_per_rank=start.threads_per_rank,
+        trainable=run.trainable,
+        initial_adapter=adapter,
+        data=data,
+        num_steps=num_steps,
+        loss=_loss_of(run, reference),
+        optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
+        schedule=Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
+        evaluation=Evaluation(
+            data=eval_data,
+            every_steps=run.eval_every,
+            num_samples=run.num_samples,
+            sample_tokens=run.sample_tokens,
+        ),
+        checkpointing=Checkpointing(
+            every_steps=run.checkpoint_every or max(1, math.ceil(num_steps / 10)), keep=run.keep_checkpoints
+        ),
+        seed=run.seed,
+    )
+
+
+def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
+    match run:
+        case SFTRun():
+            return CrossEntropy()
+        case DPORun():
+            return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
+
+
+def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int) -> JobPlan:
+    """The job of one train step: it goes on from what the step before left, and saves only what it leaves itself.
+
+    Its number is the step's own, which is one more than that of any step before it.
+    """
+    run = start.run
+    return JobPlan(
+        run_id=start.run_id,
+        job_id=f"{step.step:06d}",
+        model=state.model,
+        engine=run.engine,
+        layout=run.layout,
+        dtype=run.dtype,
+        threads_per_rank=start.threads_per_rank,
+        trainable=run.trainable,
+        initial_adapter=state.adapter if state.checkpoint is None else None,
+        initial_checkpoint=state.checkpoint.artifact if state.checkpoint else None,
+        first_step=state.optimizer_step,
+        data=data,
+        num_steps=num_steps,
+        loss=with_reference(run.loss, state.reference),
+        temperature=run.temperature,
+        optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
+        schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
+        checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS),
+        seed=run.seed,
+        after=run.between_steps,
+        probe=state.rollouts.probe if state.rollouts else (),
+    )

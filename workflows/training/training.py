@@ -1,0 +1,228 @@
+"""A run's jobs on leased workers. A worker that is lost is replaced, and the job goes on from its newest checkpoint."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from activities.heartbeat import HOST_LEAVES
+    from activities.hosts.lease import LeaseGrant, LeaseRequest
+    from activities.hosts.progress import ProgressReport
+    from activities.hosts.run_job import JobRequest, JobResult
+    from activities.records.checkpoints import own
+    from activities.records.find_checkpoint import FindCheckpointRequest, ResumePoint
+    from shared.jobs.job import JobPlan
+    from shared.jobs.leases import WorkerKey
+    from shared.runs.start import RLStart, RunStart
+    from shared.runs.status import CheckpointRef, Problem
+    from workflows import control, policies
+    from workflows.leases.leasing import Leasing, Lost, lost
+    from workflows.outcomes import RunCancelled, RunFailed
+    from workflows.services.track import track
+    from workflows.training.interruption import Work
+    from workflows.training.pace import Pace
+
+
+class Damaged(Exception):
+    """The checkpoint that a job was to go on from cannot be read; an older one may be sound."""
+
+
+@dataclass
+class Training:
+    """What a workflow knows of its leases. Signals of a fence that is not the current one change nothing.
+
+    `changed` is called when a lease begins, is granted, or ends.
+    `holds`: a worker that did its job well is kept for the next one, until `release`.
+    `notices`: what the run's user should know. `num_lost`: leases of this execution that ended in a loss. `pace`: of
+    the steps within a job. `is_tracked`: somebody follows the run for W&B, from its first worker on.
+    """
+
+    start: RunStart | RLStart
+    work: Work
+    changed: Callable[[], None]
+    holds: bool = False
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: CheckpointRef | None = None
+    num_lost: int = 0
+    notices: tuple[str, ...] = ()
+    pace: Pace = field(default_factory=Pace)
+    is_tracked: bool = False
+    _leasing: Leasing = field(init=False)
+    _found: CheckpointRef | None = None
+    _last_epoch: int = 0
+    _begun_step: int = 0
+    _passed_over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._leasing = Leasing("lease", policies.lease_queue(self.start.shape), self.start.timing)
+
+    @property
+    def epoch(self) -> int:
+        """Leases so far, those of earlier executions of the run included."""
+        return self._leasing.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._leasing.epoch = epoch
+
+    @property
+    def is_leased(self) -> bool:
+        return self._leasing.grant is not None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that workers stood by in this execution of the run."""
+        return self._leasing.held_s
+
+    def leased(self, grant: LeaseGrant) -> None:
+        self._leasing.granted(grant)
+        self.changed()
+
+    def progress(self, report: ProgressReport) -> None:
+        grant = self._leasing.grant
+        if grant is not None and report.fence == grant.fence and report.step >= self.step:
+            self._note(report)
+            if report.step > self._begun_step:
+                self.pace.take(report.step, workflow.time(), self.epoch)
+
+    def _note(self, news: ProgressReport | JobResult) -> None:
+        self.step = news.step
+        self.metrics = self.metrics | news.metrics
+        self.checkpoint = news.checkpoint or self.checkpoint
+
+    async def do(self, plan: JobPlan) -> JobResult:
+        """Do a job to its end, over as many leases as it takes while it gets ahead.
+
+        Raises:
+            RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
+            RunCancelled: the worker ended the job because it was asked to, or was lost after that.
+        """
+        losses: list[str] = []
+        self._found = None
+        while True:
+            if not self._leasing.is_warm and await self._find_checkpoint(plan):
+                losses.clear()
+            if len(losses) >= self.start.timing.max_losses:
+                raise RunFailed(Problem(kind="worker_lost", message=_gave_up(losses)))
+            if pause := policies.pause_before_lease(len(losses)):
+                await workflow.sleep(pause)
+            try:
+                return await self._lease_and_run(plan)
+            except Damaged as damaged:
+                self._pass_over(damaged)
+            except Lost as loss:
+                if self.work.is_ending:
+                    raise RunCancelled from loss  # the worker that was to end in good order went down instead
+                losses.append(str(loss))
+                self.num_lost += HOST_LEAVES not in losses[-1]
+                workflow.logger.warning("lease %d came to nothing: %s", self.epoch, loss)
+
+    def release(self) -> None:
+        """Give the worker back, if there is one."""
+        if workflow.in_workflow():  # else this execution was evicted from its host's memory: no word of it counts
+            self._leasing.release()
+            self.changed()
+
+    def _pass_over(self, damaged: "Damaged") -> None:
+        """Go on from an older checkpoint than the one that a worker could not read."""
+        assert self.checkpoint is not None
+        self._passed_over += (self.checkpoint.artifact.uri,)
+        self._tell([str(damaged)])
+
+    def _tell(self, damaged: Sequence[str]) -> None:
+        """Say once of each damaged checkpoint that it is passed over."""
+        for message in damaged:
+            notice = f"{message}; the run goes on from an older one"
+            if not any(told.startswith(message) for told in self.notices):
+                self.notices += (notice,)
+                workflow.logger.warning("%s", notice)
+
+    async def _find_checkpoint(self, plan: JobPlan) -> bool:
+        """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
+        request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
+        point = await control.do("find_checkpoint", request, ResumePoint, policies.PATIENT, policies.RECORD_TIMEOUT)
+        self._tell(point.damaged)
+        step_before = self._found.step if self._found else plan.first_step
+        self._found = self.checkpoint = own(plan, point.checkpoint)
+        self._last_epoch = max(self.epoch, point.last_epoch)
+        self.step = self._begun_step = self._found.step if self._found else plan.first_step
+        return self.step > step_before
+
+    async def _lease_and_run(self, plan: JobPlan) -> JobResult:
+        keep = False
+        try:
+            if not self._leasing.is_warm:
+                self._take_lease(plan)
+            grant = await self._leasing.wait()
+            await self._track()
+            result = await self._run_job(plan, grant)
+            self._note(result)
+            accepted = _accepted(result)
+            keep = self.holds
+            return accepted
+        except ActivityError as error:
+            raise lost(error) from error
+        finally:
+            if not keep:
+                self.release()
+
+    async def _track(self) -> None:
+        """Once a run. A worker that is lost while this is done is noticed by what comes next."""
+        if not self.is_tracked:
+            self.is_tracked = True
+            await track(self.start)
+
+    def _take_lease(self, plan: JobPlan) -> None:
+        epoch = self._last_epoch + 1
+        request = LeaseRequest(
+            run_id=self.start.run_id,
+            epoch=epoch,
+            key=WorkerKey.of(plan),
+            ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
+        )
+        self._leasing.take(request, epoch)
+        self.changed()
+
+    async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:
+        timing = self.start.timing
+        return await workflow.execute_activity(
+            "run_job",
+            JobRequest(
+                plan=plan,
+                fence=grant.fence,
+                worker_id=grant.worker_id,
+                cancel_grace_s=timing.cancel_grace_s,
+                passed_over=self._passed_over,
+            ),
+            result_type=JobResult,
+            task_queue=grant.host_queue,
+            schedule_to_start_timeout=policies.pickup_timeout(timing),
+            start_to_close_timeout=policies.LEASE_TIMEOUT,
+            heartbeat_timeout=policies.heartbeat_timeout(timing),
+            retry_policy=policies.ONCE,
+            cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+        )
+
+
+def _accepted(result: JobResult) -> JobResult:
+    match result.outcome:
+        case "succeeded":
+            return result
+        case "cancelled":
+            raise RunCancelled
+        case "failed":
+            problem = result.problem
+            assert problem is not None
+            if result.damaged is not None:
+                raise Damaged(result.damaged)
+            if problem.kind in policies.FINAL_KINDS:
+                raise RunFailed(problem)
+            raise Lost(problem.message)
+
+
+def _gave_up(losses: list[str]) -> str:
+    times = "once" if len(losses) == 1 else f"{len(losses)} times in a row"
+    return f"the worker was lost {times} without a new checkpoint; the last time: {losses[-1]}"
