@@ -23,11 +23,11 @@ from activities.hosts.step_metrics import job_metrics
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
 from activities.models.publish import Publish, PublishRequest
 from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter
-from activities.models.resolve_model import ModelRequest, ResolveModel
+from activities.models.resolve_model import ResolveModel
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.prove_adapter import ProveAdapter
 from activities.sampling.sample import Sample, Sampled, SampleRequest
-from activities.sampling.samplers import Samplers, ServedSampler
+from activities.sampling.samplers import Samplers
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples
@@ -39,7 +39,8 @@ from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan, reference_uri
 from shared.jobs.leases import ProcessKey, WorkerKey
 from shared.runs.requests import DatasetSource, RLRun
-from shared.runs.start import RLStart
+from shared.runs.serving import ServedSampler
+from shared.runs.start import ModelRequest, RLStart
 from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
 from shared.settings import DownloadSettings, SamplingSettings, Settings
 from shared.storage.paths import HostPaths, write_atomically

@@ -9,16 +9,15 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.hosts.lease import LeaseGrant
     from activities.hosts.progress import ProgressReport
     from activities.models.publish import Published, PublishRequest
     from activities.models.resolve_adapter import AdapterRequest, ResolvedAdapter
-    from activities.models.resolve_model import ModelRequest, ResolvedModel
     from activities.records.record_step import Recovered, RecoverRequest, StepRecordRequest
     from activities.trajectories.pack_trajectories import GroupsRequest, PackedGroups
     from shared.contract import Artifact
     from shared.jobs.job import reference_uri
-    from shared.runs.start import RLStart
+    from shared.jobs.leases import LeaseGrant
+    from shared.runs.start import ModelRequest, ResolvedModel, RLStart
     from shared.runs.status import Policy, Problem, RLState, RunStatus, StepRequest, StepStatus
     from workflows import control, policies
     from workflows.outcomes import RunFailed, close, ended_early, problem_of, with_skipped

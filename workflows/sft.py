@@ -6,19 +6,18 @@ from typing import Literal
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.hosts.lease import LeaseGrant
     from activities.hosts.progress import ProgressReport
     from activities.models.publish import Published, PublishRequest
     from activities.models.resolve_adapter import AdapterRequest, ResolvedAdapter
-    from activities.models.resolve_model import ModelRequest, ResolvedModel
     from activities.packing.pack import Packed, PackRequest
     from activities.sources.download import Downloaded, DownloadRequest
     from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
     from shared.contract import Artifact
     from shared.jobs.job import PackedData, Reference
     from shared.jobs.layout import ModelShape
+    from shared.jobs.leases import LeaseGrant
     from shared.runs.requests import DatasetSource, DPORun
-    from shared.runs.start import RunStart
+    from shared.runs.start import ModelRequest, ResolvedModel, RunStart
     from shared.runs.status import RunStatus
     from workflows import control, policies
     from workflows.outcomes import close, ended_early, with_skipped

@@ -2,7 +2,6 @@
 
 import time
 
-from pydantic import Field
 from temporalio import activity
 
 from activities.confined import calls as confined
@@ -10,26 +9,9 @@ from activities.grading.grade import OneGradeWork, grade_one_of
 from activities.grading.open_grader import GraderMeans
 from activities.heartbeat import beating
 from activities.scratch import scratch_folder
-from shared.contract import Frozen
-from shared.grading.graders import Grader, SampledItem
+from shared.grading.graders import GradeOneRequest, OneGrade
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
-
-
-class GradeOneRequest(Frozen):
-    """`sample` is None: the grader is only made ready."""
-
-    grader: Grader
-    sample: SampledItem | None = None
-
-
-class OneGrade(Frozen):
-    """A grade, or the reason why there is none; the grades of a multi grader's parts; seconds that it took."""
-
-    grade: float | None = None
-    error: str | None = None
-    parts: dict[str, float | None] = Field(default_factory=dict)
-    duration_s: float = 0.0
 
 
 class GradeOne:

@@ -13,7 +13,7 @@ from activities.hosts.worker_process import WorkerProcess, last_words, tail
 from activities.signals import Signals
 from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, LongshoreError, WorkerLost
-from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey, WorkerKey
+from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.runs.requests import RunId
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -30,14 +30,6 @@ class LeaseRequest(Frozen):
     epoch: int
     key: WorkerKey
     ready_timeout_s: float
-
-
-class LeaseGrant(Frozen):
-    """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue."""
-
-    fence: Fence
-    host_queue: str
-    worker_id: str
 
 
 class LeaseRecord(Frozen):

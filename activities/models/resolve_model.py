@@ -17,30 +17,9 @@ from activities.models.files import (
 )
 from activities.sources.import_files import import_files
 from activities.sources.models import Location, locate
-from shared.contract import Artifact, Frozen
-from shared.jobs.layout import EngineName, Layout, ModelShape, check_layout
-from shared.runs.requests import RunId, Tenant
+from shared.jobs.layout import ModelShape, check_layout
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import ConfinedSettings, Settings
-
-
-class ModelRequest(Frozen):
-    """A model as a tenant's user names it, and the layout and engine that are to hold it.
-
-    `run_id`: the run that is to begin, or to go on, with it.
-    """
-
-    uri: str
-    tenant: Tenant
-    run_id: RunId | None = None
-    layout: Layout = Layout()
-    engine: EngineName = "megatron"
-
-
-class ResolvedModel(Frozen):
-    """The model's files: config, safetensors, tokenizer, chat template, generation config."""
-
-    model: Artifact
-    shape: ModelShape
 
 
 class ResolveModel:

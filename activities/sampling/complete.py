@@ -12,14 +12,13 @@ from activities.sampling.chat_answers import chat_completion, record_of, sampler
 from activities.sampling.chat_prompts import ChatPrompts
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.run_adapters import refusal
-from activities.sampling.samplers import OpenSampler, SamplerPlace, Samplers, ServedSampler
+from activities.sampling.samplers import OpenSampler, Samplers
 from activities.sampling.user_adapters import ServingAdapters
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse, ModelCard
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.contract import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
-from shared.runs.requests import FIRST_TENANT, Tenant
+from shared.runs.serving import Completed, CompleteRequest, ServedSampler
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
@@ -28,30 +27,6 @@ logger = logging.getLogger("longshore.complete")
 
 _MAX_ANSWER_BYTES = 1_500_000  # Temporal carries 2 MB
 _ATTEMPTS = 3
-
-
-class CompleteRequest(Frozen):
-    """A tenant's question to what was published: `adapter` beside `model`, or the model alone where there is none.
-
-    `base`: the model as its users named it, for a server behind a URL to be known by. `name` and `version`: of what was
-    published; a version of 0 is the base model that nobody has trained yet.
-    """
-
-    tenant: Tenant = FIRST_TENANT
-    name: str | None = None
-    version: int | None = None
-
-    model: Artifact
-    adapter: Artifact | None
-    base: str
-    place: SamplerPlace
-    asked: ChatRequest | CompletionRequest
-
-
-class Completed(Frozen):
-    """The answer, in the shape of the question."""
-
-    answer: ChatCompletion | CompletionResponse
 
 
 class Complete:

@@ -5,10 +5,11 @@ from temporalio import activity
 
 from activities.heartbeat import beating
 from activities.sampling.run_adapters import refusal, use_adapter
-from activities.sampling.samplers import SamplerPlace, Samplers
+from activities.sampling.samplers import Samplers
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.runs.requests import RunId
+from shared.runs.serving import SamplerPlace
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
 

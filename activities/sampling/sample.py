@@ -21,7 +21,7 @@ from activities.sampling.completions import (
 )
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.run_adapters import refusal, use_adapter
-from activities.sampling.samplers import SamplerPlace, Samplers, ServedSampler
+from activities.sampling.samplers import Samplers
 from activities.scratch import scratch_folder
 from activities.tokenizing.prompt_files import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, Sampling
@@ -29,6 +29,7 @@ from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
 from shared.runs.requests import RunId
+from shared.runs.serving import SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import find, read_record, seal, stage, upload
 from shared.storage.paths import HostPaths, completions, content_key, sampled_part, sampled_parts, samples

@@ -6,40 +6,18 @@ passes which one it is, and no more.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import SplitResult
-
-from pydantic import Field
 
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import checked, resolve, shown
 from shared.chat.completions import SamplerReady
-from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
-from shared.runs.requests import RunId
+from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
-
-
-class LeasedSampler(Frozen):
-    """The sampler of a lease: for the sampling activities of the host that granted it."""
-
-    kind: Literal["leased"] = "leased"
-    run_id: RunId
-    fence: Fence
-    worker_id: str
-
-
-class ServedSampler(Frozen):
-    """A server that speaks vLLM's protocol: a user's own, or without a URL the installation's."""
-
-    kind: Literal["served"] = "served"
-    url: str | None = Field(default=None, max_length=2048)
-
-
-SamplerPlace = Annotated[LeasedSampler | ServedSampler, Field(discriminator="kind")]
 
 
 class OpenSampler(NamedTuple):

@@ -9,25 +9,25 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 from temporalio import activity
 
 from activities.confined import calls as confined
 from activities.formats.examples import Example
 from activities.formats.examples_of import open_dataset
 from activities.heartbeat import beating
-from activities.models.resolve_model import ModelRequest, ResolveModel
+from activities.models.resolve_model import ResolveModel
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing import blocks
 from activities.tokenizing import preference_units as preference_pairs
 from activities.tokenizing.blocks import Block, Kept
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.preference_units import Pair
-from activities.tokenizing.report import Report, Tally
+from activities.tokenizing.report import Tally
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
 from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.runs.requests import RowsSource, Tenant
+from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Span
+from shared.runs.start import ModelRequest
 from shared.settings import Settings
 from shared.storage.artifacts import stage
 from shared.storage.paths import HostPaths, RunKeys, content_key
@@ -35,56 +35,6 @@ from shared.storage.store import open_store
 from shared.storage.stored_bytes import Ledger
 
 _MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Temporal
-
-
-class PreviewRequest(Frozen):
-    """A dataset and a model as a user names them. The report covers the first `max_rows` rows."""
-
-    source: RowsSource
-    model_uri: str = Field(min_length=1, max_length=2048)
-    max_tokens: int = Field(default=2048, ge=2)
-    too_long: Literal["drop", "truncate"] = "drop"
-    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
-    num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
-    max_rows: int = Field(default=100_000, ge=1, description="rows to count")
-
-
-class PreviewStart(Frozen):
-    """What is looked at, and for whom."""
-
-    tenant: Tenant
-    request: PreviewRequest
-
-
-class Span(Frozen):
-    """Neighbouring tokens as text; `trained`: whether they are targets."""
-
-    text: str
-    trained: bool
-
-
-class PreviewRow(Frozen):
-    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
-
-    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
-    """
-
-    place: str
-    fate: Literal["kept", "truncated", "too_long", "fully_masked"]
-    num_tokens: int
-    num_targets: int
-    spans: tuple[Span, ...]
-    is_cut: bool
-    rejected: tuple[Span, ...] = ()
-
-
-class Preview(Frozen):
-    """`is_complete`: the report counts every row. `problem`: why a run would refuse the dataset, if it would."""
-
-    report: Report
-    is_complete: bool
-    problem: str | None
-    rows: tuple[PreviewRow, ...]
 
 
 class PreviewDataset:

@@ -18,11 +18,11 @@ from activities.heartbeat import beating
 from activities.scratch import scratch_folder
 from activities.tokenizing.chat_template import Span
 from activities.tokenizing.prompt_files import PromptRow, PromptsWriter
-from activities.tokenizing.report import LostRow
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, stage_tokenizer
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
+from shared.runs.previews import LostRow
 from shared.runs.requests import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import find, read_record, seal, stage, upload

@@ -5,52 +5,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.runs.previews import LengthCount, LostRow, Report
 from shared.runs.requests import Format
 
 _MAX_LISTED = 20
-
-
-class LengthCount(Frozen):
-    """How many rows have more than half of `up_to_tokens` tokens, and at most that."""
-
-    up_to_tokens: int
-    num_rows: int
-
-
-class LostRow(Frozen):
-    """A row that is not trained on, and why."""
-
-    place: str
-    reason: str
-
-
-class Report(Frozen):
-    """`report.json`. Lengths are those before truncation; tokens and targets those that are trained with."""
-
-    schema_version: int = 1
-    format: Format
-    num_rows: int
-    num_kept: int
-    num_tokens: int
-    num_targets: int
-    trained_fraction: float
-    max_tokens: int
-    longest_tokens: int
-    num_truncated: int
-    num_too_long: int
-    num_fully_masked: int
-    lengths: tuple[LengthCount, ...]
-    lost: tuple[LostRow, ...]
-    num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def num_lost(self) -> int:
-        return self.num_too_long + self.num_fully_masked
 
 
 class Tally:

@@ -16,10 +16,11 @@ from activities.scratch import scratch_folder
 from activities.tokenizing import blocks
 from activities.tokenizing import preference_units as preference_pairs
 from activities.tokenizing.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
-from activities.tokenizing.report import Report, Tally
+from activities.tokenizing.report import Tally
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
 from shared.contract import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
+from shared.runs.previews import Report
 from shared.runs.requests import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import find, read_record, seal, stage, upload

@@ -31,6 +31,7 @@ from shared.runs.webhooks import (
     NoticeType,
     Webhook,
     WebhookId,
+    WebhookRequest,
     WebhookUrl,
     new_notice_id,
     new_secret,
@@ -38,7 +39,6 @@ from shared.runs.webhooks import (
 from shared.settings import Settings
 from shared.storage.paths import delivery_record, webhook_record
 from shared.storage.store import ObjectStore
-from workflows.services.webhook import WebhookRequest
 
 logger = logging.getLogger("longshore.service")
 

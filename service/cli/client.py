@@ -19,8 +19,8 @@ from shared.runs.status import CheckpointRef, StepStatus
 if TYPE_CHECKING:
     from service.automation.schedule_views import ScheduleView
     from shared.grading.graders import Grader
+    from shared.runs.previews import Preview, PreviewRequest
     from shared.runs.schedules import ScheduledRun
-    from workflows.services.preview import Preview, PreviewRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 _checkpoints = TypeAdapter(tuple[CheckpointRef, ...])
@@ -176,13 +176,13 @@ class Client:
         return {**answer.json(), "is_new": answer.status_code == 201}
 
     def preview(self, request: "PreviewRequest") -> "Preview":
-        from workflows.services.preview import Preview
+        from shared.runs.previews import Preview
 
         answer = self._call("POST", "/preview", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
         return Preview.model_validate(answer)
 
     def validate(self, request: "PreviewRequest") -> "Preview":
-        from workflows.services.preview import Preview
+        from shared.runs.previews import Preview
 
         answer = self._call("POST", "/validate", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
         return Preview.model_validate(answer)

@@ -19,8 +19,8 @@ from service.cli.output.render import plain, print_json, print_table, say
 if TYPE_CHECKING:
     from service.cli.client import Client
     from service.runs.views import RunView
+    from shared.runs.previews import Preview, PreviewRequest
     from shared.runs.requests import DatasetRun, Run
-    from workflows.services.preview import Preview, PreviewRequest
 
 _EXAMPLES = """\b
 Examples:
@@ -182,7 +182,7 @@ def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
 
 
 def _request(run: "DatasetRun") -> "PreviewRequest":
-    from workflows.services.preview import PreviewRequest
+    from shared.runs.previews import PreviewRequest
 
     return PreviewRequest(
         source=run.dataset,

@@ -25,11 +25,11 @@ from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.jobs.leases import SamplerKey
+from shared.runs.serving import Completed, CompleteRequest, CompletionStart, LeasedSampler, SamplerPlace, ServedSampler
 from shared.runs.start import timing_of
 from shared.settings import Settings
 from shared.storage.store import ObjectStore
 from workflows import policies
-from workflows.services.completion import Completed, CompleteRequest, CompletionStart, leased, served
 
 logger = logging.getLogger("longshore.service")
 
@@ -154,7 +154,10 @@ class Inference:
         self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, seat: Seat | None
     ) -> CompletionStart:
         queue = seat.grant.host_queue if seat else policies.queue_of("complete", self._settings.control_queue)
-        place = leased(seat.serving_id, seat.grant) if seat else served()
+        place: SamplerPlace = ServedSampler()
+        if seat:
+            grant = seat.grant
+            place = LeasedSampler(run_id=seat.serving_id, fence=grant.fence, worker_id=grant.worker_id)
         return CompletionStart(
             request=CompleteRequest(
                 tenant=tenant,

@@ -12,11 +12,11 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.runs.runs import causes_of
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
-from shared.jobs.leases import SamplerKey
+from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.runs.serving import ServeRequest, ServingStart
 from shared.runs.start import timing_of
 from shared.settings import Settings
 from shared.storage.paths import content_key
-from workflows.leases.serving import LeaseGrant, ServeRequest, ServingStart
 
 SERVING_WORKFLOW = "ServingWorkflow"
 _CONTROL_PATIENCE_S = 15.0  # beyond a question's own: of hosts that run workflows

@@ -9,9 +9,9 @@ from temporalio.common import WorkflowIDConflictPolicy
 from service.runs.runs import cause_of
 from service.temporal import PATIENCE, Temporal, share_of
 from shared.contract import Artifact
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import Settings
 from shared.storage.paths import content_key
-from workflows.services.untrained_model import ModelRequest, ResolvedModel
 
 UNTRAINED_MODEL_WORKFLOW = "UntrainedModelWorkflow"
 _PATIENCE = timedelta(hours=2)  # a large model is downloaded first

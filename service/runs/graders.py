@@ -11,9 +11,8 @@ from service.accounts.fair_shares import FairShare
 from service.runs.runs import cause_of
 from service.temporal import Temporal, share_of
 from shared.errors import InvalidInput
-from shared.grading.graders import Grader, SampledItem
+from shared.grading.graders import GradeOneRequest, Grader, OneGrade, SampledItem
 from shared.settings import Settings
-from workflows.services.grader import GradeOneRequest, OneGrade
 
 GRADER_WORKFLOW = "GraderWorkflow"
 _PATIENCE = timedelta(minutes=5)

@@ -33,6 +33,7 @@ from service.runs.views import RunPage, RunView
 from service.temporal import PATIENCE, Temporal, share_of
 from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
+from shared.runs.previews import Preview, PreviewRequest, PreviewStart
 from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import check_parallelism, result_sha256, threads_per_rank, workflow_of
 from shared.runs.status import RunStatus, State
@@ -40,7 +41,6 @@ from shared.settings import Settings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 from shared.uri_queries import without_queries
-from workflows.services.preview import Preview, PreviewRequest, PreviewStart
 
 logger = logging.getLogger("longshore.service")
 F = TypeVar("F", bound=Frozen)

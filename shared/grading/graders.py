@@ -235,3 +235,19 @@ class SampleGrade(Frozen):
     grade: float | None
     error: str | None = None
     parts: dict[str, float | None] = Field(default_factory=dict)
+
+
+class GradeOneRequest(Frozen):
+    """`sample` is None: the grader is only made ready."""
+
+    grader: Grader
+    sample: SampledItem | None = None
+
+
+class OneGrade(Frozen):
+    """A grade, or the reason why there is none; the grades of a multi grader's parts; seconds that it took."""
+
+    grade: float | None = None
+    error: str | None = None
+    parts: dict[str, float | None] = Field(default_factory=dict)
+    duration_s: float = 0.0

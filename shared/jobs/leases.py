@@ -66,3 +66,11 @@ class LeaseMark(Frozen):
 
 
 WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"
+
+
+class LeaseGrant(Frozen):
+    """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue."""
+
+    fence: Fence
+    host_queue: str
+    worker_id: str

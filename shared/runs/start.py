@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
-from shared.contract import Frozen
+from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.layout import check_ranks
+from shared.jobs.layout import EngineName, Layout, ModelShape, check_ranks
 from shared.runs.requests import (
     FIRST_TENANT,
     DatasetRun,
@@ -146,3 +146,23 @@ def timing_of(settings: Settings) -> RunTiming:
 def threads_per_rank(run: Run, settings: Settings) -> int:
     """What a run that is accepted now keeps for good: CPU threads are part of a bit-identical result."""
     return max(1, settings.cpu_threads // run.layout.world_size)
+
+
+class ModelRequest(Frozen):
+    """A model as a tenant's user names it, and the layout and engine that are to hold it.
+
+    `run_id`: the run that is to begin, or to go on, with it.
+    """
+
+    uri: str
+    tenant: Tenant
+    run_id: RunId | None = None
+    layout: Layout = Layout()
+    engine: EngineName = "megatron"
+
+
+class ResolvedModel(Frozen):
+    """The model's files: config, safetensors, tokenizer, chat template, generation config."""
+
+    model: Artifact
+    shape: ModelShape

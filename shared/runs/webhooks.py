@@ -126,3 +126,11 @@ def new_secret() -> str:
 def new_notice_id() -> str:
     """Milliseconds since 1970 in 11 hex digits, so that ids sort by time, and 12 random ones."""
     return f"evt-{int(time.time() * 1000):011x}{secrets.token_hex(6)}"
+
+
+class WebhookRequest(Frozen):
+    """What is told to whom. Workflows may not read settings, so how soon it is told again travels with it."""
+
+    notice: Notice
+    webhook_ids: tuple[WebhookId, ...]
+    first_retry_s: float

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from temporalio.testing import ActivityEnvironment
 
-from activities.hosts.lease import Lease, LeaseGrant, LeaseRequest
+from activities.hosts.lease import Lease, LeaseRequest
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerCommand, processes_of
 from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
 from shared.contract import Frozen
 from shared.jobs.job import JobPlan
-from shared.jobs.leases import SamplerKey, WorkerKey
+from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerKey
 from shared.settings import Settings
 from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore, ObjectStore

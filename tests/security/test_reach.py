@@ -15,11 +15,12 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.grading.score_model import ScoreModel
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
-from activities.sampling.samplers import Samplers, ServedSampler
+from activities.sampling.samplers import Samplers
 from service.automation.webhooks import WebhookChoice, Webhooks
 from service.temporal import Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.grading.graders import SampledItem, ScoreModelGrader
+from shared.runs.serving import ServedSampler
 from shared.runs.webhooks import Notice
 from shared.settings import GradingSettings, Settings, WebhookSettings
 from shared.storage.store import open_store

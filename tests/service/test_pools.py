@@ -24,17 +24,16 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.records.deliver import DeliverRequest
 from activities.records.find_checkpoint import FindCheckpointRequest
 from activities.records.record_step import StepRecordRequest
-from activities.sampling.complete import CompleteRequest
-from activities.sampling.samplers import ServedSampler
 from activities.sources.download import DownloadRequest
-from activities.tokenizing.preview import PreviewRequest, PreviewStart
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
 from service.host import _AT_ONCE, connect, serve
 from shared.chat.completions import CompletionRequest
 from shared.contract import Artifact, Frozen
 from shared.jobs.job import Lora
+from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import DatasetSource, RLRun, SFTRun
+from shared.runs.serving import CompleteRequest, ServedSampler
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus
 from shared.runs.webhooks import Notice, Webhook

@@ -19,12 +19,11 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError
 from temporalio.worker import Worker
 
-from activities.hosts.lease import LeaseGrant
 from activities.hosts.worker_process import processes_of
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from service.host import connect
 from shared.chat.completions import SamplerReady
-from shared.jobs.leases import SamplerKey, WorkerRecord
+from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerRecord
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload
 from shared.storage.paths import HostPaths

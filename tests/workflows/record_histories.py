@@ -20,18 +20,17 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 
-from activities.grading.grade_one import GradeOneRequest
 from activities.hosts.worker_process import processes_of
-from activities.models.resolve_model import ModelRequest
-from activities.tokenizing.preview import PreviewRequest, PreviewStart
 from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
 from service.host import connect, serve
 from shared.contract import Frozen
-from shared.grading.graders import SampledItem, StringCheckGrader
+from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
+from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK

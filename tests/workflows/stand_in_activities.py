@@ -7,7 +7,6 @@ from pathlib import Path
 
 from temporalio import activity
 
-from activities.models.resolve_model import ModelRequest, ResolvedModel
 from activities.packing.pack import Packed, PackRequest
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
@@ -15,6 +14,7 @@ from activities.tracking.track import Tracked, TrackRequest
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.layout import ModelShape
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, uri_of
 from tests.workflows.stand_in import artifact

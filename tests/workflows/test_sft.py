@@ -33,7 +33,6 @@ from activities.hosts.run_job import JobRequest
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import processes_of
 from activities.models.publish import Publish
-from activities.models.resolve_model import ModelRequest
 from activities.records.find_checkpoint import FindCheckpoint
 from activities.records.record_result import RecordResult
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers
@@ -43,7 +42,7 @@ from shared.jobs.events import Step
 from shared.jobs.layout import Layout
 from shared.runs.events import read_events
 from shared.runs.requests import DatasetSource, SFTRun
-from shared.runs.start import RunStart, RunTiming, result_sha256
+from shared.runs.start import ModelRequest, RunStart, RunTiming, result_sha256
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, RunKeys

@@ -7,8 +7,8 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.hosts.lease import LeaseGrant
     from shared.contract import Frozen
+    from shared.jobs.leases import LeaseGrant
     from shared.runs.start import RunTiming
     from workflows import policies
     from workflows.outcomes import RunFailed, is_final, problem_of, was_cancelled

@@ -8,14 +8,9 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import Field
-
-    from activities.hosts.lease import LeaseGrant
     from activities.sampling.lease_sampler import SamplerLeaseRequest
-    from shared.contract import Frozen
-    from shared.jobs.leases import SamplerKey
-    from shared.runs.requests import RunId
-    from shared.runs.start import RunTiming
+    from shared.jobs.leases import LeaseGrant
+    from shared.runs.serving import ServeRequest, ServingStart
     from shared.runs.status import Problem
     from workflows import policies
     from workflows.leases.leasing import Leasing, Lost, lost
@@ -25,23 +20,6 @@ with workflow.unsafe.imports_passed_through():
 _MAX_ASKED = 1000
 _ROOM_S = 15.0  # longer than a service asks a sampler without a word to its workflow
 _MAX_LOSSES = 3  # samplers that may come to nothing while somebody waits
-
-
-class ServingStart(Frozen):
-    """Which sampler, on a host of which shape. `idle_s`: without a question, until it is given back."""
-
-    serving_id: RunId = Field(description="the workflow's own id")
-    key: SamplerKey
-    shape: str
-    timing: RunTiming = RunTiming()
-    idle_s: float = Field(gt=0)
-    share_s: float = Field(default=60.0, gt=0, description="that a sampler is kept while others wait for it")
-
-
-class ServeRequest(Frozen):
-    """A question is coming. `patience_s`: how long it may wait for a sampler."""
-
-    patience_s: float = Field(gt=0)
 
 
 @workflow.defn

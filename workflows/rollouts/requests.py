@@ -7,13 +7,13 @@ from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
 from activities.sampling.prove_adapter import ProveRequest
 from activities.sampling.sample import Sampled, SampleRequest
-from activities.sampling.samplers import SamplerPlace
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling
 from shared.contract import Artifact
 from shared.jobs.leases import SamplerKey
 from shared.runs.requests import DatasetSource, RLRun, Rollouts
+from shared.runs.serving import SamplerPlace
 from shared.runs.start import RLStart
 from shared.runs.status import Policy, RolloutData
 from shared.storage.paths import content_key

@@ -11,10 +11,10 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from pydantic import BaseModel
 
-    from activities.hosts.lease import LeaseGrant
     from activities.sampling.lease_sampler import SamplerLeaseRequest
-    from activities.sampling.samplers import LeasedSampler, SamplerPlace, ServedSampler
     from shared.contract import Artifact, Frozen
+    from shared.jobs.leases import LeaseGrant
+    from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
     from shared.runs.start import RLStart
     from shared.runs.status import Problem
     from workflows import control, policies

@@ -3,30 +3,8 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.hosts.lease import LeaseGrant
-    from activities.sampling.complete import Completed, CompleteRequest
-    from activities.sampling.samplers import LeasedSampler, SamplerPlace, ServedSampler
-    from shared.contract import Frozen
-    from shared.runs.start import RunTiming
+    from shared.runs.serving import Completed, CompletionStart
     from workflows import policies
-
-
-class CompletionStart(Frozen):
-    """`queue`: of the hosts that reach the sampler."""
-
-    request: CompleteRequest
-    queue: str
-    timing: RunTiming = RunTiming()
-
-
-def served() -> SamplerPlace:
-    """The installation's own server."""
-    return ServedSampler()
-
-
-def leased(serving_id: str, grant: LeaseGrant) -> SamplerPlace:
-    """The sampler of a grant."""
-    return LeasedSampler(run_id=serving_id, fence=grant.fence, worker_id=grant.worker_id)
 
 
 @workflow.defn

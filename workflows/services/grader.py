@@ -3,7 +3,7 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.grading.grade_one import GradeOneRequest, OneGrade
+    from shared.grading.graders import GradeOneRequest, OneGrade
     from workflows import control, policies
 
 

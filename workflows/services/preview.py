@@ -3,8 +3,7 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.tokenizing.preview import Preview, PreviewStart
-    from activities.tokenizing.preview import PreviewRequest as PreviewRequest
+    from shared.runs.previews import Preview, PreviewStart
     from workflows import control, policies
 
 

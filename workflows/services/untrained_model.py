@@ -3,7 +3,7 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.models.resolve_model import ModelRequest, ResolvedModel
+    from shared.runs.start import ModelRequest, ResolvedModel
     from workflows import control
 
 

@@ -7,18 +7,9 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.records.deliver import Delivered, DeliverRequest
-    from shared.contract import Frozen
-    from shared.runs.webhooks import Notice, WebhookId
+    from shared.runs.webhooks import WebhookRequest
     from workflows import policies
     from workflows.outcomes import was_cancelled
-
-
-class WebhookRequest(Frozen):
-    """What is told to whom. Workflows may not read settings, so how soon it is told again travels with it."""
-
-    notice: Notice
-    webhook_ids: tuple[WebhookId, ...]
-    first_retry_s: float
 
 
 @workflow.defn

@@ -8,13 +8,13 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.heartbeat import HOST_LEAVES
-    from activities.hosts.lease import LeaseGrant, LeaseRequest
+    from activities.hosts.lease import LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult
     from activities.records.checkpoints import own
     from activities.records.find_checkpoint import FindCheckpointRequest, ResumePoint
     from shared.jobs.job import JobPlan
-    from shared.jobs.leases import WorkerKey
+    from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import RLStart, RunStart
     from shared.runs.status import CheckpointRef, Problem
     from workflows import control, policies

@@ -19,11 +19,11 @@ from service.files.files import FILE_NAME, FilePage, FileRecord, PublishedFiles
 from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
 from shared.contract import Frozen
 from shared.errors import StoreUnavailable
+from shared.runs.previews import Preview, PreviewRequest
 from shared.runs.requests import DPORun, RLRun, RunId, SFTRun
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
-from workflows.services.preview import Preview, PreviewRequest
 
 PREFIX = "/api/v1"
 DEPENDENCIES = [*BEARER, Depends(reads_or_writes)]

@@ -9,8 +9,7 @@ from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
 from shared.contract import Frozen
-from shared.grading.graders import Grader, SampledItem
-from workflows.services.grader import OneGrade
+from shared.grading.graders import Grader, OneGrade, SampledItem
 
 router = APIRouter(
     route_class=JsonRoute,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from service.cli.client import Client
-    from workflows.services.preview import Preview, PreviewRequest
+    from shared.runs.previews import Preview, PreviewRequest
 
 
 def register(app: typer.Typer) -> None:
@@ -104,7 +104,7 @@ def _request(
     """
     from pydantic import ValidationError
 
-    from workflows.services.preview import PreviewRequest
+    from shared.runs.previews import PreviewRequest
 
     format, prompt_field, completion_field = reading
     source = {"format": format.value, "prompt_field": prompt_field, "completion_field": completion_field}

@@ -17,11 +17,12 @@ from safetensors.numpy import save, save_file
 from temporalio.testing import ActivityEnvironment
 
 from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter, ResolvedAdapter
-from activities.models.resolve_model import ModelRequest, ResolvedModel, ResolveModel
+from activities.models.resolve_model import ResolveModel
 from activities.models.safetensors_header import read_header
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.job import Lora
 from shared.jobs.layout import EngineName, Layout, ModelShape
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import DownloadSettings, Settings
 from shared.storage import artifacts
 from shared.storage.store import open_store

@@ -13,15 +13,15 @@ from pydantic import TypeAdapter
 from safetensors.numpy import load_file, save_file
 from temporalio.activity import ActivityCancellationDetails
 
-from activities.hosts.lease import LeaseGrant
 from activities.hosts.worker_process import WorkerProcess, processes_of
 from activities.sampling import lease_sampler
 from activities.sampling.lease_sampler import SamplerCommand
-from activities.sampling.samplers import LeasedSampler, SamplerPlace, Samplers, ServedSampler
+from activities.sampling.samplers import Samplers
 from shared.chat.completions import SamplerReady, Sampling
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
-from shared.jobs.leases import LeaseMark, SamplerKey
+from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
+from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import FileEntry, Manifest, seal, upload
 from shared.storage.paths import MANIFEST, write_atomically

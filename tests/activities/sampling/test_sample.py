@@ -17,7 +17,7 @@ from activities.sampling.client import Sampler
 from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_groups, sample_seed
 from activities.sampling.prove_adapter import ProveAdapter, Proved, ProveRequest
 from activities.sampling.sample import Drawing, Sample, Sampled, SampleRequest, draw_group
-from activities.sampling.samplers import LeasedSampler, Samplers, ServedSampler
+from activities.sampling.samplers import Samplers
 from activities.tokenizing.prompt_files import PromptRow, PromptsFile
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
@@ -26,6 +26,7 @@ from shared.chat.completions import SamplerReady, Sampling
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable
 from shared.grading.graders import parse_grader
+from shared.runs.serving import LeasedSampler, ServedSampler
 from shared.runs.status import StepStatus
 from shared.settings import SamplingSettings, Settings
 from shared.storage.artifacts import seal, stage, upload

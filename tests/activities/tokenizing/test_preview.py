@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.tokenizing.preview import Preview, PreviewDataset, PreviewRequest, PreviewStart, preview_of
+from activities.tokenizing.preview import PreviewDataset, preview_of
 from shared.errors import InvalidInput
+from shared.runs.previews import Preview, PreviewRequest, PreviewStart
 from shared.runs.requests import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.activities.templates import open_model, write_model

@@ -18,12 +18,12 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.packing.pack import PackRequest, write_plan
 from activities.tokenizing.chat_template import Span
-from activities.tokenizing.report import Report
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
+from shared.runs.previews import Report
 from shared.runs.requests import DatasetSource
 from shared.settings import S3Settings, Settings
 from shared.storage.artifacts import seal, stage, upload

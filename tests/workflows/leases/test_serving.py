@@ -17,13 +17,12 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.hosts.lease import LeaseGrant
 from activities.hosts.worker_process import processes_of
 from activities.sampling.chat_answers import chat_completion
 from activities.sampling.client import Sampler
-from activities.sampling.complete import Complete, CompleteRequest
+from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
-from activities.sampling.samplers import OpenSampler, Samplers, ServedSampler
+from activities.sampling.samplers import OpenSampler, Samplers
 from activities.sampling.user_adapters import ServingAdapters
 from service.accounts.fair_shares import FairShare
 from service.accounts.quotas import Quotas
@@ -44,8 +43,9 @@ from shared.chat.completions import CompletionRequest, CompletionResponse, Sampl
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
-from shared.jobs.leases import SamplerKey
+from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.requests import RLRun, RunRecord
+from shared.runs.serving import CompleteRequest, ServedSampler, ServeRequest, ServingStart
 from shared.runs.start import RunTiming
 from shared.settings import QuotaSettings, SamplingSettings, ServingSettings, Settings
 from shared.storage.artifacts import find, seal, upload
@@ -55,7 +55,7 @@ from tests.megatron_worker.sampler_process import write_adapter
 from tests.service.conftest import KEY, serving
 from tests.workflows.published import BASE, CREATED_AT, publish
 from workflows import policies
-from workflows.leases.serving import ServeRequest, ServingStart, ServingWorkflow
+from workflows.leases.serving import ServingWorkflow
 
 IDLE_S = 4.0
 NUM_TOKENS = 24

@@ -1,0 +1,97 @@
+"""What tokenizing makes of a dataset's rows: the report of a whole dataset, and a preview of its first rows."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.contract import Frozen
+from shared.runs.requests import Format, RowsSource, Tenant
+
+
+class LengthCount(Frozen):
+    """How many rows have more than half of `up_to_tokens` tokens, and at most that."""
+
+    up_to_tokens: int
+    num_rows: int
+
+
+class LostRow(Frozen):
+    """A row that is not trained on, and why."""
+
+    place: str
+    reason: str
+
+
+class Report(Frozen):
+    """`report.json`. Lengths are those before truncation; tokens and targets those that are trained with."""
+
+    schema_version: int = 1
+    format: Format
+    num_rows: int
+    num_kept: int
+    num_tokens: int
+    num_targets: int
+    trained_fraction: float
+    max_tokens: int
+    longest_tokens: int
+    num_truncated: int
+    num_too_long: int
+    num_fully_masked: int
+    lengths: tuple[LengthCount, ...]
+    lost: tuple[LostRow, ...]
+    num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def num_lost(self) -> int:
+        return self.num_too_long + self.num_fully_masked
+
+
+class PreviewRequest(Frozen):
+    """A dataset and a model as a user names them. The report covers the first `max_rows` rows."""
+
+    source: RowsSource
+    model_uri: str = Field(min_length=1, max_length=2048)
+    max_tokens: int = Field(default=2048, ge=2)
+    too_long: Literal["drop", "truncate"] = "drop"
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
+    num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
+    max_rows: int = Field(default=100_000, ge=1, description="rows to count")
+
+
+class PreviewStart(Frozen):
+    """What is looked at, and for whom."""
+
+    tenant: Tenant
+    request: PreviewRequest
+
+
+class Span(Frozen):
+    """Neighbouring tokens as text; `trained`: whether they are targets."""
+
+    text: str
+    trained: bool
+
+
+class PreviewRow(Frozen):
+    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
+
+    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
+    """
+
+    place: str
+    fate: Literal["kept", "truncated", "too_long", "fully_masked"]
+    num_tokens: int
+    num_targets: int
+    spans: tuple[Span, ...]
+    is_cut: bool
+    rejected: tuple[Span, ...] = ()
+
+
+class Preview(Frozen):
+    """`is_complete`: the report counts every row. `problem`: why a run would refuse the dataset, if it would."""
+
+    report: Report
+    is_complete: bool
+    problem: str | None
+    rows: tuple[PreviewRow, ...]
