@@ -1,7 +1,7 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop test gpu-check lint lock
+.PHONY: help setup demo demo-stop test gpu-check lint lock wheel docs
 
 installed := .venv/installed
 
@@ -12,9 +12,11 @@ help:
 	@echo "make test       the whole test suite"
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
-	@echo "make lock       write requirements/constraints.txt from .venv"
+	@echo "make lock       write requirements/constraints.txt from .venv, and requirements/locked, the same with hashes"
+	@echo "make wheel      the wheel, in dist"
+	@echo "make docs       the documentation site, in build/site"
 
-$(installed): pyproject.toml requirements/constraints.txt requirements/temporal.txt requirements/clients.txt requirements/install.sh
+$(installed): pyproject.toml requirements/constraints.txt $(wildcard requirements/locked/*.txt) requirements/clients.txt requirements/install.sh
 	@requirements/install.sh
 
 setup: $(installed)
@@ -40,3 +42,11 @@ lint: setup
 # A local build of torch (+cpu) is the same version: the lock names the public one. CUDA libraries are pinned by torch itself.
 lock: setup
 	@.venv/bin/python -m pip freeze --exclude-editable | grep -v -E '^(nvidia-|cuda-)' | sed 's/+cpu$$//' > requirements/constraints.txt
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --target .venv/lock uv==0.13.9
+	@.venv/bin/python requirements/lock.py .venv/lock/bin/uv
+
+wheel: setup
+	@infra/check_wheel.sh --build-only
+
+docs: setup
+	@.venv/bin/mkdocs build --quiet

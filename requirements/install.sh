@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
-# Make .venv and install Longshore into it, at the versions that constraints.txt names.
-#   requirements/install.sh [EXTRA]     EXTRA is `dev` unless given; `none` installs what runs need, and nothing more
+# Make .venv and install Longshore into it: everything but torch by locked versions and hashes (locked/*.txt), torch by
+# the version that constraints.txt names. Finished downloads stay in pip's cache, so that a try after a lost connection goes on.
+#   requirements/install.sh [EXTRA]     EXTRA is `dev` unless given; `worker`; or `none`: what the control plane needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=${1:-dev}
 source requirements/pip_install.sh
+
+case "$extra" in
+    none) sets=(run) ;;
+    worker) sets=(run worker) ;;
+    dev) sets=(run worker dev) ;;
+    *) echo "no such set of packages: $extra (none, worker or dev)" >&2 && exit 2 ;;
+esac
 
 find_python() {
     local candidate
@@ -25,9 +33,15 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear .venv
 fi
 echo "installing Longshore into .venv (torch is large: this takes some minutes the first time)"
-pip_install --require-hashes --no-deps --requirement requirements/temporal.txt
-if [ "$extra" = none ]; then target=.; else target=".[$extra]"; fi
-pip_install --constraint requirements/constraints.txt --editable "$target"
+# shellcheck disable=SC2046  # a list of options
+pip_install --require-hashes --no-deps $(printf -- '--requirement requirements/locked/%s.txt ' "${sets[@]}")
+# A local build of torch (+cpu) has other hashes than the public one, which brings CUDA's libraries and pins them itself.
+if [ "$extra" != none ]; then pip_install --constraint requirements/constraints.txt torch; fi
+pip_install --no-deps --no-build-isolation --editable .
+if ! .venv/bin/python -m pip check --disable-pip-version-check; then
+    echo "the locks are behind pyproject.toml: make lock" >&2
+    exit 1
+fi
 if [ "$extra" = dev ]; then requirements/clients.sh; fi
 touch .venv/installed
 echo "installed in $((SECONDS - started)) s"
