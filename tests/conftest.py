@@ -18,7 +18,8 @@ from examples.tiny_model import make_tiny_model
 from service.dev.supervisor import FAIR_QUEUES
 from shared.settings import S3Settings
 from tests.leftovers import watch_over
-from tests.progress import pytest_configure, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
+from tests.order import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
+from tests.progress import pytest_configure  # noqa: F401 (a hook of pytest's)
 
 # Tensors here are small: a second thread costs more than it brings, most of all where two tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

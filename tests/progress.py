@@ -10,9 +10,6 @@ import time
 from collections.abc import Generator
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 from tests import failures
 
@@ -101,38 +98,6 @@ class Bounded:
         given = item.config.getoption("timeout") or item.config.getini("timeout")
         allowed = float(marker.args[0] if marker else given)
         faulthandler.dump_traceback_later(allowed + _STUCK_S, exit=True, file=self._stderr)
-
-
-class Files(LoadFileScheduling):
-    """`--dist loadfile` that goes on when a process ends, where pytest-xdist 3.8 waits for ever (its issue 1323).
-
-    There the test that took its process along is given to the next one, and a process with fewer than two tests in hand
-    is not told that no more will come.
-    """
-
-    def remove_node(self, node: WorkerController) -> str | None:
-        """The test that a process ended in, which is not tried again; the rest of its files are for others."""
-        units = self.assigned_work.pop(node)
-        left = [(unit, test) for unit in units.values() for test, is_done in unit.items() if not is_done]
-        if not left:
-            return None
-        last_unit, last_test = left[0]
-        last_unit[last_test] = True
-        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
-        for other in self.assigned_work:
-            self._reschedule(other)
-        return last_test
-
-    def schedule(self) -> None:
-        super().schedule()
-        for node in self.nodes:  # again: a second file, or that there is none
-            self._reschedule(node)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """For a conftest.py to import."""
-    return Files(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)  # pytest's reporter is there only then

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 CONFTEST = """
-from tests import progress
+from tests import order, progress
 
 progress._LONG_S, progress._STUCK_S = 2.0, 3.0
 pytest_configure = progress.pytest_configure
-pytest_xdist_make_scheduler = progress.pytest_xdist_make_scheduler
+pytest_xdist_make_scheduler = order.pytest_xdist_make_scheduler
 """
 HANGS = """
 import time

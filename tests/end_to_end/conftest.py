@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,29 @@ LETTERS = {
 }
 
 
+_HERE = Path(__file__).parent
+# Of a test, with its share of fixtures: it ends what hangs. Beside much else a run of seconds takes minutes.
+_TIMEOUT_S = 1500
+_shared = ExitStack()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Stop the shared stack behind the last test of this folder: an idle one takes its part of the machine."""
+    if nextitem is None or not nextitem.path.is_relative_to(_HERE):
+        _shared.close()
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS) as stack:
-        yield stack
+    with _shared:
+        yield _shared.enter_context(started(tmp_path_factory.mktemp("stack"), **QUICK, **SECRETS))
 
 
 @pytest.fixture(scope="session")
@@ -75,4 +95,4 @@ def sft_options(options: list[str]) -> list[str]:
 @pytest.fixture(scope="session")
 def undisturbed(stack: Stack, sft_options: list[str]) -> Answer:
     """The run as it ends when nothing happens to it."""
-    return stack.cli(*sft_options, "--wait", "--timeout", "150")
+    return stack.cli(*sft_options, "--wait", "--timeout", "600")

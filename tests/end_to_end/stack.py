@@ -17,6 +17,8 @@ from shared.storage.artifacts import sha256_file
 from shared.storage.paths import HostPaths
 
 T = TypeVar("T")
+# Where something hangs, it is noticed; a machine that is shared with others may be ten times slower than a quiet one.
+PATIENCE_S = 600.0
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
 
 
@@ -41,7 +43,7 @@ class Stack:
         opened = {"LONGSHORE_DOWNLOAD__FILE_ROOTS": '["/"]'}  # tests' models and data are in folders of their own
         self._environment = {**os.environ, "LONGSHORE_ROOT": str(root), **opened, **settings}
 
-    def cli(self, *arguments: str, timeout_s: float = 180, check: bool = True) -> Answer:
+    def cli(self, *arguments: str, timeout_s: float = PATIENCE_S + 60, check: bool = True) -> Answer:
         done = subprocess.run(
             [LONGSHORE, *arguments],
             env=self._environment,
@@ -61,8 +63,9 @@ class Stack:
         for process in psutil.process_iter():
             try:
                 command = " ".join(process.cmdline())
-                ours = process.environ().get("LONGSHORE_ROOT") == str(self.root)
-                if ours and all(w in command for w in words) and process.status() != psutil.STATUS_ZOMBIE:
+                if not all(word in command for word in words) or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if process.environ().get("LONGSHORE_ROOT") == str(self.root):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -82,13 +85,13 @@ def started(root: Path, **settings: str) -> Iterator[Stack]:
     root.mkdir(parents=True, exist_ok=True)
     stack = Stack(root, settings)
     try:
-        stack.cli("dev", "--detach", "--root", str(root), timeout_s=90)
+        stack.cli("dev", "--detach", "--root", str(root))
         yield stack
     finally:
-        stack.cli("dev", "--stop", "--root", str(root), timeout_s=90)
+        stack.cli("dev", "--stop", "--root", str(root))
 
 
-def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 60, every_s: float = 0.05) -> T:
+def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.05) -> T:
     """Poll until the condition holds; its truthy answer is returned."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

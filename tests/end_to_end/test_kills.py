@@ -104,14 +104,14 @@ def _submit(stack: Stack, options: list[str]) -> str:
 
 def _outcome(stack: Stack, run_id: str) -> Answer:
     """Follow a run to its end; a web service that is down for a moment is the client's to bear."""
-    return stack.cli("watch", run_id, "--json", "--timeout", "150", timeout_s=200)
+    return stack.cli("watch", run_id, "--json", "--timeout", "600")
 
 
 def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
     answer = _outcome(stack, run_id)
     assert answer.json["status"] == "succeeded", answer
     assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
-    wait_until(lambda: not list(stack.host_paths.workers.glob("*/scratch/*")), "scratch folders are gone", timeout_s=30)
+    wait_until(lambda: not list(stack.host_paths.workers.glob("*/scratch/*")), "scratch folders are gone")
 
 
 POINTS: list[Point] = [before_the_claim, mid_step, between_save_and_manifest, after_save, at_the_sentinel]
@@ -119,7 +119,9 @@ VICTIMS: list[Victim] = [a_rank, gpu_host, control_host, web_service, temporal_s
 
 
 def _kill(stack: Stack, run_id: str, point: Point, victim: Victim) -> None:
-    wait_until(lambda: point(stack, run_id), f"{point.__name__} of {run_id}", timeout_s=90, every_s=0.001)
+    # Looking takes the machine away from the run: only what lasts for milliseconds is looked for all the time.
+    every_s = 0.001 if point is between_save_and_manifest else 0.01
+    wait_until(lambda: point(stack, run_id), f"{point.__name__} of {run_id}", every_s=every_s)
     kill(stack, victim)
     if point is between_save_and_manifest:
         signal_all(ranks(stack), signal.SIGCONT)
@@ -150,7 +152,7 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
     stack: Stack, undisturbed: Answer, sft_options: list[str]
 ) -> None:
     run_id = _submit(stack, sft_options)
-    wait_until(lambda: mid_step(stack, run_id), "mid-step", timeout_s=90, every_s=0.005)
+    wait_until(lambda: mid_step(stack, run_id), "mid-step", every_s=0.01)
     stack.cli("cancel", run_id)
     asked = time.time()
     cancelled = wait_until(
@@ -159,11 +161,10 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
             or (stack.cli("get", run_id, "--json").json["status"] == "cancelled")
         ),
         "the cancelled event",
-        timeout_s=30,
     )
     if isinstance(cancelled, list):  # steps last milliseconds here: one has ended by the time that the CLI answers
         assert cancelled[0]["time"] - asked < 5
-    ended = stack.cli("watch", run_id, "--json", "--timeout", "60", check=False)
+    ended = stack.cli("watch", run_id, "--json", "--timeout", "600", check=False)
     assert ended.code == 103
     checkpoints = stack.cli("checkpoints", run_id, "--json").json
     assert checkpoints

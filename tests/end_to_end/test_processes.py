@@ -97,7 +97,7 @@ class Watch:
                 seen.listens.add("loopback" if connection.laddr.ip in ("127.0.0.1", "::1") else "everywhere")
 
     def _look_on(self) -> None:
-        while not self._done.wait(0.05):
+        while not self._done.wait(0.2):
             self.look()
 
 
@@ -116,7 +116,7 @@ def test_so_it_is_while_a_run_samples_grades_and_trains_on_two_ranks(
     rollout_options: list[str],  # noqa: F811
 ) -> None:
     with Watch(stack) as watch:
-        assert stack.cli(*rollout_options, "--dp", "2", "--wait", "--timeout", "150").json["status"] == "succeeded"
+        assert stack.cli(*rollout_options, "--dp", "2", "--wait", "--timeout", "600").json["status"] == "succeeded"
         table = documented()
         # W&B is told of a run after its end.
         wait_until(lambda: watch.seen.keys() >= table.keys(), "every kind of process is seen")

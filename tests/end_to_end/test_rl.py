@@ -45,7 +45,7 @@ def options(tiny_model: Path) -> list[str]:
 def train(stack: Stack, run_id: str, groups: Groups, number: int) -> dict:
     """A step to its end, however often it has to be asked for: its key trains once."""
     return stack.cli(
-        *("step", run_id, groups(number), "--key", f"key-{number}", "--wait", "--timeout", "120", "--json")
+        *("step", run_id, groups(number), "--key", f"key-{number}", "--wait", "--timeout", "600", "--json")
     ).json
 
 
@@ -59,7 +59,7 @@ def undisturbed(stack: Stack, options: list[str], groups: Groups) -> list[dict]:
     run_id = stack.cli(*options).json["run_id"]
     steps = [train(stack, run_id, groups, number) for number in range(1, NUM_STEPS + 1)]
     stack.cli("finish", run_id)
-    stack.cli("watch", run_id, "--timeout", "60")
+    stack.cli("watch", run_id, "--timeout", "600")
     return steps
 
 
@@ -83,9 +83,9 @@ def test_everything_is_killed_in_the_middle_and_the_last_adapter_has_the_same_bi
         half = NUM_STEPS // 2
         steps = [train(stack, run_id, groups, number) for number in range(1, half + 1)]
         stack.cli("step", run_id, groups(half + 1), "--key", f"key-{half + 1}")
-        wait_until(lambda: _in_job(stack, run_id, half + 1), "the next step's job", timeout_s=60, every_s=0.005)
+        wait_until(lambda: _in_job(stack, run_id, half + 1), "the next step's job", every_s=0.01)
         _kill_everything(stack)
-        stack.cli("dev", "--detach", "--root", str(root), timeout_s=90)
+        stack.cli("dev", "--detach", "--root", str(root))
         steps += [train(stack, run_id, groups, number) for number in range(half + 1, NUM_STEPS + 1)]
         assert [step["state"] for step in steps] == ["done"] * NUM_STEPS
         assert [weights(step) for step in steps] == [weights(step) for step in undisturbed]
@@ -122,7 +122,7 @@ def test_the_same_key_twice_trains_once_and_with_other_groups_is_refused(
     jobs = list((stack.root / "store" / "runs" / run_id / "logs").glob("*/*/job.json"))
     assert len(jobs) == 1
     stack.cli("finish", run_id)
-    assert stack.cli("watch", run_id, "--json", "--timeout", "60").json["adapter"] == first["adapter"]
+    assert stack.cli("watch", run_id, "--json", "--timeout", "600").json["adapter"] == first["adapter"]
     late = stack.cli("step", run_id, groups(2), "--key", "late", check=False)
     assert "has ended" in late.stderr
 

@@ -53,7 +53,7 @@ def rollout_options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack, rollout_options: list[str]) -> Answer:
-    return stack.cli(*rollout_options, "--wait", "--timeout", "150")
+    return stack.cli(*rollout_options, "--wait", "--timeout", "600")
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +104,11 @@ VICTIMS: list[Victim] = [sampler, sampler_host, a_rank, gpu_host, control_host, 
 
 
 def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
-    answer = stack.cli("watch", run_id, "--json", "--timeout", "150", timeout_s=200)
+    answer = stack.cli("watch", run_id, "--json", "--timeout", "600")
     assert answer.json["status"] == "succeeded", answer
     assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
     assert answer.json["policy_version"] == undisturbed.json["policy_version"]
-    wait_until(lambda: _count(stack, "sampled/*-parts/*.json") == 0, "parts are gone", timeout_s=30)
+    wait_until(lambda: _count(stack, "sampled/*-parts/*.json") == 0, "parts are gone")
 
 
 def test_kills_in_every_phase_change_nothing(
@@ -120,7 +120,7 @@ def test_kills_in_every_phase_change_nothing(
         def is_there(number: int = number, point: Point = point) -> bool:
             return _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= number and point(fresh_stack, run_id)
 
-        wait_until(is_there, f"{point.__name__} after {number} steps", timeout_s=90, every_s=0.001)
+        wait_until(is_there, f"{point.__name__} after {number} steps", every_s=0.01)
         kill(fresh_stack, victim)
     _assert_undisturbed(fresh_stack, run_id, undisturbed)
 

@@ -47,7 +47,7 @@ def weights(adapter: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack, rollout_options: list[str]) -> dict:
-    return stack.cli(*rollout_options, "--wait", "--timeout", "150").json
+    return stack.cli(*rollout_options, "--wait", "--timeout", "600").json
 
 
 def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict) -> None:
@@ -84,7 +84,7 @@ def test_a_step_ahead_is_sampled_from_the_policy_that_the_rule_names(
     stack: Stack, rollout_options: list[str], undisturbed: dict
 ) -> None:
     """Off-policy by two: steps 1 to 3 are sampled from the beginning, step 4 from the policy after step 1."""
-    ahead = ["--steps", "4", "--off-policy-steps", "2", "--wait", "--timeout", "150"]
+    ahead = ["--steps", "4", "--off-policy-steps", "2", "--wait", "--timeout", "600"]
     run = stack.cli(*rollout_options, *ahead).json
     steps = steps_of(stack, run["run_id"])[1:]
     assert [_versions(step) for step in steps] == [{0}, {0}, {0}, {1}]
@@ -100,7 +100,7 @@ def _versions(step: dict) -> set[int]:
 
 
 def test_it_ends_with_the_step_that_reaches_the_target(stack: Stack, rollout_options: list[str]) -> None:
-    run = stack.cli(*rollout_options, "--eval-every", "1", "--target", "-1", "--wait", "--timeout", "150").json
+    run = stack.cli(*rollout_options, "--eval-every", "1", "--target", "-1", "--wait", "--timeout", "600").json
     assert run["status"] == "succeeded"
     assert run["policy_version"] == 0
     assert [step["step"] for step in steps_of(stack, run["run_id"])] == [0]
@@ -126,7 +126,7 @@ def test_gsm8k_goes_the_whole_way(stack: Stack, tiny_model: Path, gsm8k: Path, t
         ),
         *("--grader", json.dumps(grader), "--steps", "3", "--prompts-per-step", "8", "--group-size", "4"),
         *("--max-completion-tokens", "16", "--max-tokens", "400", "--bin-tokens", "1600", "--lora-rank", "4"),
-        *("--algorithm", "dr_grpo", "--lr", "0.01", "--wait", "--timeout", "150"),
+        *("--algorithm", "dr_grpo", "--lr", "0.01", "--wait", "--timeout", "600"),
     ).json
     assert run["status"] == "succeeded"
     steps = steps_of(stack, run["run_id"])

@@ -77,7 +77,7 @@ def _ended(api: httpx.Client, run_id: str) -> dict[str, Any]:
         view = api.get(f"/runs/{run_id}").json()
         return view if view["state"] in ENDED else None
 
-    return wait_until(look, f"the end of {run_id}", timeout_s=150, every_s=0.5)
+    return wait_until(look, f"the end of {run_id}", every_s=0.5)
 
 
 def test_no_file_of_the_stack_holds_a_secret(stack: Stack, secrets: dict[str, str]) -> None:

@@ -37,13 +37,13 @@ def test_the_adapter_loads_in_peft(stack: Stack, undisturbed: Answer, tiny_model
 def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(
     stack: Stack, undisturbed: Answer, sft_options: list[str]
 ) -> None:
-    again = stack.cli(*sft_options, "--wait", "--timeout", "150")
+    again = stack.cli(*sft_options, "--wait", "--timeout", "600")
     assert stack.adapter_sha256(again) == stack.adapter_sha256(undisturbed)
     assert again.json["adapter"] != undisturbed.json["adapter"]
 
 
 def test_no_worker_process_is_left_after_the_idle_time(stack: Stack, undisturbed: Answer) -> None:
-    wait_until(lambda: not stack.processes("megatron_worker"), "the idle worker leaves", timeout_s=60, every_s=0.5)
+    wait_until(lambda: not stack.processes("megatron_worker"), "the idle worker leaves", every_s=0.5)
     assert list(stack.host_paths.workers.glob("*/scratch/*")) == []
 
 
@@ -53,7 +53,7 @@ def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    answer = stack.cli(*options, "--full", "--learning-rate", "0.001", "--wait", "--timeout", "150").json
+    answer = stack.cli(*options, "--full", "--learning-rate", "0.001", "--wait", "--timeout", "600").json
     published = answer["adapter"].removeprefix("file://")
     model, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (published, tiny_model))
     text = "<|im_start|>user\nHow many crates are on quay 3?<|im_end|>\n<|im_start|>assistant\n21 crates.<|im_end|>\n"
@@ -64,7 +64,7 @@ def test_a_full_fine_tune_ends_with_a_model_that_transformers_loads(
 
 
 def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[str]) -> None:
-    gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait", "--timeout", "200"]
+    gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait", "--timeout", "600"]
     one, two = (
         stack.cli("metrics", stack.cli(*gentle, "--tp", ranks).json["run_id"], "--json").json["steps"]
         for ranks in ("1", "2")
@@ -89,7 +89,7 @@ def test_an_archived_job_run_by_hand_gives_the_same_bits(stack: Stack, undisturb
             *("-m", "megatron_worker", "--once", str(job), "--into", str(tmp_path)),
         ],
         check=True,
-        timeout=120,
+        timeout=600,
         capture_output=True,
         env={**os.environ, "LONGSHORE_ROOT": str(tmp_path / "root")},
     )

@@ -1,0 +1,79 @@
+"""Which tests run one after another in one process, and which are begun first.
+
+Two processes share the suite. They end together only where what takes long is begun first; and what shares a whole
+stack belongs into one of them, which then starts one.
+"""
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+# Folders whose tests share a stack or a service.
+_TOGETHER = ("tests/end_to_end/", "tests/security/attacks/", "tests/security/")
+# Those that take longest, in this order; then all others, by their names.
+_FIRST = (
+    "tests/end_to_end/",
+    "tests/chaos/",
+    "tests/security/",
+    "tests/megatron_worker/",
+    "tests/workflows/",
+    "tests/service/",
+    "tests/page/",
+)
+
+
+def group(test: str) -> str:
+    """What is run in one process: a file, or a folder of files."""
+    file = test.partition("::")[0]
+    return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
+
+
+def rank(test: str) -> int:
+    """What is lower is begun earlier."""
+    return next((place for place, beginning in enumerate(_FIRST) if test.startswith(beginning)), len(_FIRST))
+
+
+class Groups(LoadFileScheduling):
+    """`--dist loadfile` by groups, in the order of the collection; and it goes on when a process ends, where
+    pytest-xdist 3.8 waits for ever (its issue 1323).
+
+    There the test that took its process along is given to the next one, and a process with fewer than two tests in hand
+    is not told that no more will come.
+    """
+
+    def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False  # by the number of tests: a run of minutes is one
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """The test that a process ended in, which is not tried again; the rest of its groups are for others."""
+        units = self.assigned_work.pop(node)
+        left = [(unit, test) for unit in units.values() for test, is_done in unit.items() if not is_done]
+        if not left:
+            return None
+        last_unit, last_test = left[0]
+        last_unit[last_test] = True
+        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return last_test
+
+    def schedule(self) -> None:
+        super().schedule()
+        for node in self.nodes:  # again: a second group, or that there is none
+            self._reschedule(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """For a conftest.py to import."""
+    return Groups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For a conftest.py to import."""
+    items.sort(key=lambda item: rank(item.nodeid))
