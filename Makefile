@@ -1,7 +1,7 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop test gpu-check lint lock wheel docs
+.PHONY: help setup demo demo-stop check test gpu-check lint lock wheel docs
 
 installed := .venv/installed
 
@@ -9,6 +9,7 @@ help:
 	@echo "make setup      .venv with everything, at locked versions"
 	@echo "make demo       start a stack in .demo, train models and adapters on it, by example and by reward"
 	@echo "make demo-stop  stop that stack"
+	@echo "make check      for the inner loop: linters, types, the pure maths, one run end to end (minutes)"
 	@echo "make test       the whole test suite"
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
@@ -26,6 +27,17 @@ demo: setup
 
 demo-stop: setup
 	@.venv/bin/longshore dev --stop --root .demo
+
+# What starts no server, and one run through a whole stack.
+check: lint
+	@.venv/bin/python -m pytest -q -n 2 --dist loadfile \
+		tests/test_structure.py tests/shared tests/activities/formats tests/activities/packing tests/activities/tokenizing \
+		tests/activities/trajectories tests/workflows/test_imports.py tests/workflows/test_replay.py \
+		tests/service/test_parsers.py tests/service/test_openai_translation.py tests/service/test_art_translation.py \
+		tests/megatron_worker/head tests/megatron_worker/tensors tests/megatron_worker/training \
+		tests/megatron_worker/test_losses.py tests/megatron_worker/test_policy_losses.py tests/megatron_worker/test_dpo.py \
+		tests/megatron_worker/test_head.py tests/megatron_worker/test_protocol.py tests/megatron_worker/test_tree_attention.py \
+		tests/end_to_end/test_sft.py::test_a_run_ends_with_a_published_adapter
 
 test: setup
 	@tests/run.sh

@@ -1,7 +1,7 @@
 """Which tests run one after another in one process, and which are begun first.
 
-Two processes share the suite. They end together only where what takes long is begun first; and what shares a whole
-stack belongs into one of them, which then starts one.
+Processes that share the suite end together only where what takes long is begun first. Tests of one stack belong into
+one process, so that the stack is started once.
 """
 
 import pytest
@@ -15,8 +15,8 @@ _TOGETHER = ("tests/end_to_end/", "tests/security/attacks/", "tests/security/")
 _FIRST = (
     "tests/end_to_end/",
     "tests/chaos/",
-    "tests/security/",
     "tests/megatron_worker/",
+    "tests/security/",
     "tests/workflows/",
     "tests/service/",
     "tests/page/",
@@ -61,6 +61,11 @@ class Groups(LoadFileScheduling):
         for other in self.assigned_work:
             self._reschedule(other)
         return last_test
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Nothing is for a process that has taken another's place and has not told yet what it finds."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
 
     def schedule(self) -> None:
         super().schedule()

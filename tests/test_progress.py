@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Other plugins are dear to import, in every process.
+XDIST_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist,pytest_timeout"}
 CONFTEST = """
 from tests import order, progress
 
@@ -59,7 +61,7 @@ def run_of(folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\n")
     return subprocess.run(
         [Path(__file__).with_name("run.sh"), "-c", folder / "pytest.ini", "--rootdir", folder, folder],
-        env={**os.environ, "LONGSHORE_TEST_CACHE": str(folder / "cache")},
+        env=os.environ | XDIST_ALONE | {"LONGSHORE_TEST_CACHE": str(folder / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -109,6 +111,7 @@ def test_tests_that_hang_are_named_and_take_no_others_along(tmp_path: Path) -> N
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--rootdir", tmp_path, tmp_path],
+        env=os.environ | XDIST_ALONE,
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,0 +1,73 @@
+"""Tests of one stack share a process and what takes long is begun first; `make check` runs what is there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import order
+from tests.test_progress import XDIST_ALONE
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = """
+from tests import order
+
+order._TOGETHER = ("whole/",)
+order._FIRST = ("whole/", "test_slow")
+pytest_xdist_make_scheduler = order.pytest_xdist_make_scheduler
+pytest_collection_modifyitems = order.pytest_collection_modifyitems
+
+
+"""
+TESTS = """
+import os
+from pathlib import Path
+
+
+def test_one():
+    with Path(__file__).parents[{depth}].joinpath("order").open("a") as file:
+        file.write(f"{name} {{os.getpid()}}\\n")
+
+
+def test_two():
+    pass
+
+
+def test_three():
+    pass
+"""
+
+
+def test_what_takes_long_is_begun_first_and_a_folder_of_one_stack_shares_a_process(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "whole").mkdir()
+    for name in ("test_a", "test_b", "test_slow", "whole/test_c", "whole/test_d"):
+        (tmp_path / f"{name}.py").write_text(TESTS.format(name=name, depth=name.count("/")))
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--import-mode=importlib"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
+        env=os.environ | XDIST_ALONE,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = [line.split() for line in (tmp_path / "order").read_text().splitlines()]
+    processes = dict(ran)
+    assert processes["whole/test_c"] == processes["whole/test_d"] != processes["test_slow"]
+    first = {process: name for name, process in reversed(ran)}
+    assert set(first.values()) == {"whole/test_c", "test_slow"}
+
+
+def test_the_places_that_are_named_are_there() -> None:
+    for beginning in (*order._TOGETHER, *order._FIRST):
+        assert (ROOT / beginning).is_dir(), beginning
+    check = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]
+    named = re.findall(r"tests/[\w/.:]+", check)
+    assert len(named) > 10
+    for place in named:
+        file, _, test = place.partition("::")
+        assert (ROOT / file).exists(), place
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), place
