@@ -8,20 +8,26 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from activities.grading.outcome import NotGraded
 from activities.grading.sandbox_process import MAX_ANSWER_BYTES, MAX_FRAME_BYTES, Limits
+from activities.isolation import bubblewrap
 from shared.errors import InvalidInput
 from shared.settings import GradingSettings
 
-_PROGRAM = Path(__file__).with_name("sandbox_process.py")
+_PROGRAM = ("-m", "activities.grading.sandbox_process")
+_PACKAGES = Path(__file__).parents[1]  # of ours, which the program imports
+# Nothing of the host's; the hash seed is fixed, so that grades repeat.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
 _START_S = 30.0
 _GRACE_S = 10.0  # beyond a sample's own time, which the supervisor inside keeps
 
@@ -33,16 +39,24 @@ class _Lost(Exception):
 class PythonSandbox:
     """A grader's source in a sandbox. Start and use it in one thread: it ends when that thread does.
 
+    Attributes:
+        isolation: what has isolated it: `bubblewrap` where that is installed and works, else `namespaces` of our own.
+
     Raises (from `with`):
         InvalidInput: this system refuses isolation.
     """
 
-    def __init__(self, source: str, settings: GradingSettings, folder: Path) -> None:
-        """`folder`: an empty one, of the sandbox's own."""
+    def __init__(
+        self, source: str, settings: GradingSettings, folder: Path, bwrap: str | None = bubblewrap.INSTALLED
+    ) -> None:
+        """`folder`: an empty one, of the sandbox's own. `bwrap`: the path of bubblewrap, which is preferred."""
         self._source = source
         self._settings = settings
         self._folder = folder
+        self._bwrap = bwrap
         self._process: subprocess.Popen[bytes] | None = None
+        self._first: int | None = None  # descriptor of the first process in bubblewrap
+        self.isolation: Literal["bubblewrap", "namespaces"] = "namespaces"
 
     def __enter__(self) -> Self:
         self._start()
@@ -84,36 +98,70 @@ class PythonSandbox:
         return _believed(outer["answer"])
 
     def _start(self) -> None:
-        answer = self._launch()
+        self.isolation = "bubblewrap"
+        if self._bwrap is None or not self._is_started_by(self._bwrap):
+            self.isolation = "namespaces"
+            self._start_in_namespaces()
+        self._send(self._source.encode())
+
+    def _is_started_by(self, bwrap: str) -> bool:
+        """Start the sandbox in bubblewrap. False where the system refuses it, or it is older than 0.8."""
+        for namespaces in bubblewrap.namespace_options():
+            told, tells = os.pipe()
+            options = ("--as-pid-1", "--info-fd", str(tells))
+            start = bubblewrap.Start([_PACKAGES], _ENVIRONMENT, ["CAP_SYS_ADMIN"], options)
+            program = (*_PROGRAM, self._limits(in_bubblewrap=True))
+            try:
+                answer = self._launch(bubblewrap.command(bwrap, program, start, namespaces), {}, tells)
+                if "ready" in answer:
+                    self._first = os.pidfd_open(json.loads(os.read(told, 4096))["child-pid"])
+                    return True
+            except _Lost:
+                pass
+            finally:
+                os.close(told)
+            self._stop()
+        return False
+
+    def _start_in_namespaces(self) -> None:
+        command = [sys.executable, "-S", "-P", "-s", *_PROGRAM, self._limits(in_bubblewrap=False)]
+        try:
+            answer = self._launch(command, _ENVIRONMENT | {"PYTHONPATH": str(_PACKAGES.parent)})
+        except _Lost as lost:
+            self._stop()
+            raise RuntimeError(f"the sandbox {lost} while it started") from lost
         if "refused" in answer:
             self._stop()
             rule = "this system refuses the isolation that python graders need"
             raise InvalidInput(f"{rule} ({answer['refused']})", "grader")
-        self._send(self._source.encode())
 
-    def _launch(self) -> Any:
-        settings = self._settings
+    def _limits(self, *, in_bubblewrap: bool) -> str:
         limits = Limits(
             folder=str(self._folder),
             parent_pid=os.getpid(),
-            time_s=settings.python_time_s,
-            memory_bytes=settings.python_memory_bytes,
+            in_bubblewrap=in_bubblewrap,
+            time_s=self._settings.python_time_s,
+            memory_bytes=self._settings.python_memory_bytes,
         )
-        self._process = subprocess.Popen(
-            # Without site packages, user folders or the environment; the hash seed is fixed, so that grades repeat.
-            [sys.executable, "-S", "-P", "-s", str(_PROGRAM), json.dumps(asdict(limits))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=self._folder,
-            env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"},
-            start_new_session=True,
-        )
+        return json.dumps(asdict(limits))
+
+    def _launch(self, command: list[str], environment: dict[str, str], handed_on: int | None = None) -> Any:
+        """Start a process, and return its first answer. `handed_on`: a descriptor that is then its alone."""
         try:
-            return self._receive(_START_S)
-        except _Lost as lost:
-            self._stop()
-            raise RuntimeError(f"the sandbox {lost} while it started") from lost
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=self._folder,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[] if handed_on is None else [handed_on],
+            )
+        finally:
+            if handed_on is not None:
+                os.close(handed_on)
+        return self._receive(_START_S)
 
     def _send(self, data: bytes) -> None:
         assert self._process and self._process.stdin
@@ -146,9 +194,15 @@ class PythonSandbox:
     def _stop(self) -> None:
         """End the sandbox to its last process: the launcher leaves after all of its namespace has gone."""
         process, self._process = self._process, None
+        first, self._first = self._first, None
         if process is None:
             return
-        process.terminate()
+        if first is None:
+            process.terminate()
+        else:  # bubblewrap itself would leave before what it started
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+            os.close(first)
         try:
             process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -173,3 +227,17 @@ def _believed(answer: str) -> Any:
             return parsed
         case _:
             raise NotGraded("the grader wrote an answer of its own making")
+
+
+def isolation_in_use() -> str:
+    """What isolates graders on this machine: `bubblewrap` or `namespaces`; where nothing does, why."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with PythonSandbox("", GradingSettings(), Path(folder)) as sandbox:
+                return sandbox.isolation
+        except InvalidInput as error:
+            return error.message
+
+
+if __name__ == "__main__":  # for `longshore doctor`
+    print(isolation_in_use())

@@ -1,6 +1,6 @@
 """Chat templates in a process of their own, under limits of time and memory: a template is code of a stranger.
 
-The process is in the sandbox of python graders (activities/grading/sandbox_process.py), and opens no file.
+The process is isolated as those of python graders are (activities/isolation), and opens no file.
 
 The parent writes one JSON line a batch to the child's stdin and reads one from its stdout.
 """
@@ -20,7 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from activities.grading import sandbox_process
+import jinja2
+import markupsafe
+
+from activities.isolation import bubblewrap
+from activities.isolation.confine import confine, confine_in_bubblewrap
+from activities.isolation.rights import lift_processor_limit
 from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, load_everything
 from shared.errors import InvalidInput
 
@@ -31,6 +36,10 @@ if TYPE_CHECKING:  # the child starts sooner without
 _MEMORY_BYTES = 1 << 30
 _MAX_LINE_BYTES = 256 << 20
 _START_S = 30.0
+_PROGRAM = ("-m", "activities.tokenizing.template_process")
+_SOURCES = Path(__file__).parents[2]
+_ZONES = "/usr/share/zoneinfo"  # templates may tell the date
+_READY = b"\n"
 
 
 @dataclass(frozen=True)
@@ -45,24 +54,35 @@ class TemplateSource:
 class TemplateProcess:
     """Renders conversations in a child, which dies with the `with` block, or with a batch that cannot be stopped."""
 
-    def __init__(self, template: TemplateSource, place: str, row_limit_s: float = 10.0) -> None:
-        """`place` names the template in errors."""
+    def __init__(
+        self,
+        template: TemplateSource,
+        place: str,
+        row_limit_s: float = 10.0,
+        bwrap: str | None = bubblewrap.INSTALLED,
+    ) -> None:
+        """`place` names the template in errors. `bwrap`: the path of bubblewrap, which is preferred."""
         self._place = place
         self._row_limit_s = row_limit_s
         self._folder = tempfile.mkdtemp(prefix="longshore-template-")  # where the sandbox mounts its root
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "activities.tokenizing.template_process", self._folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-            start_new_session=True,  # a terminal's Ctrl-C is for the host
-            env={"PATH": os.environ.get("PATH", ""), "TZ": os.environ.get("TZ", ""), "LANG": "C.UTF-8"},
-        )
-        self._buffer = bytearray()
+        self._child = self._started(bwrap)
         answer = self._ask([asdict(template), row_limit_s], _START_S + row_limit_s)
         if "error" in answer:
             self.close()
             raise InvalidInput(answer["error"], place)
+
+    def _started(self, bwrap: str | None) -> subprocess.Popen[bytes]:
+        """The child, in bubblewrap where that works; in namespaces of its own, or without, it can always be."""
+        environment = {"PATH": os.environ.get("PATH", ""), "TZ": os.environ.get("TZ", ""), "LANG": "C.UTF-8"}
+        for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
+            assert bwrap is not None
+            command = bubblewrap.command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
+            child = _popen(command, {})
+            assert child.stdout
+            if select.select([child.stdout], [], [], _START_S)[0] and os.read(child.stdout.fileno(), 1) == _READY:
+                return child
+            _end(child)
+        return _popen([sys.executable, *_PROGRAM, self._folder], environment)
 
     def spans(self, chats: "Sequence[Chat]", *, prompts: bool = False) -> list[Rendered]:
         """The text and trained spans of each conversation; with `prompts` also the text that asks for the last answer.
@@ -97,14 +117,9 @@ class TemplateProcess:
         self._child.kill()
 
     def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        _end(self._child)
         with suppress(OSError):
             Path(self._folder).rmdir()
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe:
-                with suppress(BrokenPipeError):  # what the child did not read is of no use to anybody
-                    pipe.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,14 +158,41 @@ class TemplateProcess:
     def _ended(self) -> NoReturn:
         """Raises InvalidInput, or RuntimeError when somebody killed the child: then another try may do better."""
         status = self._child.wait(_START_S)
-        if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        number = status - 128 if status > 128 else -status  # the former is bubblewrap's way to say it
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             self.close()
-            raise RuntimeError(f"the process of the chat template was killed by signal {-status}")
+            raise RuntimeError(f"the process of the chat template was killed by signal {number}")
         self._lost("ended its process")
 
     def _lost(self, what: str) -> NoReturn:
         self.close()
         raise InvalidInput(f"the chat template {what}", self._place)
+
+
+def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.Start:
+    ours = [_SOURCES / name for name in ("activities", "shared")]
+    others = [Path(file).parent for file in (jinja2.__file__, markupsafe.__file__)]
+    return bubblewrap.Start([*ours, *others], environment, ["CAP_SYS_CHROOT"], ("--ro-bind-try", _ZONES, _ZONES))
+
+
+def _popen(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=_SOURCES,
+        start_new_session=True,  # a terminal's Ctrl-C is for the host
+        env=environment,
+    )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe:
+            with suppress(BrokenPipeError):  # what the child did not read is of no use to anybody
+                pipe.close()
 
 
 # The child.
@@ -206,9 +248,14 @@ def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: fl
 
 
 def _serve() -> None:
-    sandbox_process.lift_processor_limit()
+    lift_processor_limit()
     load_everything()
-    sandbox_process.confine(sys.argv[1], _MEMORY_BYTES)
+    if sys.argv[1:]:
+        confine(sys.argv[1], _MEMORY_BYTES)
+    else:
+        bubblewrap.forget_start()
+        confine_in_bubblewrap(_MEMORY_BYTES)
+        os.write(1, _READY)
     signal.signal(signal.SIGALRM, _alarm)
     described, limit_s = json.loads(sys.stdin.readline())
     template = _limited(limit_s, lambda: ChatTemplate(**described))

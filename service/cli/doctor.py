@@ -40,6 +40,7 @@ def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Ch
         lambda: _service(api_url, api_key),
         lambda: _store(settings),
         lambda: _disk(settings.root_path),
+        _isolation,
         _cpu,
         _gpu,
     )
@@ -114,6 +115,22 @@ def _disk(root: Path) -> Check:
     if free < _ENOUGH_DISK_BYTES:
         return Check("disk", "warn", text, "checkpoints need room: free some, or set LONGSHORE_ROOT to another disk")
     return Check("disk", "ok", text)
+
+
+def _isolation() -> Check:
+    """What isolates python graders and chat templates on this machine, tried out as a host does it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "activities.grading.python_sandbox"], capture_output=True, text=True, timeout=60
+    )
+    match done.stdout.strip():
+        case "bubblewrap":
+            return Check("isolation", "ok", "bubblewrap isolates python graders and chat templates")
+        case "namespaces":
+            text = "namespaces of our own isolate python graders and chat templates"
+            return Check("isolation", "ok", text, "install bubblewrap 0.8 or newer, which is preferred")
+        case refusal:
+            advice = "python graders run nowhere here: allow user namespaces (docs/graders.md)"
+            return Check("isolation", "warn", refusal or "not found out: the sandbox does not start", advice)
 
 
 def _cpu() -> Check:
