@@ -18,6 +18,7 @@ from activities.isolation.python_files import library_folders, package_folders
 INSTALLED = shutil.which("bwrap")
 
 _PACKAGES = "/packages"
+_DEVICES = ("/dev/null", "/dev/urandom")
 _START_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "PWD")
 _NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
 # An ordinary user's sandbox is nobody in a user namespace of its own; root's children become nobody themselves, whom
@@ -53,16 +54,8 @@ def command(bwrap: str, program: Sequence[str], start: Start, namespaces: Sequen
     kept = (*start.capabilities, *(_OF_ROOT if os.geteuid() == 0 else ()))
     parts = [bwrap, *namespaces, "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
     parts += [part for name in kept for part in ("--cap-add", name)]
-    parts += [
-        *_root(start.packages),
-        *_environment(start.environment),
-        *start.options,
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/",
-        "--",
-    ]
+    parts += [*_root(start.packages), *_environment(start.environment), *start.options]
+    parts += ["--remount-ro", "/", "--chdir", "/", "--"]
     return [*parts, str(_python()), "-S", "-P", "-s", *program]
 
 
@@ -78,14 +71,15 @@ def _root(packages: Sequence[Path]) -> Iterator[str]:
         if Path(name).is_symlink():
             yield from ("--symlink", str(Path(name).readlink()), name)
     folders = list(dict.fromkeys((*library_folders(), *_loader_folders())))
-    for parent in sorted({str(parent) for path in (*folders, str(_python())) for parent in Path(path).parents}):
+    found = (*folders, str(_python()), *_DEVICES)
+    for parent in sorted({str(parent) for path in found for parent in Path(path).parents}):
         yield from ("--dir", parent)  # which anybody may enter, as perhaps not on the host
     for folder in folders:
         yield from ("--ro-bind", folder, folder)
     for folder in package_folders():
         yield from ("--size", "4096", "--tmpfs", folder, "--remount-ro", folder)
     yield from ("--ro-bind", str(_python()), str(_python()))
-    for device in ("/dev/null", "/dev/urandom"):
+    for device in _DEVICES:
         yield from ("--dev-bind", device, device)
     for package in packages:
         yield from ("--ro-bind", str(package), f"{_PACKAGES}/{package.name}")
