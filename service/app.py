@@ -11,33 +11,31 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from service.accounts.limits import RateLimit
 from service.accounts.principals import BEARER
-from service.accounts.rate_limits import RateLimit
 from service.apis import errors as problems
 from service.apis.art import models as art_models
 from service.apis.art import training_jobs as art_jobs
-from service.apis.edge import LOOPBACK_NAMES, Edge
-from service.apis.head_requests import HeadRequests
+from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.listening import config
-from service.apis.native import graders as grader_api
+from service.apis.native import automation as automation_api
+from service.apis.native import data as data_api
 from service.apis.native import run_files as run_files_api
 from service.apis.native import runs as native_api
-from service.apis.native import schedules as schedule_api
 from service.apis.native import tenants as tenant_api
-from service.apis.native import webhooks as webhook_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
 from service.apis.openai import graders as openai_graders
-from service.apis.openai import retries
 from service.apis.openai import uploads as openai_uploads
 from service.apis.openai.fine_tuning import jobs as openai_jobs
+from service.apis.openai.fine_tuning import submission
 from service.apis.openai.fine_tuning.events import JobEvents
-from service.apis.openapi_document import DescribedApp
 from service.apis.page import pages
 from service.backend import Backend
 from service.database import migrate
@@ -53,7 +51,7 @@ logger = logging.getLogger("longshore.service")
 MAX_BODY_BYTES = 1 << 20
 _SWEEP_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0
-_ROOM_EVERY_S = 2.0
+_EVICT_EVERY_S = 2.0
 _PRUNE_EVERY_S = 3600.0
 _FORGET_EVERY_S = 600.0
 _LONGEST_PAUSE_S = 10.0
@@ -69,8 +67,31 @@ OPENAI_ROUTERS = (
     openai_chat.router,
 )
 ART_ROUTERS = (art_models.router, art_jobs.router)
-NATIVE_ROUTERS = (webhook_api.router, schedule_api.router, run_files_api.router, grader_api.router)
+NATIVE_ROUTERS = (data_api.router, run_files_api.router, automation_api.router)
 """Parts of the native API without a prefix of their own."""
+
+
+class DescribedApp(FastAPI):
+    """A FastAPI whose description names the fields by which the members of unions are told apart."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            _require_tags(super().openapi())
+        return super().openapi()
+
+
+def _require_tags(part: Any) -> None:
+    """Each member of a tagged union has a default for its tag, and yet within the union the tag must be there."""
+    match part:
+        case {"oneOf": _, "discriminator": {"propertyName": tag}}:
+            part.setdefault("required", [tag])
+    match part:
+        case dict():
+            for inner in part.values():
+                _require_tags(inner)
+        case list():
+            for inner in part:
+                _require_tags(inner)
 
 
 def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | None = None) -> FastAPI:
@@ -136,7 +157,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     loops = [
         asyncio.create_task(_repeat("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty))),
         asyncio.create_task(_repeat("the list of runs stands still", _WATCH_EVERY_S, backend.watch.turn)),
-        asyncio.create_task(_repeat("runs wait for samplers and workers", _ROOM_EVERY_S, backend.room.make)),
+        asyncio.create_task(_repeat("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict)),
         asyncio.create_task(
             _repeat("webhooks wait", _WATCH_EVERY_S, lambda: backend.webhooks.send_outbox(backend.database))
         ),
@@ -144,7 +165,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         asyncio.create_task(_repeat("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune)),
         asyncio.create_task(_repeat("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune)),
         asyncio.create_task(
-            _repeat("sent requests are remembered", _PRUNE_EVERY_S, lambda: retries.prune(backend.store))
+            _repeat("sent requests are remembered", _PRUNE_EVERY_S, lambda: submission.prune(backend.store))
         ),
         asyncio.create_task(_repeat("answers are remembered", _FORGET_EVERY_S, backend.inference.prune)),
     ]

@@ -6,10 +6,9 @@ from fastapi import Depends, Header, Request
 
 from service.accounts.access import Access
 from service.accounts.audit import Audit
-from service.accounts.fair_shares import FairShare
 from service.accounts.keys import Keys
+from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.quotas import Quotas
-from service.accounts.rate_limits import SignInLimit
 from service.accounts.sessions import Sessions
 from service.accounts.tenants import Tenants
 from service.automation.scheduled_runs import ScheduledRuns
@@ -18,11 +17,10 @@ from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.files.files import Files, uploads_folder
 from service.files.uploads import Uploads
-from service.inference.art_models import ArtModels
+from service.inference.art_models import ArtModels, UntrainedModels
+from service.inference.eviction import IdleEviction
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
-from service.inference.room import Room
-from service.inference.untrained_models import UntrainedModels
 from service.runs.files import RunFiles
 from service.runs.graders import Graders
 from service.runs.overview import Overviews
@@ -63,7 +61,7 @@ class Backend:
         self.published = PublishedModels(store)
         self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
         self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
-        self.room = Room(settings, rows, temporal, self.inference.waiting)
+        self.eviction = IdleEviction(settings, rows, temporal, self.inference.waiting)
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)
         self.sign_ins = SignInLimit(settings.rate_limit)

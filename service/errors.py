@@ -34,3 +34,7 @@ class QuotaExceeded(LongshoreError):
 
 class DatabaseUnavailable(LongshoreError):
     """The database cannot be reached, or is locked for too long. The store and Temporal go on without it."""
+
+
+class DevError(LongshoreError):
+    """The stack cannot start, in words for its user."""

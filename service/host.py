@@ -33,7 +33,7 @@ from activities.sampling.samplers import Samplers
 from activities.signals import WorkflowSignals
 from service.host_record import HostRecord
 from service.seals import SealedRunner
-from service.temporal_client import connect_once
+from service.temporal import connect_once
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, private_folder
 from shared.storage.store import open_store

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
-from service.accounts.rate_limits import RateLimit
+from service.accounts.limits import RateLimit
 from service.database.engine import Database
 from service.database.tables import AuditRow
 from service.errors import DatabaseUnavailable

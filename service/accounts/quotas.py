@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from service.database.engine import Database
-from service.database.locks import Turns
+from service.database.locks import KeyedLocks
 from service.database.tables import RunRow, TenantRow
 from service.errors import QuotaExceeded
 from shared.contract import Frozen
@@ -41,7 +41,7 @@ class Quotas:
         self._store = store
         self._database = database
         self._counted: dict[str, tuple[float, Standing]] = {}
-        self._turns = Turns()
+        self._locks = KeyedLocks()
 
     async def usage(self, tenant: str) -> Usage:
         """Bytes may be a minute old."""
@@ -80,19 +80,19 @@ class Quotas:
             raise QuotaExceeded("gpu_hours", text)
 
     async def admit_bytes(self, tenant: str, more: int) -> None:
-        """Raises QuotaExceeded when so many bytes more would break the quota. Keeps no room: `room` does."""
-        async with self.room(tenant) as room:
-            await room.hold(more)
+        """Raises QuotaExceeded when so many bytes more would break the quota. Reserves nothing: `reservation` does."""
+        async with self.reservation(tenant) as reserved:
+            await reserved.hold(more)
 
     @asynccontextmanager
-    async def room(self, tenant: str) -> AsyncIterator["Room"]:
-        """Room for bytes that are written in the block: given back at its end, unless they are settled."""
+    async def reservation(self, tenant: str) -> AsyncIterator["WriteReservation"]:
+        """Reserve bytes that are written in the block; what is not settled by its end is given back."""
         quotas = await self._database.reading(lambda session: self.of(session, tenant))
-        room = Room(self, Reservation(self._store, tenant), tenant, quotas.stored_bytes)
+        reserved = WriteReservation(self, Reservation(self._store, tenant), tenant, quotas.stored_bytes)
         try:
-            yield room
+            yield reserved
         finally:
-            await asyncio.to_thread(room.reservation.drop)
+            await asyncio.to_thread(reserved.reservation.drop)
 
     async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
         """Put bytes on record that are going to be written. Of a tenant's writers here one counts at a time.
@@ -100,7 +100,7 @@ class Quotas:
         Raises:
             QuotaExceeded: with what others write at this moment they are too many.
         """
-        async with self._turns.of(tenant):
+        async with self._locks.of(tenant):
             standing = await self._standing(tenant)
             used = await asyncio.to_thread(reservation.admit, num_bytes, most, standing)
         if used > most:
@@ -126,8 +126,8 @@ class Quotas:
         return standing
 
 
-class Room:
-    """Bytes that are kept for somebody who writes them."""
+class WriteReservation:
+    """Bytes of a tenant's quota that are reserved before they are written."""
 
     def __init__(self, quotas: Quotas, reservation: Reservation, tenant: str, most: int | None) -> None:
         self._quotas = quotas
@@ -136,7 +136,7 @@ class Room:
         self.reservation = reservation
 
     async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
-        """Keep so many in all. What grows is kept in steps, as long as there is room for steps.
+        """Reserve so many bytes in all. A body that grows is reserved in steps of a quarter, while the quota has them.
 
         Raises:
             QuotaExceeded

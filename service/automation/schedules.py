@@ -29,7 +29,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from service.accounts import audit
 from service.accounts.access import Access
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
-from service.database.locks import Turns
+from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.temporal import PATIENCE, Temporal, share_of
 from shared.errors import InvalidInput, NotFound
@@ -72,7 +72,7 @@ class Schedules:
         self._store = store
         self._temporal = temporal
         self._access = access
-        self._turns = Turns()  # of what changes one schedule, in the store and in Temporal
+        self._locks = KeyedLocks()  # of what changes one schedule, in the store and in Temporal
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
         """The same once more is the same schedule.
@@ -85,7 +85,7 @@ class Schedules:
         await asyncio.to_thread(self._access.check, tenant, scheduled)
         scheduled = await asyncio.to_thread(without_queries, self._store, scheduled)
         record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())
-        async with self._turns.of(tenant, scheduled.name), self._temporal.client() as client:
+        async with self._locks.of(tenant, scheduled.name), self._temporal.client() as client:
             record = await asyncio.to_thread(self._accept, record)
             audit.touched(scheduled.name)
             try:
@@ -143,7 +143,7 @@ class Schedules:
 
     async def delete(self, tenant: str, name: str) -> ScheduleView:
         """Forget it. Its runs stay, and one that is going on goes on."""
-        async with self._turns.of(tenant, name):
+        async with self._locks.of(tenant, name):
             record = await asyncio.to_thread(self._read, tenant, name)
             async with self._temporal.client() as client:
                 await _forget(client, tenant, name)
@@ -157,7 +157,7 @@ class Schedules:
         for key in await asyncio.to_thread(lambda: [item.key for item in self._store.list(prefix)]):
             tenant, _, name = key.removeprefix(prefix).partition("/")
             try:
-                async with self._turns.of(tenant, name):
+                async with self._locks.of(tenant, name):
                     await self._restore(tenant, name)
             except NotFound:  # removed since
                 continue
@@ -223,7 +223,7 @@ class Schedules:
         self, tenant: str, name: str, ask: Callable[[ScheduleHandle], Awaitable[None]], **changes: object
     ) -> None:
         """Ask something of a schedule in Temporal, which may have to be made again first; then put it on record."""
-        async with self._turns.of(tenant, name):
+        async with self._locks.of(tenant, name):
             record = await asyncio.to_thread(self._read, tenant, name)
             async with self._temporal.client() as client:
                 if await _describe(client, record) is None:

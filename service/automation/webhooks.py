@@ -17,7 +17,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from service.accounts import audit
 from service.database.engine import Database
-from service.database.locks import Turns
+from service.database.locks import KeyedLocks
 from service.database.tables import OutboxRow
 from service.errors import Conflict
 from service.temporal import PATIENCE, Temporal, share_of
@@ -106,7 +106,7 @@ class Webhooks:
         self._settings = settings
         self._store = store
         self._temporal = temporal
-        self._turns = Turns()  # of what changes one webhook: a record is read, and written whole
+        self._locks = KeyedLocks()  # of what changes one webhook: a record is read, and written whole
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
         """
@@ -147,7 +147,7 @@ class Webhooks:
         if change.url is not None:
             self._check(change.url)
         changed = {name: value for name, value in dict(change).items() if value is not None}
-        async with self._turns.of(tenant, webhook_id):
+        async with self._locks.of(tenant, webhook_id):
             before = await asyncio.to_thread(self._read, tenant, webhook_id)
             after = before.model_copy(update=changed)
             await asyncio.to_thread(self._write, after)
@@ -161,7 +161,7 @@ class Webhooks:
     async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
         """Give it a new secret. The old one signs beside it for a while; one older than that, no more."""
         overlaps = rotation.overlap_s > 0
-        async with self._turns.of(tenant, webhook_id):
+        async with self._locks.of(tenant, webhook_id):
             before = await asyncio.to_thread(self._read, tenant, webhook_id)
             after = before.model_copy(
                 update={
@@ -176,7 +176,7 @@ class Webhooks:
 
     async def delete(self, tenant: str, webhook_id: str) -> WebhookView:
         """Forget it, its secret, and its deliveries."""
-        async with self._turns.of(tenant, webhook_id):
+        async with self._locks.of(tenant, webhook_id):
             webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
             await asyncio.to_thread(self._remove, webhook)
         audit.touched(webhook_id)

@@ -66,8 +66,8 @@ def _packages(name: str, wanted: tuple[str, ...]) -> Check:
 
 
 def _temporal_program() -> Check:
-    from service.dev.problems import DevError
     from service.dev.supervisor import temporal_binary
+    from service.errors import DevError
 
     try:
         binary = temporal_binary()

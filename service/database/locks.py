@@ -1,10 +1,10 @@
-"""Who changes the same thing waits for the other, in this process."""
+"""Locks by key: those who change one thing wait for each other, in this process."""
 
 import asyncio
 from weakref import WeakValueDictionary
 
 
-class Turns:
+class KeyedLocks:
     """A lock for each key. It is kept while somebody holds it or waits for it."""
 
     def __init__(self) -> None:

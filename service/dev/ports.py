@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from service.dev.problems import DevError
+from service.errors import DevError
 
 # Next to the port that is wanted, and below those that the kernel gives to whoever connects somewhere.
 _NEXT = 100

@@ -30,7 +30,7 @@ from service.accounts.keys import hash_key, new_key
 from service.dev.children import Child, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
-from service.dev.problems import DevError
+from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.settings import Settings
 from shared.storage.paths import private_folder

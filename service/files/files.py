@@ -7,20 +7,21 @@ import tarfile
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 from sqlalchemy import delete, exists, select, tuple_
 from sqlalchemy.orm import Session
 
 from service.accounts import audit
-from service.accounts.quotas import Quotas, Room
+from service.accounts.quotas import Quotas, WriteReservation
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
 from service.errors import Conflict
-from service.files.transfers import transferred
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
@@ -33,6 +34,10 @@ from shared.storage.store import ObjectStore, open_uri, uri_of
 _CHUNK_BYTES = 1 << 20
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
 _NAME = re.compile(FILE_NAME[:-1])  # in Python, `$` stands before a last line end too
+_TRANSFERS_AT_ONCE = 8
+_threads = ThreadPoolExecutor(_TRANSFERS_AT_ONCE, "transfers")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class FileRecord(Frozen):
@@ -97,13 +102,13 @@ class Files:
             raise InvalidInput("a file name has letters, digits, dots, dashes and underscores: at most 128", "name")
         await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
         digest, size = hashlib.sha256(), 0
-        async with self._quotas.room(tenant) as room:
-            await room.hold(num_bytes)
+        async with self._quotas.reservation(tenant) as reserved:
+            await reserved.hold(num_bytes)
             with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
                 async for chunk in chunks:
                     digest.update(chunk)
                     size += len(chunk)
-                    await room.hold(size, grows=True)
+                    await reserved.hold(size, grows=True)
                     await asyncio.to_thread(file.write, chunk)
                 if not size:
                     raise InvalidInput("the file is empty", name)
@@ -120,14 +125,14 @@ class Files:
                     uri=uri_of(self._store, paths.upload(tenant, sha256, name)),
                     created_at=time.time(),
                 )
-                return await self._keep(record, Path(file.name), room)
+                return await self._keep(record, Path(file.name), reserved)
 
-    async def _keep(self, record: FileRecord, file: Path, room: Room) -> FileRecord:
+    async def _keep(self, record: FileRecord, file: Path, reserved: WriteReservation) -> FileRecord:
         key = _bytes_of(record)
         while True:
             if await asyncio.to_thread(self._store.head, key) is None:
                 await transferred(self._store.put_file, key, file)
-                await room.settle(record.size)
+                await reserved.settle(record.size)
             # Bytes that stood may have gone with another file: then they are put again, while they are here.
             if (known := await self._remember(record)) is not None:
                 return known
@@ -138,7 +143,7 @@ class Files:
         key, data = paths.file_record(record.tenant, record.file_id), record.model_dump_json(indent=1).encode()
 
         def work(session: Session) -> FileRecord | None:
-            _take_turns(session, record.tenant)
+            _lock_tenant(session, record.tenant)
             if self._store.head(_bytes_of(record)) is None:
                 return None
             is_new = self._store.put_if_absent(key, data)
@@ -192,7 +197,7 @@ class Files:
         audit.touched(file_id)
 
         def work(session: Session) -> bool:
-            _take_turns(session, tenant)
+            _lock_tenant(session, tenant)
             self._store.delete(paths.file_record(tenant, file_id))
             session.execute(delete(FileRow).where(FileRow.tenant == tenant, FileRow.file_id == file_id))
             others = select(exists().where(FileRow.tenant == tenant, FileRow.uri == record.uri))
@@ -225,7 +230,7 @@ def _bytes_of(record: FileRecord) -> str:
     return paths.upload(record.tenant, record.sha256, record.name)
 
 
-def _take_turns(session: Session, tenant: str) -> None:
+def _lock_tenant(session: Session, tenant: str) -> None:
     """In a writing transaction: of those who keep a tenant's files and those who delete them, one at a time goes on.
 
     A file's bytes are another's too, and the store knows no transactions. SQLite has one writer anyway.
@@ -312,3 +317,8 @@ def _tar_header(folder: str, entry: FileEntry) -> bytes:
     header = tarfile.TarInfo(f"{folder}/{entry.path}")
     header.size = entry.size
     return header.tobuf(tarfile.PAX_FORMAT)
+
+
+async def transferred(move: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `move` returns. Others' transfers may come first."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(move, *args, **kwargs))

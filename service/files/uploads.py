@@ -13,10 +13,9 @@ from typing import Literal
 
 from service.accounts import audit
 from service.accounts.quotas import Quotas
-from service.database.locks import Turns
+from service.database.locks import KeyedLocks
 from service.errors import Conflict
-from service.files.files import FileRecord, Files
-from service.files.transfers import transferred
+from service.files.files import FileRecord, Files, transferred
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
@@ -72,7 +71,7 @@ class Uploads:
         self._files = files
         self._quotas = quotas
         self._scratch = scratch
-        self._turns = Turns()  # of those who end an upload
+        self._locks = KeyedLocks()  # of those who end an upload
 
     async def create(self, tenant: str, *, name: str, purpose: str, size: int) -> UploadRecord:
         """Raises QuotaExceeded when the file would have no room."""
@@ -108,20 +107,20 @@ class Uploads:
         part = Part(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
         await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
         size = 0
-        async with self._quotas.room(tenant) as room:
+        async with self._quotas.reservation(tenant) as reserved:
             with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
                 async for chunk in chunks:
                     size += len(chunk)
                     if size > MAX_PART_BYTES:
                         raise InvalidInput(f"a part has at most {MAX_PART_BYTES} bytes", "data")
-                    await room.hold(size, grows=True)
+                    await reserved.hold(size, grows=True)
                     await asyncio.to_thread(file.write, chunk)
                 if not size:
                     raise InvalidInput("the part is empty", "data")
                 file.flush()
                 key = paths.upload_part(tenant, upload_id, part.part_id)
                 await transferred(self._store.put_file, key, Path(file.name))
-            await room.settle(size)
+            await reserved.settle(size)
         return part
 
     async def complete(
@@ -133,7 +132,7 @@ class Uploads:
             InvalidInput: a part is not there; their bytes are not as many, or not those, that were announced.
             Conflict: the upload was cancelled, or has expired.
         """
-        async with self._turns.of(upload_id):
+        async with self._locks.of(upload_id):
             record = await self.show(tenant, upload_id)
             if record.state == "completed" and record.file_id is not None:
                 return record, await self._files.show(tenant, record.file_id)
@@ -167,7 +166,7 @@ class Uploads:
 
     async def cancel(self, tenant: str, upload_id: str) -> UploadRecord:
         """Give an upload up. Raises Conflict when it is complete, or has expired."""
-        async with self._turns.of(upload_id):
+        async with self._locks.of(upload_id):
             record = await self.show(tenant, upload_id)
             if record.state != "cancelled":
                 record = (await self._pending(tenant, upload_id)).model_copy(update={"state": "cancelled"})

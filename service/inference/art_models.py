@@ -13,20 +13,28 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Literal
 
+from temporalio.client import WorkflowFailureError
+from temporalio.common import WorkflowIDConflictPolicy
+
 from service.accounts import audit
-from service.database.locks import Turns
+from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.inference.published_models import Published, PublishedModels, Target
-from service.inference.untrained_models import UntrainedModels
 from service.runs.own_settings import OwnSettings
-from shared.contract import Frozen
+from service.runs.runs import cause_of
+from service.temporal import PATIENCE, Temporal, share_of
+from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.field_rules import pattern
 from shared.runs.requests import Name, Tenant
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.runs.status import RunStatus, StepStatus
+from shared.settings import Settings
 from shared.storage import paths
+from shared.storage.paths import content_key
 from shared.storage.store import ObjectStore
 
 _WORD, _WORD_RULE = r"^[^/\\#?%:\x00-\x1f\x7f]+$", "no / \\ # ? % : and no control characters"
@@ -39,6 +47,9 @@ _ARTIFACT = "wandb-artifact:///"
 _NAME = re.compile(r"(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(:(step(?P<step>[0-9]{1,6})|latest))?")
 _LONGEST_SLUG = 54
 _CHECK_BASE_S = 10.0
+UNTRAINED_MODEL_WORKFLOW = "UntrainedModelWorkflow"
+_PATIENCE = timedelta(hours=2)  # a large model is downloaded first
+_TRUSTED_S = 600.0
 
 
 class ArtSettings(OwnSettings):
@@ -86,6 +97,44 @@ class ArtName:
         return cls(f"{match['entity']}/{match['project']}/{match['name']}", step)
 
 
+class UntrainedModels:
+    """Asks once for all who want the same model, and trusts the answer for ten minutes."""
+
+    def __init__(self, settings: Settings, temporal: Temporal) -> None:
+        self._queue = settings.control_queue
+        self._temporal = temporal
+        self._known: dict[tuple[str, str], tuple[float, Artifact]] = {}
+
+    async def resolve(self, tenant: str, uri: str) -> Artifact:
+        """The files of a hub id, folder or URI that this tenant may read.
+
+        Raises:
+            InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
+        """
+        since, known = self._known.get((tenant, uri), (0.0, None))
+        if known is not None and time.monotonic() - since < _TRUSTED_S:
+            return known
+        request = ModelRequest(uri=uri, tenant=tenant)
+        async with self._temporal.client() as client:
+            handle = await client.start_workflow(
+                UNTRAINED_MODEL_WORKFLOW,
+                request,
+                id=f"untrained-model-{content_key(self._queue, request)}",
+                task_queue=self._queue,
+                priority=share_of(tenant),
+                execution_timeout=_PATIENCE,
+                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+                result_type=ResolvedModel,
+                rpc_timeout=PATIENCE,
+            )
+            try:
+                found: ResolvedModel = await handle.result()
+            except WorkflowFailureError as error:
+                raise cause_of(error) from None
+        self._known[tenant, uri] = time.monotonic(), found.model
+        return found.model
+
+
 class ArtModels:
     """Registered, found, listed and deleted, with their checkpoints. Another tenant's are not found."""
 
@@ -93,11 +142,11 @@ class ArtModels:
         self._store = store
         self._published = published
         self._untrained = untrained
-        self._turns = Turns()
+        self._locks = KeyedLocks()
 
     def lock(self, model_id: str) -> asyncio.Lock:
         """Held by whoever gives a model a job: one at a time finds out what it goes on from."""
-        return self._turns.of(model_id)
+        return self._locks.of(model_id)
 
     async def _check_base(self, model: ArtModel) -> None:
         """Look whether the base model can be used here, as long as somebody waits for the answer.

@@ -14,10 +14,10 @@ from temporalio.exceptions import TimeoutError as TooLate
 from temporalio.service import RPCError
 
 from service.accounts import audit
-from service.accounts.fair_shares import FairShare
+from service.accounts.limits import FairShare
 from service.inference.art_models import ArtModels, ArtName
 from service.inference.published_models import PublishedModels, Target
-from service.inference.seats import Seat, Seats
+from service.inference.sampler_leases import SamplerLease, SamplerLeases
 from service.runs.runs import causes_of
 from service.temporal import PATIENCE, Temporal, share_of
 from shared.chat import answer_records
@@ -57,14 +57,14 @@ class Inference:
         self._settings = settings
         self._store = store
         self._temporal = temporal
-        self._seats = Seats(settings, temporal)
+        self._leases = SamplerLeases(settings, temporal)
         self._published = published
         self._art_models = art_models
         self._questions = questions
 
     def waiting(self) -> frozenset[str]:
         """The serving workflows of models whose users wait for a sampler."""
-        return self._seats.waiting()
+        return self._leases.waiting()
 
     async def models(self, tenant: str) -> list[ServedModel]:
         """Everything that a tenant has published, by name; the newest version of each."""
@@ -122,14 +122,14 @@ class Inference:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(2.0 ** (attempt - 2))
-            seat = None if self._is_served else await self._seats.seat(self._key(target))
+            lease = None if self._is_served else await self._leases.lease(self._key(target))
             try:
-                return (await self._answered(self._start(tenant, target, asked, seat))).answer
+                return (await self._answered(self._start(tenant, target, asked, lease))).answer
             except _Lost as lost:
                 problem = str(lost)
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)
-                if seat is not None:
-                    self._seats.forget(seat)
+                if lease is not None:
+                    self._leases.forget(lease)
         raise SamplerUnavailable(problem)
 
     def _target(self, tenant: str, model_id: str) -> Target:
@@ -151,13 +151,13 @@ class Inference:
         )
 
     def _start(
-        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, seat: Seat | None
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, lease: SamplerLease | None
     ) -> CompletionStart:
-        queue = seat.grant.host_queue if seat else policies.queue_of("complete", self._settings.control_queue)
+        queue = lease.grant.host_queue if lease else policies.queue_of("complete", self._settings.control_queue)
         place: SamplerPlace = ServedSampler()
-        if seat:
-            grant = seat.grant
-            place = LeasedSampler(run_id=seat.serving_id, fence=grant.fence, worker_id=grant.worker_id)
+        if lease:
+            grant = lease.grant
+            place = LeasedSampler(run_id=lease.serving_id, fence=grant.fence, worker_id=grant.worker_id)
         return CompletionStart(
             request=CompleteRequest(
                 tenant=tenant,

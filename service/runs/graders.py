@@ -7,7 +7,7 @@ from datetime import timedelta
 from pydantic import JsonValue
 from temporalio.client import WorkflowFailureError
 
-from service.accounts.fair_shares import FairShare
+from service.accounts.limits import FairShare
 from service.runs.runs import cause_of
 from service.temporal import Temporal, share_of
 from shared.errors import InvalidInput

@@ -23,9 +23,9 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts import audit
 from service.accounts.access import Access
-from service.accounts.fair_shares import FairShare
+from service.accounts.limits import FairShare
 from service.accounts.principals import Principal
-from service.database.locks import Turns
+from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
@@ -77,7 +77,7 @@ class Runs:
         self._temporal = temporal
         self._access = access
         self._checks = checks
-        self._turns = Turns()
+        self._locks = KeyedLocks()
 
     # Submitting.
 
@@ -304,7 +304,7 @@ class Runs:
         One after the other, so that two do not take one place, and nobody gives up what somebody else goes on with: of
         several services each may let one in.
         """
-        return self._turns.of(tenant)
+        return self._locks.of(tenant)
 
     async def _start_again(self, record: RunRecord) -> None:
         """A run's end is seen a moment before its workflow closes. Raises Conflict when that does not come."""

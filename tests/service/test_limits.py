@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.accounts.rate_limits import SignInLimit
+from service.accounts.limits import SignInLimit
 from service.accounts.tenants import TenantRecord
 from shared.settings import QuotaSettings, RateLimitSettings
 from shared.storage.paths import tenant_record

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.accounts.principals import Principal
-from service.apis.openai import retries
-from service.apis.openai.examples import count_examples
 from service.apis.openai.files import MAX_NAME, plain_name
-from service.apis.openai.fine_tuning import automatic
+from service.apis.openai.fine_tuning import automatic, submission
+from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.events import JobEvents
 from service.apis.openai.fine_tuning.request import Hyperparameters, JobRequest
 from service.apis.openai.fine_tuning.results import metrics_csv
@@ -416,13 +415,13 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
     request = Artifact(uri="file:///a", sha256="0" * 64)
 
     def key(retry_count: str | None) -> str:
-        return asyncio.run(retries.idempotency_key(store, asking, request, retry_count))
+        return asyncio.run(submission.idempotency_key(store, asking, request, retry_count))
 
     first = key(None)
-    asyncio.run(retries.prune(store))
+    asyncio.run(submission.prune(store))
     assert key("1") == first, "as long as a client may ask again, it is remembered"
-    monkeypatch.setattr(retries, "WINDOW_S", 0.0)
-    asyncio.run(retries.prune(store))
+    monkeypatch.setattr(submission, "WINDOW_S", 0.0)
+    asyncio.run(submission.prune(store))
     assert not list(store.list(paths.sent_requests()))
     assert key("1") != first
 

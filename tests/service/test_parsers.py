@@ -20,7 +20,7 @@ from service.apis.openai.files import plain_name
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
 from service.files.files import FilePage, Files
-from service.inference.checkpoint_adapters import CheckpointName
+from service.inference.published_models import CheckpointName
 from service.runs.rows import RunRows
 from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, NotFound

@@ -43,10 +43,10 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 async def write(quotas: Quotas, store: LocalStore, name: str, num_bytes: int) -> None:
-    async with quotas.room("acme") as room:
-        await room.hold(num_bytes)
+    async with quotas.reservation("acme") as reserved:
+        await reserved.hold(num_bytes)
         await asyncio.to_thread(store.put_bytes, f"{paths.tenant_folder('acme')}/uploads/{name}/x", b"x" * num_bytes)
-        await room.settle(num_bytes)
+        await reserved.settle(num_bytes)
 
 
 async def test_of_many_services_writers_with_room_for_one_one_writes(

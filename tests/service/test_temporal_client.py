@@ -12,7 +12,7 @@ import pytest
 
 from service.host import connect
 from service.seals import seal_key
-from service.temporal_client import connect_once
+from service.temporal import connect_once
 from shared.errors import InvalidInput
 from shared.settings import Settings
 

@@ -24,7 +24,7 @@ from service.accounts.quotas import Quotas
 from service.database import migrate
 from service.database.engine import Database
 from service.host import connect, control_workers
-from service.inference.room import Room
+from service.inference.eviction import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal
@@ -228,18 +228,18 @@ async def test_an_idle_run_gives_the_only_worker_to_one_that_waits(
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
     migrate.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), stack.store, database))
-    room = Room(stack.settings, rows, Temporal(stack.settings), frozenset)
+    eviction = IdleEviction(stack.settings, rows, Temporal(stack.settings), frozenset)
     for handle, phase in ((idle, "waiting_for_groups"), (waiting, "waiting_for_worker")):
         record = RunRecord(run_id=handle.id, run=rl_run(), created_at=1.0)
         row = run_row(record, queued(record).model_copy(update={"phase": phase}))
         database.write(lambda session, row=row: session.add(row))
     try:
-        await room.make()
+        await eviction.evict()
         assert await _num_asked(idle) == 0, "the other has no step yet: no lease waits"
         await stack.train(waiting, 1, wait=False)
 
         async def has_trained() -> bool:
-            await room.make()
+            await eviction.evict()
             step = await waiting.query(RLWorkflow.step, 1)
             return step is not None and step.state == "done"
 

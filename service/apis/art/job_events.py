@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, JsonValue
 
-from service.apis.openai.answers import ListAnswer, page_after, page_of
+from service.apis.lists import ListAnswer, page_after, page_of
 from service.backend import Backend
 from service.inference.art_models import finite
 from service.runs.views import RunView, dropped, last_lines

@@ -10,7 +10,7 @@ from service.apis.art.job_request import ExperimentalConfig
 from service.apis.art.job_runs import rl_run
 from service.apis.art.submission import stop
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.openai.answers import ListAnswer, page_after, page_of
+from service.apis.lists import ListAnswer, page_after, page_of
 from service.backend import Backed, Backend
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
 from shared.contract import Frozen

@@ -20,7 +20,7 @@ from service.apis.art.sent_groups import GROUPS
 from service.apis.art.submission import submit_sft, submit_step
 from service.apis.errors import describe
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.openai.answers import ListAnswer
+from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
 from service.files.files import uploads_folder
 from service.runs.views import RunView

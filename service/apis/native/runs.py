@@ -1,12 +1,11 @@
 """The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field
 
@@ -15,11 +14,10 @@ from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import TemporalUnavailable
-from service.files.files import FILE_NAME, FilePage, FileRecord, PublishedFiles
+from service.files.files import PublishedFiles
 from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
 from shared.contract import Frozen
 from shared.errors import StoreUnavailable
-from shared.runs.previews import Preview, PreviewRequest
 from shared.runs.requests import DPORun, RLRun, RunId, SFTRun
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
@@ -29,12 +27,6 @@ PREFIX = "/api/v1"
 DEPENDENCIES = [*BEARER, Depends(reads_or_writes)]
 TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 """Of an operation that answers in text: its errors are JSON."""
-_BYTES: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}},
-    }
-}
 router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCIES, responses=RESPONSES)
 open_router = APIRouter(prefix=PREFIX)
 """What needs no key."""
@@ -326,66 +318,6 @@ async def download_run(run_id: RunId, backend: Backed, asking: Asking) -> Stream
 async def _published(backend: Backend, tenant: str, run_id: str) -> PublishedFiles:
     status = await backend.runs.view(tenant, run_id)
     return await asyncio.to_thread(PublishedFiles.of, status, backend.settings.s3)
-
-
-@router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
-async def upload_file(
-    request: Request,
-    response: Response,
-    backend: Backed,
-    asking: Asking,
-    name: Annotated[str, Query(description="a plain file name", json_schema_extra={"pattern": FILE_NAME})],
-    content_length: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
-) -> FileRecord:
-    """Put the request's body into the store; its URI is a dataset's. The same file again has the same one, and 200."""
-    asked_at = time.time()
-    record = await backend.files.receive(asking.tenant, name, request.stream(), num_bytes=content_length)
-    if record.created_at < asked_at:
-        response.status_code = 200
-    return record
-
-
-@router.get("/files")
-async def list_files(
-    backend: Backed,
-    asking: Asking,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[str | None, Query(max_length=64, description="the `next` of the page before")] = None,
-) -> FilePage:
-    """Uploaded files, newest first."""
-    return await backend.files.page(asking.tenant, limit=limit, after=after)
-
-
-@router.get("/files/{file_id}")
-async def get_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
-    """What is known of an uploaded file."""
-    return await backend.files.show(asking.tenant, file_id)
-
-
-@router.get("/files/{file_id}/content", response_class=Response)
-async def file_content(file_id: str, backend: Backed, asking: Asking) -> StreamingResponse:
-    """An uploaded file's bytes."""
-    record = await backend.files.show(asking.tenant, file_id)
-    headers = {"content-length": str(record.size), "etag": f'"{record.sha256}"'}
-    return StreamingResponse(backend.files.content(record), media_type="application/octet-stream", headers=headers)
-
-
-@router.delete("/files/{file_id}")
-async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
-    """Delete an uploaded file. A run that has not read it yet fails."""
-    return await backend.files.delete(asking.tenant, file_id)
-
-
-@router.post("/validate")
-async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
-    """Count what a dataset's rows become, and say why a run would refuse it, if it would. Shows no rows."""
-    return await backend.runs.preview(asking.tenant, request.model_copy(update={"num_rows": 0}))
-
-
-@router.post("/preview")
-async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
-    """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
-    return await backend.runs.preview(asking.tenant, request)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from service.accounts.principals import Asking, reads_or_writes
-from service.apis.openai.answers import ListAnswer, page_of
+from service.apis.lists import ListAnswer, page_of
 from service.apis.openai.fine_tuning import results
 from service.apis.openai.fine_tuning.results import ResultFile
 from service.apis.openai.forms import BINARY, FileForm, described

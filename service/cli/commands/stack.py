@@ -31,7 +31,7 @@ def dev(
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service.dev import supervisor as stack
-    from service.dev.problems import DevError
+    from service.errors import DevError
 
     settings = read_settings()
     if root is not None:

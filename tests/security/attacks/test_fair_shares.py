@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.accounts.fair_shares import FairShare
+from service.accounts.limits import FairShare
 from service.errors import Busy
 from shared.settings import Settings
 from tests.activities.web_server import Page, WebServer, serve_pages

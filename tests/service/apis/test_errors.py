@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 
 from service.accounts.audit import Audit
 from service.accounts.keys import Keys
-from service.accounts.rate_limits import RateLimit
+from service.accounts.limits import RateLimit
 from service.accounts.sessions import Sessions
 from service.apis import errors as problems
 from service.apis.edge import Edge

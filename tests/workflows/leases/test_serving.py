@@ -24,17 +24,16 @@ from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from activities.sampling.samplers import OpenSampler, Samplers
 from activities.sampling.user_adapters import ServingAdapters
-from service.accounts.fair_shares import FairShare
+from service.accounts.limits import FairShare
 from service.accounts.quotas import Quotas
 from service.apis.openai.chat import chunks_of
 from service.database import migrate
 from service.database.engine import Database
 from service.host import connect, serve
-from service.inference.art_models import ArtModels
+from service.inference.art_models import ArtModels, UntrainedModels
+from service.inference.eviction import IdleEviction
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
-from service.inference.room import Room
-from service.inference.untrained_models import UntrainedModels
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal
@@ -358,16 +357,16 @@ async def test_an_idle_sampler_makes_room_for_a_run_that_waits(harbour: Harbour,
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
     migrate.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
-    room = Room(harbour.settings, rows, Temporal(harbour.settings), frozenset)
+    eviction = IdleEviction(harbour.settings, rows, Temporal(harbour.settings), frozenset)
     try:
-        await room.make()
+        await eviction.evict()
         run = RLRun.model_validate({"model": "m"})
         record = RunRecord(run_id="rl-1", run=run, created_at=1.0)
         status = queued(record).model_copy(update={"phase": "waiting_for_sampler"})
         await asyncio.sleep(1)
         assert harbour.samplers() == [sampler], "nobody waits"
         database.write(lambda session: session.add(run_row(record, status)))
-        await room.make()
+        await eviction.evict()
         await there_is(lambda: [], lambda _: not harbour.samplers(), timeout_s=idle_s / 2)
     finally:
         database.close()
@@ -379,7 +378,7 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
     harbour: Harbour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question a second does not keep the only sampler from another model's users."""
-    monkeypatch.setattr("service.inference.seats.WAITS_S", 1.0)
+    monkeypatch.setattr("service.inference.sampler_leases.WAITS_S", 1.0)
     shutil.copytree(harbour.model, harbour.settings.root_path / "other")
     publish(harbour.store, harbour.settings.root_path / "other", "other", harbour.artifact, kind="models")
     serving = harbour.settings.serving.model_copy(update={"idle_s": 60.0, "share_s": 3.0})
@@ -387,7 +386,7 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
     migrate.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
-    room = Room(harbour.settings, rows, Temporal(harbour.settings), inference.waiting)
+    eviction = IdleEviction(harbour.settings, rows, Temporal(harbour.settings), inference.waiting)
 
     async def again_and_again(work: Callable[[], Awaitable[object]]) -> None:
         while True:
@@ -399,7 +398,7 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
             await inference.chat("default", greedy("north", max_tokens=1))
 
     await keep()
-    loops = [asyncio.create_task(again_and_again(work)) for work in (keep, room.make)]
+    loops = [asyncio.create_task(again_and_again(work)) for work in (keep, eviction.evict)]
     try:
         assert said(await inference.chat("default", greedy("other")))
     finally:

@@ -1,12 +1,16 @@
-"""What `auto` means: hyperparameters from the number of examples. Pure rules, written down in docs/openai_api.md."""
+"""Values of `auto`: hyperparameters from the number of examples (docs/openai_api.md), and how these are counted."""
 
 import math
+from collections.abc import Iterable
 
 _UNKNOWN_BATCH, _UNKNOWN_EPOCHS, _UNKNOWN_INTERVAL = 8, 3, 10
 _LARGEST_BATCH, _MOST_PROMPTS = 64, 32
 _FEW, _MANY, _VERY_MANY = 100, 10_000, 50_000
 _SEEN, _RL_STEPS, _MOST_EPOCHS = 300, 50, 25
 _EVALUATIONS = 10
+_LOOKED_AT_BYTES = 32 << 20
+# gzip, zstd, zip, Parquet: what is in them is not counted here.
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1")
 
 
 def batch_size(num_examples: int | None) -> int:
@@ -46,3 +50,28 @@ def evaluation_interval(num_examples: int | None, epochs: float, per_step: int) 
     if num_examples is None:
         return _UNKNOWN_INTERVAL
     return max(1, math.ceil(num_examples * epochs / per_step / _EVALUATIONS))
+
+
+def count_examples(pieces: Iterable[bytes], num_bytes: int) -> int | None:
+    """The lines of a JSONL file that say something; beyond 32 MiB, as many as the first ones let expect.
+
+    Args:
+        pieces: the file from its beginning; as many are taken as are looked at.
+        num_bytes: the size of all of it.
+
+    Returns:
+        None for a file that is not in lines.
+    """
+    seen, count, rest = 0, 0, b""
+    for piece in pieces:
+        if not seen and (piece.startswith(_PACKED) or piece.lstrip()[:1] == b"["):
+            return None
+        seen += len(piece)
+        *lines, rest = (rest + piece).split(b"\n")
+        count += sum(1 for line in lines if line.strip())
+        if seen >= _LOOKED_AT_BYTES:
+            break
+    if seen >= num_bytes:
+        return count + bool(rest.strip())
+    whole = seen - len(rest)
+    return round(count * num_bytes / whole) if whole else None

@@ -6,12 +6,11 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.openai.answers import ListAnswer, RetryCount, page_after, page_of
-from service.apis.openai.fine_tuning.checkpoints import JobCheckpoint, checkpoints_of
+from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
 from service.apis.openai.fine_tuning.events import JobEvent, JobEvents
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.submission import submit_job
-from service.apis.openai.fine_tuning.views import JobObject, job_of
+from service.apis.openai.fine_tuning.views import JobCheckpoint, JobObject, checkpoints_of, job_of
 from service.backend import Backed, Backend, IdempotencyKey
 from service.runs.views import RunView
 from shared.errors import InvalidInput, NotFound

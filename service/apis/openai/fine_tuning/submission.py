@@ -1,19 +1,24 @@
 """Accepting a fine-tuning job: its files and its model are looked up, its hyperparameters chosen, its run submitted."""
 
 import asyncio
+import hashlib
 import re
+import secrets
+import time
 
 from service.accounts.principals import Principal
-from service.apis.openai.examples import count_examples
+from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, run_of, source_of
-from service.apis.openai.retries import idempotency_key
 from service.backend import Backend
 from service.files.files import FileRecord
-from service.inference.checkpoint_adapters import CheckpointName
+from service.inference.published_models import CheckpointName
 from service.runs.views import RunView
+from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Lora
+from shared.storage import paths
+from shared.storage.store import ObjectStore
 
 _FILE_ID = re.compile(r"file-[A-Za-z0-9-]+")
 _TRAINING_PURPOSE = "fine-tune"
@@ -79,3 +84,46 @@ def _starting_point(backend: Backend, tenant: str, model: str) -> StartingPoint:
         return StartingPoint(artifact.uri)
     run = backend.published.record(tenant, found).run
     return StartingPoint(run.model, artifact.uri, run.trainable if isinstance(run.trainable, Lora) else None)
+
+
+WINDOW_S = 1800.0
+
+
+class _Sent(Frozen):
+    """The Idempotency-Key that a request was given, and when."""
+
+    key: str
+    at: float
+
+
+async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen, retry_count: str | None) -> str:
+    """The key under which a request that has none of its own is accepted. On record before it is used."""
+    digest = hashlib.sha256(f"{asking.key_id} {request.model_dump_json()}".encode()).hexdigest()
+    place = paths.sent_request(asking.tenant, digest)
+    if retry_count is not None and retry_count.isdecimal() and retry_count.strip("0"):
+        try:
+            before = _Sent.model_validate_json(await asyncio.to_thread(store.get_bytes, place))
+        except NotFound:
+            pass
+        else:
+            if time.time() - before.at < WINDOW_S:
+                return before.key
+    sent = _Sent(key=f"sent-{secrets.token_hex(16)}", at=time.time())
+    await asyncio.to_thread(store.put_bytes, place, sent.model_dump_json().encode())
+    return sent.key
+
+
+async def prune(store: ObjectStore) -> None:
+    """Drop what is on record of requests that nobody sends again any more."""
+    await asyncio.to_thread(_prune, store)
+
+
+def _prune(store: ObjectStore) -> None:
+    for item in list(store.list(paths.sent_requests())):
+        try:
+            sent = _Sent.model_validate_json(store.get_bytes(item.key))
+        except NotFound:  # another service was faster
+            continue
+        # The same request may have come anew meanwhile, and its mark is another.
+        if time.time() - sent.at >= WINDOW_S and store.head(item.key) == item:
+            store.delete(item.key)

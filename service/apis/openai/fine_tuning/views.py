@@ -1,11 +1,13 @@
-"""Runs as fine-tuning jobs: what OpenAI's clients read of them."""
+"""Runs as fine-tuning jobs, and their checkpoints: the objects that OpenAI's clients read."""
 
 import time
 from typing import Any, Literal
 
 from pydantic import BaseModel, JsonValue
 
+from service.apis.openai.fine_tuning.events import JobEvents
 from service.apis.openai.fine_tuning.results import result_ids
+from service.backend import Backend
 from service.runs.views import RunView, seconds_left
 from shared.runs.requests import DPORun, RLRun, SFTRun
 from shared.runs.status import Phase
@@ -58,6 +60,18 @@ class JobObject(BaseModel):
     validation_file: str | None
     user_provided_suffix: str | None
     longshore: Progress
+
+
+class JobCheckpoint(BaseModel):
+    """A checkpoint as clients see it. `metrics`: those of its step, as far as they were measured."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    metrics: dict[str, float]
+    step_number: int
 
 
 def status_of(view: RunView) -> Status:
@@ -133,3 +147,39 @@ def _estimated_finish(view: RunView) -> int | None:
     now = time.time()
     left_s = seconds_left(view, now)
     return None if left_s is None else int(now + left_s)
+
+
+async def checkpoints_of(backend: Backend, events: JobEvents, view: RunView) -> list[JobCheckpoint]:
+    """Newest first."""
+    saved_at = await events.saved_at(view)
+    metrics = await backend.reader.metrics(view.run_id)
+    train = {row.step: row.metrics for row in metrics.steps}
+    valid = {row.step: row.metrics for row in metrics.evaluations}
+    steps = {found.step for found in await backend.reader.checkpoints(view.run_id)}
+    return [
+        JobCheckpoint(
+            id=f"ftckpt-{view.run_id}-{step}",
+            created_at=int(saved_at.get(step, view.created_at)),
+            fine_tuned_model_checkpoint=checkpoint_name(view, step),
+            fine_tuning_job_id=view.run_id,
+            metrics=_metrics(step, train.get(step, {}), valid.get(step, {})),
+            step_number=step,
+        )
+        for step in sorted(steps, reverse=True)
+    ]
+
+
+def checkpoint_name(view: RunView, step: int) -> str:
+    """The last one of a job that succeeded is what it published; the others go by their job and step."""
+    if view.state == "succeeded" and view.version is not None and step == view.step:
+        return f"{view.name}:v{view.version}"
+    return f"{view.run_id}:step-{step}"
+
+
+def _metrics(step: int, train: dict[str, float], valid: dict[str, float]) -> dict[str, float]:
+    found = {"step": float(step)}
+    if "loss" in train:
+        found["train_loss"] = train["loss"]
+    if "loss" in valid:
+        found["valid_loss"] = found["full_valid_loss"] = valid["loss"]
+    return found

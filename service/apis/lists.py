@@ -1,4 +1,4 @@
-"""What all answers of this API have in common: lists in pages, and ids that lead to the next one."""
+"""Lists in pages, in the shape that clients of OpenAI and of ART read."""
 
 from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from shared.errors import InvalidInput
 
 T = TypeVar("T", bound=BaseModel)
+
 
 RetryCount = Annotated[str | None, Header(alias="x-stainless-retry-count", include_in_schema=False)]
 """How often a client has sent this request before."""

@@ -1,4 +1,4 @@
-"""Idle processes make room for who waits for one.
+"""Eviction of idle samplers and workers that other runs or users wait for.
 
 A sampler that answers users is given back soon when nobody asks it, and when its share of time is over when somebody
 does. The worker of an RL run whose client sends no step is given back at once: the client may have crashed.
@@ -13,7 +13,7 @@ from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.client import Client, WorkflowExecution
 from temporalio.service import RPCError, RPCStatusCode
 
-from service.inference.seats import SERVING_WORKFLOW
+from service.inference.sampler_leases import SERVING_WORKFLOW
 from service.runs.rows import RunRows
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal
 from shared.runs.start import RL_WORKFLOW
@@ -30,7 +30,7 @@ _Lease = tuple[str, int]
 """Of a run: which execution of its workflow, and the lease's epoch."""
 
 
-class Room:
+class IdleEviction:
     """Tells who holds an idle process that others wait for. A host has one, and cannot know who else wants it."""
 
     def __init__(
@@ -46,28 +46,28 @@ class Room:
         self._rows = rows
         self._temporal = temporal
         self._waiting = waiting
-        self._told: dict[str, float] = {}
-        self._told_runs: dict[_Lease, float] = {}
+        self._asked: dict[str, float] = {}
+        self._asked_runs: dict[_Lease, float] = {}
 
-    async def make(self) -> None:
+    async def evict(self) -> None:
         """Raises TemporalUnavailable, DatabaseUnavailable: not everybody was told."""
         phases = await self._rows.open()
         if (waiting := self._waiting()) or "waiting_for_sampler" in phases.values():
-            await self._make_for_samplers(waiting)
+            await self._evict_samplers(waiting)
         if for_worker := [run_id for run_id, phase in phases.items() if phase == "waiting_for_worker"]:
-            await self._make_for_workers(for_worker, list(phases))
+            await self._evict_workers(for_worker, list(phases))
 
-    async def _make_for_samplers(self, waiting: frozenset[str]) -> None:
+    async def _evict_samplers(self, waiting: frozenset[str]) -> None:
         now = time.monotonic()
-        self._told = {run: since for run, since in self._told.items() if now - since < _AGAIN_S}
+        self._asked = {run: since for run, since in self._asked.items() if now - since < _AGAIN_S}
         async with self._temporal.client() as client:
             async for execution in client.list_workflows(self._servings, rpc_timeout=PATIENCE):
-                if execution.run_id in self._told or execution.id in waiting:
+                if execution.run_id in self._asked or execution.id in waiting:
                     continue
-                await _tell(client, execution, "a sampler")
-                self._told[execution.run_id] = now
+                await _ask_to_make_room(client, execution, "a sampler")
+                self._asked[execution.run_id] = now
 
-    async def _make_for_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
+    async def _evict_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
         """Ask as many idle runs as wait, those first that were idle longest. Each is told once a lease.
 
         Args:
@@ -77,15 +77,15 @@ class Room:
             listed = client.list_workflows(self._rl_runs, rpc_timeout=LIST_PATIENCE)
             idle = {lease: e async for e in listed if (lease := await _idle_lease(e)) and e.id in oldest_first}
             now = time.monotonic()
-            self._told_runs = {lease: since for lease, since in self._told_runs.items() if lease in idle}
-            on_their_way = sum(now - since < _GIVEN_BACK_IN_S for since in self._told_runs.values())
-            asked = sorted(idle.keys() - self._told_runs, key=lambda lease: oldest_first.index(idle[lease].id))
+            self._asked_runs = {lease: since for lease, since in self._asked_runs.items() if lease in idle}
+            on_their_way = sum(now - since < _GIVEN_BACK_IN_S for since in self._asked_runs.values())
+            asked = sorted(idle.keys() - self._asked_runs, key=lambda lease: oldest_first.index(idle[lease].id))
             if not asked:
                 return
             num_missing = await _num_untaken(client, waiting, len(asked) + on_their_way) - on_their_way
             for lease in asked[: max(0, num_missing)]:
-                await _tell(client, idle[lease], "a worker")
-                self._told_runs[lease] = now
+                await _ask_to_make_room(client, idle[lease], "a worker")
+                self._asked_runs[lease] = now
 
 
 async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
@@ -118,7 +118,7 @@ def _may_have_ended() -> Iterator[None]:
             raise
 
 
-async def _tell(client: Client, execution: WorkflowExecution, what: str) -> None:
+async def _ask_to_make_room(client: Client, execution: WorkflowExecution, what: str) -> None:
     with _may_have_ended():
         handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
         await handle.signal("make_room", rpc_timeout=PATIENCE)

@@ -1,15 +1,22 @@
-"""How often somebody may ask, or try to sign in: a token bucket each, in this process."""
+"""What one tenant may ask and occupy at once, in this process: token buckets, and places that are shared out."""
 
+import asyncio
 import hashlib
 import ipaddress
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+from service.errors import Busy
 from shared.settings import RateLimitSettings
 
 _MOST_BUCKETS = 10_000
+
+
 _SHOWN_OF_A_KEY = len("ls-0123456789ab")
 """The part of a key that is no secret: whoever guesses the rest guesses behind one of these."""
+
+
 _ONE_SITE_V6 = 64
 
 
@@ -63,3 +70,47 @@ def _site(address: str) -> str:
     if isinstance(found, ipaddress.IPv4Address):
         return address
     return str(found.ipv4_mapped or ipaddress.ip_network((int(found), _ONE_SITE_V6), strict=False))
+
+
+class FairShare:
+    """Places of one kind, a number for each tenant, in this process."""
+
+    def __init__(self, kind: str, places: int, patience_s: float) -> None:
+        """
+        Args:
+            kind: what takes a place, for the message.
+            places: of one tenant, at once.
+            patience_s: how long one more waits for a place.
+        """
+        self._kind = kind
+        self._places = places
+        self._patience_s = patience_s
+        self._waiting = 8 * places
+        self._tenants: dict[str, tuple[asyncio.Semaphore, int]] = {}
+
+    @asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a place. Raises Busy when none came free in time, or too many wait for one already."""
+        free, users = self._tenants.get(tenant, (asyncio.Semaphore(self._places), 0))
+        if users >= self._places + self._waiting:
+            raise self._busy()
+        self._tenants[tenant] = free, users + 1
+        try:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await free.acquire()
+            except TimeoutError:
+                raise self._busy() from None
+            try:
+                yield
+            finally:
+                free.release()
+        finally:
+            free, users = self._tenants[tenant]
+            if users == 1:
+                del self._tenants[tenant]
+            else:
+                self._tenants[tenant] = free, users - 1
+
+    def _busy(self) -> Busy:
+        return Busy(f"{self._places} {self._kind} of yours are going on, and as many as may wait do: ask again later")

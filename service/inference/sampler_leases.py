@@ -1,4 +1,4 @@
-"""Samplers for questions: the serving workflow of a model is started, and told that a question is coming."""
+"""Leases of samplers that answer users: a model's serving workflow is started, and asked for its sampler."""
 
 import asyncio
 import time
@@ -27,14 +27,14 @@ _REFUSALS = ("invalid_input", "corrupt_artifact")
 
 
 @dataclass(frozen=True)
-class Seat:
+class SamplerLease:
     """Where a question is answered: which lease, of which host's queue. Good until the sampler is lost."""
 
     serving_id: str
     grant: LeaseGrant
 
 
-class Seats:
+class SamplerLeases:
     """One question a model asks for a sampler; others wait for the same answer, and use it for a few seconds.
 
     So many questions at once cost one update: Temporal takes ten of a workflow at a time.
@@ -48,7 +48,7 @@ class Seats:
         self._known: dict[str, tuple[LeaseGrant, float]] = {}
         self._reuse_s = min(_MAX_REUSE_S, settings.serving.idle_s / 3)
 
-    async def seat(self, key: SamplerKey) -> Seat:
+    async def lease(self, key: SamplerKey) -> SamplerLease:
         """A sampler that is up.
 
         Raises:
@@ -59,11 +59,11 @@ class Seats:
         grant, until = self._known.get(serving_id, (None, 0.0))
         if grant is None or time.monotonic() > until:
             grant = await asyncio.shield(self._ask_once(serving_id, key))
-        return Seat(serving_id, grant)
+        return SamplerLease(serving_id, grant)
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, lease: SamplerLease) -> None:
         """The sampler was lost, for all one knows."""
-        self._known.pop(seat.serving_id, None)
+        self._known.pop(lease.serving_id, None)
 
     def waiting(self) -> frozenset[str]:
         """The serving workflows of models whose questions have waited for longer than a sampler takes to start."""
