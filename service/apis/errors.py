@@ -1,14 +1,15 @@
 """Errors of the API: `{"error": {"type", "message", "place"}}`, below /v1 OpenAI's shape, and never a stack trace."""
 
 import errno
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QuotaExceeded, TemporalUnavailable
 from shared.contract import Frozen
@@ -209,16 +210,12 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> list[str]:
-    """What a path of our description may be asked with: routes are one for each method, and know of no other."""
-    paths = request.app.openapi()["paths"]
-    if plain := paths.get(request.url.path):  # `/runs/sft` is no run
-        return sorted(method.upper() for method in plain)
-    found = set()
-    for path, operations in paths.items():
-        pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))
-        if re.fullmatch(pattern, request.url.path):
-            found |= {method.upper() for method in operations}
-    return sorted(found)
+    """The methods of every route that has the request's path; where one has it word for word, of such routes alone."""
+    path, found = request.url.path, dict[str, set[str]]()
+    for route in iter_route_contexts(request.app.routes):
+        if route.path is not None and route.methods and compile_path(route.path)[0].match(path):
+            found.setdefault(route.path, set()).update(route.methods)
+    return sorted(found.get(path) or set().union(*found.values()))  # `/runs/sft` is no run
 
 
 async def _os(request: Request, error: Exception) -> JSONResponse:

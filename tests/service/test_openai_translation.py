@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any
 
@@ -228,14 +228,17 @@ def form_body(boundary: str, parts: list[tuple[str, str | None, bytes]]) -> byte
 
 
 async def read(body: bytes, cuts: list[int], boundary: str = "XX") -> tuple[str, bytes, dict[str, str]]:
-    async def pieces() -> AsyncIterator[bytes]:
+    async def pieces() -> AsyncGenerator[bytes, None]:
         places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
         for start, end in pairwise(places):
             yield body[start:end]
 
     form = FileForm(f"multipart/form-data; boundary={boundary}", pieces(), "file")
-    name = await form.find_file()
-    content = b"".join([chunk async for chunk in form.chunks()])
+    try:
+        name = await form.find_file()
+        content = b"".join([chunk async for chunk in form.chunks()])
+    finally:
+        await form.close()
     return name, content, form.fields
 
 

@@ -13,7 +13,7 @@ from service.accounts.principals import Asking, reads_or_writes
 from service.apis.lists import ListAnswer, page_of
 from service.apis.openai.fine_tuning import results
 from service.apis.openai.fine_tuning.results import ResultFile
-from service.apis.openai.forms import BINARY, FileForm, described
+from service.apis.openai.forms import BINARY, described, file_form
 from service.backend import Backed, Backend
 from service.files.files import FileRecord
 from shared.errors import InvalidInput, NotFound
@@ -69,23 +69,22 @@ class DeletedFile(BaseModel):
 @router.post("/files", openapi_extra=_FORM)
 async def create_file(request: Request, asking: Asking, backend: Backed) -> FileObject:
     """Take a file in, as a form."""
-    form = FileForm(request.headers.get("content-type"), request.stream(), "file")
-    name = plain_name(await form.find_file())
     length = request.headers.get("content-length", "0")
+    async with file_form(request, "file") as form:
 
-    def purpose() -> str:
-        if unknown := sorted(form.fields.keys() - {"purpose"}):
-            raise InvalidInput("there is no such field: files stay until they are deleted", unknown[0])
-        return checked_purpose(form.fields.get("purpose", ""))
+        def purpose() -> str:
+            if unknown := sorted(form.fields.keys() - {"purpose"}):
+                raise InvalidInput("there is no such field: files stay until they are deleted", unknown[0])
+            return checked_purpose(form.fields.get("purpose", ""))
 
-    record = await backend.files.receive(
-        asking.tenant,
-        name,
-        form.chunks(),
-        num_bytes=int(length) if length.isdecimal() else 0,
-        purpose=purpose,
-        file_id=f"file-{secrets.token_hex(12)}",
-    )
+        record = await backend.files.receive(
+            asking.tenant,
+            plain_name(await form.find_file()),
+            form.chunks(),
+            num_bytes=int(length) if length.isdecimal() else 0,
+            purpose=purpose,
+            file_id=f"file-{secrets.token_hex(12)}",
+        )
     return FileObject.of(record)
 
 

@@ -1,10 +1,17 @@
-"""Forms with one file (multipart/form-data), read as they come: the file is handed on and never held."""
+"""Forms with one file (multipart/form-data), read by Starlette's parser: the file is handed on as it comes."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import Any
 
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from anyio import BrokenResourceError, create_memory_object_stream
+from anyio.streams.memory import MemoryObjectSendStream
+from fastapi import Request, UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from shared.errors import InvalidInput
 
@@ -21,121 +28,89 @@ def described(**fields: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
-class FileForm:
+class _HandedOn(UploadFile):
+    """A file whose writer waits until its reader has taken what was written."""
+
+    def __init__(self, pieces: MemoryObjectSendStream[bytes]) -> None:
+        super().__init__(BytesIO())
+        self._pieces = pieces
+
+    async def write(self, data: bytes) -> None:
+        await self._pieces.send(data)
+
+
+class FileForm(MultiPartParser):
     """A form whose fields may stand before its file and behind it: `fields` is whole when `chunks` has ended."""
 
-    def __init__(self, content_type: str | None, body: AsyncIterator[bytes], file_field: str) -> None:
-        """
-        Args:
-            file_field: the name of the one field that is a file.
-
-        Raises:
-            InvalidInput: the content type is of no such form.
-        """
+    def __init__(self, content_type: str | None, body: AsyncGenerator[bytes, None], file_field: str) -> None:
+        """Raises InvalidInput for a content type of another kind. `file_field`: the name of the form's one file."""
         kind, options = parse_options_header(content_type or "")
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary or len(boundary) > _MAX_BOUNDARY_BYTES:
+        if kind != b"multipart/form-data" or not 0 < len(options.get(b"boundary", b"")) <= _MAX_BOUNDARY_BYTES:
             raise InvalidInput("send a form: content-type multipart/form-data, with a boundary", "content-type")
-        self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        self._body = body
+        headers = Headers({"content-type": content_type or ""})
+        super().__init__(headers, body, max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES)
         self._file_field = file_field
-        self._pieces: list[bytes] = []
-        self._headers: dict[bytes, bytes] = {}
-        self._header_name = self._header_value = b""
-        self._field: str | None = None
-        self._value = bytearray()
-        self._ended = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._headers.clear,
-                "on_header_field": self._add_to_name,
-                "on_header_value": self._add_to_value,
-                "on_header_end": self._keep_header,
-                "on_headers_finished": self._begin_part,
-                "on_part_data": self._take,
-                "on_part_end": self._end_part,
-                "on_end": self._end,
-            },
-        )
+        self._filename: str | None = None
+        self._is_whole = False
+        self._has_begun = asyncio.Event()
+        self._sent, self._pieces = create_memory_object_stream[bytes](0)
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return {name: value for name, value in self.items if isinstance(value, str)}
 
     async def find_file(self) -> str:
         """Read up to the file, and return its name. Raises InvalidInput when there is none."""
-        while self.filename is None:
-            if not await self._read():
-                raise InvalidInput("the form has no such file", self._file_field)
-        return self.filename
+        await self._has_begun.wait()
+        if self._filename is None:
+            await self._reading
+            raise InvalidInput("the form has no such file", self._file_field)
+        return self._filename
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The file's bytes, and behind them the rest of the form. Raises InvalidInput for a form that is cut off."""
-        while True:
-            pieces, self._pieces = self._pieces, []
-            for piece in pieces:
-                yield piece
-            if not await self._read():
-                break
-        for piece in self._pieces:
+        async for piece in self._pieces:
             yield piece
+        await self._reading
 
-    async def _read(self) -> bool:
-        """Feed the parser with what comes next; False at the body's end."""
+    async def close(self) -> None:
+        """Read no further."""
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._pieces.close()
+
+    async def _read(self) -> None:
         try:
-            chunk = await anext(self._body)
-        except StopAsyncIteration:
-            if not self._ended:
-                raise InvalidInput("the form ends early", self._file_field) from None
-            return False
-        try:
-            self._parser.write(chunk)
-        except FormParserError as error:
-            raise InvalidInput(f"the form cannot be read: {error}", self._file_field) from None
-        return True
-
-    # What the parser finds.
-
-    def _add_to_name(self, data: bytes, start: int, end: int) -> None:
-        self._header_name += data[start:end]
-        self._check_header()
-
-    def _add_to_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value += data[start:end]
-        self._check_header()
-
-    def _check_header(self) -> None:
-        if len(self._header_name) + len(self._header_value) > _MAX_FIELD_BYTES or len(self._headers) > _MAX_FIELDS:
-            raise InvalidInput(f"a part has at most {_MAX_FIELDS} headers of {_MAX_FIELD_BYTES} bytes each", "form")
-
-    def _keep_header(self) -> None:
-        self._headers[self._header_name.lower()] = self._header_value
-        self._header_name = self._header_value = b""
-
-    def _begin_part(self) -> None:
-        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
-        name = options.get(b"name", b"").decode("utf-8", "replace")
-        if name == self._file_field:
-            if self.filename is not None:
-                raise InvalidInput("the form has more than one of it", name)
-            self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
-            self._field = None
+            with self._sent:
+                await self.parse()
+        except MultiPartException as error:
+            raise InvalidInput(f"the form cannot be read: {error.message}", self._file_field) from None
+        except BrokenResourceError:  # nobody wants the rest
             return
-        if len(self.fields) >= _MAX_FIELDS or name in self.fields:
-            raise InvalidInput(f"a form has each field once, and at most {_MAX_FIELDS}", name or "form")
-        self._field = name
-        self._value.clear()
+        finally:
+            self._has_begun.set()
+        if not self._is_whole:
+            raise InvalidInput("the form ends early", self._file_field)
 
-    def _take(self, data: bytes, start: int, end: int) -> None:
-        if self._field is None:
-            self._pieces.append(data[start:end])
-            return
-        self._value += data[start:end]
-        if len(self._value) > _MAX_FIELD_BYTES:
-            raise InvalidInput(f"a field has at most {_MAX_FIELD_BYTES} bytes", self._field)
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        part = self._current_part
+        if part.file is not None and part.field_name == self._file_field:
+            self._filename, part.file = part.file.filename, _HandedOn(self._sent)
+            self._has_begun.set()
+        elif part.file is not None or part.field_name in self.fields:
+            raise MultiPartException(f"{part.field_name or 'a field without a name'} is not expected, or stands twice")
 
-    def _end_part(self) -> None:
-        if self._field is not None:
-            self.fields[self._field] = self._value.decode("utf-8", "replace")
-            self._field = None
+    def on_end(self) -> None:
+        self._is_whole = True
 
-    def _end(self) -> None:
-        self._ended = True
+
+@asynccontextmanager
+async def file_form(request: Request, file_field: str) -> AsyncIterator[FileForm]:
+    """A request's form, read as far as the block asks for. Raises InvalidInput for a body that is none."""
+    form = FileForm(request.headers.get("content-type"), request.stream(), file_field)
+    try:
+        yield form
+    finally:
+        await form.close()

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.openai.files import FileObject, checked_purpose, plain_name
-from service.apis.openai.forms import BINARY, FileForm, described
+from service.apis.openai.forms import BINARY, described, file_form
 from service.backend import Backed
 from service.files.uploads import MAX_PARTS, Part, UploadRecord
 from shared.contract import Frozen
@@ -90,9 +90,9 @@ async def create_upload(body: JsonBody[UploadRequest], asking: Asking, backend: 
 @router.post("/{upload_id}/parts", openapi_extra=_FORM)
 async def add_part(upload_id: str, request: Request, asking: Asking, backend: Backed) -> PartObject:
     """Send one part, as a form. Parts may come in any order, several at a time, and more than once."""
-    form = FileForm(request.headers.get("content-type"), request.stream(), "data")
-    await form.find_file()
-    return PartObject.of(await backend.uploads.add_part(asking.tenant, upload_id, form.chunks()))
+    async with file_form(request, "data") as form:
+        await form.find_file()
+        return PartObject.of(await backend.uploads.add_part(asking.tenant, upload_id, form.chunks()))
 
 
 @router.post("/{upload_id}/complete")
