@@ -35,7 +35,6 @@ from service.apis.openai import graders as openai_graders
 from service.apis.openai import uploads as openai_uploads
 from service.apis.openai.fine_tuning import jobs as openai_jobs
 from service.apis.openai.fine_tuning import submission
-from service.apis.openai.fine_tuning.events import JobEvents
 from service.apis.page import pages
 from service.backend import Backend
 from service.database import migrate
@@ -129,7 +128,6 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         middleware=[edge, Middleware(HeadRequests)],
     )
     app.state.backend, app.state.in_hand = backend, in_hand
-    app.state.job_events = JobEvents(backend.store, backend.reader)
     for router in ROUTERS:
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):

@@ -21,8 +21,9 @@ from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.eviction import IdleEviction
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
+from service.runs.checks import Checks
 from service.runs.files import RunFiles
-from service.runs.graders import Graders
+from service.runs.history import Histories
 from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
@@ -41,6 +42,7 @@ class Backend:
     def __init__(self, settings: Settings, store: ObjectStore, database: Database) -> None:
         temporal = Temporal(settings)
         self.settings = settings
+        self.temporal = temporal
         self.store = store
         self.database = database
         self.quotas = Quotas(settings.quotas, store, database)
@@ -50,14 +52,15 @@ class Backend:
         limits = settings.tenant_limits
         checks = FairShare("checks of data and graders", limits.checks, limits.patience_s)
         questions = FairShare("questions", limits.questions, limits.patience_s)
-        self.runs = Runs(settings, store, rows, states, temporal, access, checks)
+        self.runs = Runs(settings, store, rows, states, temporal, access)
         self.watch = Watch(rows, states, temporal)
-        self.steps = TrainSteps(self.runs, store)
+        self.steps = TrainSteps(self.runs, store, temporal)
         self.reader = RunReader(store)
+        self.histories = Histories(self.reader)
         self.run_files = RunFiles(store, settings.s3)
         self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
         self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
-        self.graders = Graders(settings, temporal, checks)
+        self.checks = Checks(self.runs, temporal, checks)
         self.published = PublishedModels(store)
         self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
         self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
@@ -65,7 +68,7 @@ class Backend:
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)
         self.sign_ins = SignInLimit(settings.rate_limit)
-        self.overviews = Overviews(database, store)
+        self.overviews = Overviews(database, store, self.histories)
         self.tenants = Tenants(store, database)
         self.audit = Audit(database, settings.audit_days)
         self.webhooks = Webhooks(settings, store, temporal)

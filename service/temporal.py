@@ -4,16 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
-from temporalio.client import Client, Interceptor
-from temporalio.common import Priority
+from temporalio.client import Client, Interceptor, WorkflowFailureError
+from temporalio.common import Priority, WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
 from service.errors import TemporalUnavailable
 from service.seals import UNSEALED, sealed_data_converter
-from shared.errors import InvalidInput
+from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import Settings
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
@@ -63,6 +66,41 @@ class Temporal:
                 raise TemporalUnavailable(message) from error
             raise
 
+    async def ask(
+        self,
+        workflow: str,
+        request: Any,
+        answer: type[T],
+        *,
+        workflow_id: str,
+        tenant: str,
+        within: timedelta,
+        conflict: WorkflowIDConflictPolicy = WorkflowIDConflictPolicy.FAIL,
+    ) -> T:
+        """Run a workflow of a control host, and wait for its result.
+
+        Raises:
+            InvalidInput, DiskFull, StoreUnavailable: its activity's error.
+            TemporalUnavailable: the server does not answer, or no host did within the time.
+        """
+        async with self.client() as client:
+            handle = await client.start_workflow(
+                workflow,
+                request,
+                id=workflow_id,
+                task_queue=self._settings.control_queue,
+                priority=share_of(tenant),
+                execution_timeout=within,
+                id_conflict_policy=conflict,
+                result_type=answer,
+                rpc_timeout=PATIENCE,
+            )
+            try:
+                found: T = await handle.result()
+            except WorkflowFailureError as error:
+                raise cause_of(error) from None
+        return found
+
     async def check(self) -> None:
         """Raises TemporalUnavailable when the server does not answer."""
         async with self.client() as client:
@@ -78,6 +116,28 @@ class Temporal:
     @property
     def _away(self) -> str:
         return f"the Temporal server at {self._address} does not answer"
+
+
+def cause_of(error: WorkflowFailureError) -> Exception:
+    """What made a workflow fail, as an error of ours."""
+    causes = causes_of(error)
+    for cause in causes:
+        match cause:
+            case ApplicationError(type="InvalidInput" | "CorruptArtifact"):
+                return InvalidInput(cause.message)
+            case ApplicationError(type="DiskFull"):
+                return DiskFull(cause.message)
+            case ApplicationError(type="StoreUnavailable"):
+                return StoreUnavailable(cause.message)
+    return TemporalUnavailable(f"the check did not end: {causes[-1]}")
+
+
+def causes_of(error: BaseException) -> Sequence[BaseException]:
+    """An error of Temporal's and what is behind it, outermost first."""
+    found = [error]
+    while (cause := getattr(found[-1], "cause", None)) is not None:
+        found.append(cause)
+    return found
 
 
 async def connect_once(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:

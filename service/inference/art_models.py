@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Literal
 
-from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDConflictPolicy
 
 from service.accounts import audit
@@ -24,8 +23,7 @@ from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.inference.published_models import Published, PublishedModels, Target
 from service.runs.own_settings import OwnSettings
-from service.runs.runs import cause_of
-from service.temporal import PATIENCE, Temporal, share_of
+from service.temporal import Temporal
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.field_rules import pattern
@@ -115,22 +113,15 @@ class UntrainedModels:
         if known is not None and time.monotonic() - since < _TRUSTED_S:
             return known
         request = ModelRequest(uri=uri, tenant=tenant)
-        async with self._temporal.client() as client:
-            handle = await client.start_workflow(
-                UNTRAINED_MODEL_WORKFLOW,
-                request,
-                id=f"untrained-model-{content_key(self._queue, request)}",
-                task_queue=self._queue,
-                priority=share_of(tenant),
-                execution_timeout=_PATIENCE,
-                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-                result_type=ResolvedModel,
-                rpc_timeout=PATIENCE,
-            )
-            try:
-                found: ResolvedModel = await handle.result()
-            except WorkflowFailureError as error:
-                raise cause_of(error) from None
+        found = await self._temporal.ask(
+            UNTRAINED_MODEL_WORKFLOW,
+            request,
+            ResolvedModel,
+            workflow_id=f"untrained-model-{content_key(self._queue, request)}",
+            tenant=tenant,
+            within=_PATIENCE,
+            conflict=WorkflowIDConflictPolicy.USE_EXISTING,
+        )
         self._known[tenant, uri] = time.monotonic(), found.model
         return found.model
 

@@ -18,8 +18,7 @@ from service.accounts.limits import FairShare
 from service.inference.art_models import ArtModels, ArtName
 from service.inference.published_models import PublishedModels, Target
 from service.inference.sampler_leases import SamplerLease, SamplerLeases
-from service.runs.runs import causes_of
-from service.temporal import PATIENCE, Temporal, share_of
+from service.temporal import PATIENCE, Temporal, causes_of, share_of
 from shared.chat import answer_records
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel

@@ -9,8 +9,7 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from service.runs.runs import causes_of
-from service.temporal import LOST_UPDATES, PATIENCE, Temporal
+from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.serving import ServeRequest, ServingStart

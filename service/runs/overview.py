@@ -1,4 +1,4 @@
-"""What a list of runs shows beside the runs: how many there are, who waits at which place, and how losses went."""
+"""The overview beside a list of runs: counts by state, places in the queue for workers, and sparklines of losses."""
 
 import asyncio
 import time
@@ -10,19 +10,17 @@ from sqlalchemy import func, select
 
 from service.database.engine import Database
 from service.database.tables import KeyRow, RunRow
+from service.runs.history import Histories
 from service.runs.rows import IndexedRun
 from service.runs.states import SHARED_S
 from service.runs.views import IN_QUEUE
 from shared.contract import Frozen
-from shared.jobs.events import Step
-from shared.runs.events import BEGINNING, read_run_events
 from shared.runs.requests import RunId
 from shared.runs.status import State, StepStatus
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 _POINTS = 48
-_PIECE = 5000
 _FRESH_S = 5.0
 _MOST_KEPT = 2000
 _CONCURRENT = 4
@@ -37,7 +35,7 @@ class Overview(Frozen):
 
 
 class Sparkline(Frozen):
-    """A run's course in a few numbers, in order. `reward` is that of an RL run's train steps."""
+    """A run's loss, or the reward of an RL run's train steps, in a few numbers, in order."""
 
     name: Literal["loss", "reward"]
     values: tuple[float, ...]
@@ -46,9 +44,10 @@ class Sparkline(Frozen):
 class Overviews:
     """Needs the index, and the store for what runs measured."""
 
-    def __init__(self, database: Database, store: ObjectStore) -> None:
+    def __init__(self, database: Database, store: ObjectStore, histories: Histories) -> None:
         self._database = database
         self._store = store
+        self._histories = histories
         self._kept: OrderedDict[str, tuple[object, float, Sparkline]] = OrderedDict()
         self._shown: dict[str, tuple[float, Overview]] = {}
         self._places = asyncio.Semaphore(_CONCURRENT)
@@ -84,25 +83,20 @@ class Overviews:
         stamp = (run.status.state, run.status.step)
         before, since, line = self._kept.get(run.run_id, (None, 0.0, None))
         if line is None or (before != stamp and (not run.is_open or time.monotonic() - since > _FRESH_S)):
-            read = self._rewards if run.record.run.kind == "rl" else self._losses
             async with self._places:
-                line = await asyncio.to_thread(read, run.run_id)
+                if run.record.run.kind == "rl":
+                    line = await asyncio.to_thread(self._rewards, run.run_id)
+                else:
+                    line = await self._losses(run.run_id)
             self._kept[run.run_id] = stamp, time.monotonic(), line
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return line
 
-    def _losses(self, run_id: str) -> Sparkline:
-        losses: dict[int, float] = {}
-        cursor = BEGINNING
-        while True:
-            found, cursor = read_run_events(self._store, run_id, cursor, _PIECE)
-            for item in found:  # in order of fence: what comes later replaces what came before
-                if isinstance(item.event, Step) and "loss" in item.event.metrics:
-                    losses[item.event.step] = item.event.metrics["loss"]
-            if not found:
-                break
-        return Sparkline(name="loss", values=tuple(thinned([losses[step] for step in sorted(losses)])))
+    async def _losses(self, run_id: str) -> Sparkline:
+        steps = (await self._histories.of(run_id)).metrics().steps
+        losses = [step.metrics["loss"] for step in steps if "loss" in step.metrics]
+        return Sparkline(name="loss", values=tuple(thinned(losses)))
 
     def _rewards(self, run_id: str) -> Sparkline:
         keys = [info.key for info in self._store.list(f"{RunKeys(run_id).steps}/")]

@@ -11,19 +11,17 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from datetime import timedelta
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar, Unpack
 
 from pydantic import Field, ValidationError
-from temporalio.client import Client, WorkflowFailureError
+from temporalio.client import Client
 from temporalio.common import WorkflowIDReusePolicy
-from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
+from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts import audit
 from service.accounts.access import Access
-from service.accounts.limits import FairShare
 from service.accounts.principals import Principal
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
@@ -32,8 +30,7 @@ from service.runs.states import RunStates, queued
 from service.runs.views import RunPage, RunView
 from service.temporal import PATIENCE, Temporal, share_of
 from shared.contract import Frozen
-from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, StoreUnavailable
-from shared.runs.previews import Preview, PreviewRequest, PreviewStart
+from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import check_parallelism, result_sha256, threads_per_rank, workflow_of
 from shared.runs.status import RunStatus, State
@@ -45,9 +42,7 @@ from shared.uri_queries import without_queries
 logger = logging.getLogger("longshore.service")
 F = TypeVar("F", bound=Frozen)
 
-PREVIEW_WORKFLOW = "PreviewWorkflow"
 _CLOSING_S = 5.0
-_PREVIEW_PATIENCE = timedelta(minutes=5)
 
 
 class _Idempotency(Frozen):
@@ -68,7 +63,6 @@ class Runs:
         states: RunStates,
         temporal: Temporal,
         access: Access,
-        checks: FairShare,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -76,7 +70,6 @@ class Runs:
         self._states = states
         self._temporal = temporal
         self._access = access
-        self._checks = checks
         self._locks = KeyedLocks()
 
     # Submitting.
@@ -182,7 +175,7 @@ class Runs:
         ended = await asyncio.to_thread(result_sha256, self._store, record.run_id) if resumed else None
         name, start = workflow_of(record, self._settings, resumed=resumed, goes_on_from=ended)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
-        async with self.temporal() as client:
+        async with self._temporal.client() as client:
             try:
                 await client.start_workflow(
                     name,
@@ -271,7 +264,7 @@ class Runs:
         if not run.is_open:
             raise Conflict(f"{run_id} has ended: it {_ended_as(run.status.state)}")
         audit.touched(run_id)
-        async with self.temporal() as client:
+        async with self._temporal.client() as client:
             try:
                 yield client
             except RPCError as error:
@@ -329,7 +322,7 @@ class Runs:
 
     async def sweep(self) -> None:
         """Start every accepted run that neither ended nor is known to Temporal; index those that are not yet."""
-        await self.check_temporal()
+        await self._temporal.check()
         states = await self._rows.states()
         for run_id in await self._ids():
             if states.get(run_id, "running") != "running":
@@ -361,7 +354,7 @@ class Runs:
 
     async def make_sure(self, record: RunRecord) -> None:
         """Start an unended run unless Temporal knows it."""
-        async with self.temporal() as client:
+        async with self._temporal.client() as client:
             try:
                 await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
                 return
@@ -377,41 +370,6 @@ class Runs:
             await self._start(record, resumed=was_leased)
         logger.info("started %s, which was accepted and not known to Temporal", record.run_id)
 
-    # Looking at data before training.
-
-    async def preview(self, tenant: str, request: PreviewRequest) -> Preview:
-        """Run PreviewWorkflow and wait for its answer.
-
-        Raises:
-            InvalidInput: what is wrong with the data. Busy: the tenant has as many checks going on as it may.
-        """
-        await self.check_access(tenant, request)
-        request = await self.sealed(request)
-        async with self._checks.place(tenant), self.temporal() as client:
-            try:
-                answer: Preview = await client.execute_workflow(
-                    PREVIEW_WORKFLOW,
-                    PreviewStart(tenant=tenant, request=request),
-                    id=f"preview-{secrets.token_hex(8)}",
-                    task_queue=self._settings.control_queue,
-                    priority=share_of(tenant),
-                    execution_timeout=_PREVIEW_PATIENCE,
-                    result_type=Preview,
-                )
-            except WorkflowFailureError as error:
-                raise cause_of(error) from None
-        return answer
-
-    # Temporal.
-
-    async def check_temporal(self) -> None:
-        """Raises TemporalUnavailable when the server does not answer."""
-        await self._temporal.check()
-
-    def temporal(self) -> AbstractAsyncContextManager[Client]:
-        """The client; a server that is away becomes TemporalUnavailable."""
-        return self._temporal.client()
-
 
 def new_run_id(kind: str) -> str:
     """The kind + milliseconds since 1970 in 11 hex digits, so that ids sort by time + 6 random ones."""
@@ -425,25 +383,3 @@ def _reopened(run: IndexedRun) -> RunStatus:
 
 def _ended_as(state: State) -> str:
     return f"was {state}" if state in ("cancelled", "paused") else state
-
-
-def cause_of(error: WorkflowFailureError) -> Exception:
-    """What made a workflow fail, as an error of ours."""
-    causes = causes_of(error)
-    for cause in causes:
-        match cause:
-            case ApplicationError(type="InvalidInput" | "CorruptArtifact"):
-                return InvalidInput(cause.message)
-            case ApplicationError(type="DiskFull"):
-                return DiskFull(cause.message)
-            case ApplicationError(type="StoreUnavailable"):
-                return StoreUnavailable(cause.message)
-    return TemporalUnavailable(f"the check did not end: {causes[-1]}")
-
-
-def causes_of(error: BaseException) -> Sequence[BaseException]:
-    """An error of Temporal's and what is behind it, outermost first."""
-    found = [error]
-    while (cause := getattr(found[-1], "cause", None)) is not None:
-        found.append(cause)
-    return found

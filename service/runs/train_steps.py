@@ -11,9 +11,9 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts import audit
 from service.errors import Conflict, TemporalUnavailable
-from service.runs.runs import Runs, causes_of
+from service.runs.runs import Runs
 from service.runs.views import RunView
-from service.temporal import LOST_UPDATES
+from service.temporal import LOST_UPDATES, Temporal, causes_of
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord
@@ -31,9 +31,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 class TrainSteps:
     """Needs the runs, and the store with their records."""
 
-    def __init__(self, runs: Runs, store: ObjectStore) -> None:
+    def __init__(self, runs: Runs, store: ObjectStore, temporal: Temporal) -> None:
         self._runs = runs
         self._store = store
+        self._temporal = temporal
 
     async def train(self, tenant: str, run_id: str, request: StepRequest, wait_s: float = 0) -> StepStatus:
         """Hand a step to its run. The same key is the same step.
@@ -72,7 +73,7 @@ class TrainSteps:
             return StepStatus.model_validate_json(data)
         except NotFound:
             pass
-        async with self._runs.temporal() as client:
+        async with self._temporal.client() as client:
             handle = client.get_workflow_handle(record.run_id)
             try:
                 answer = await handle.query("step", number, rpc_timeout=_QUERY_PATIENCE)
@@ -102,7 +103,7 @@ class TrainSteps:
         record = await self.record(tenant, run_id)
         audit.touched(run_id)
         await self._runs.make_sure(record)
-        async with self._runs.temporal() as client:
+        async with self._temporal.client() as client:
             for attempt in range(_TRIES):
                 await asyncio.sleep(attempt * _PAUSE_S)
                 try:

@@ -1,7 +1,6 @@
 """Runs as the API shows them, and what their events and checkpoints say. Imports no Temporal and no web framework."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterable
 
@@ -126,33 +125,6 @@ class RunReader:
 
     def _step(self, key: str) -> StepStatus:
         return StepStatus.model_validate_json(self._store.get_bytes(key))
-
-    async def metrics(self, run_id: str) -> Metrics:
-        """Every step's metrics and every evaluation."""
-        steps: dict[int, StepMetrics] = {}
-        evaluations: dict[int, EvaluationMetrics] = {}
-        after: str | None = None
-        while (page := await self.events(run_id, after, 5000)).events:
-            after = page.next
-            for item in page.events:  # in order of fence: what comes later replaces what came before
-                match item.event:
-                    case Step(step=step, metrics=metrics):
-                        steps[step] = StepMetrics(step=step, metrics=metrics)
-                    case Evaluated(step=step, metrics=metrics, samples=samples):
-                        evaluations[step] = EvaluationMetrics(step=step, metrics=metrics, samples=samples)
-        return Metrics(
-            steps=tuple(steps[step] for step in sorted(steps)),
-            evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
-            train_steps=await self._train_steps(run_id),
-        )
-
-    async def _train_steps(self, run_id: str) -> tuple[TrainStepMetrics, ...]:
-        found = (await self.steps(run_id, None, sys.maxsize)).steps
-        return tuple(
-            TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
-            for step in found
-            if step.same_as is None
-        )
 
     async def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
         """In order of step; of a step that two workers saved, both."""

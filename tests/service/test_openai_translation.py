@@ -17,12 +17,13 @@ from service.accounts.principals import Principal
 from service.apis.openai.files import MAX_NAME, plain_name
 from service.apis.openai.fine_tuning import automatic, submission
 from service.apis.openai.fine_tuning.automatic import count_examples
-from service.apis.openai.fine_tuning.events import JobEvents
+from service.apis.openai.fine_tuning.events import JobEvent, job_events
 from service.apis.openai.fine_tuning.request import Hyperparameters, JobRequest
 from service.apis.openai.fine_tuning.results import metrics_csv
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, published_name, run_of
 from service.apis.openai.fine_tuning.views import status_of
 from service.apis.openai.forms import FileForm
+from service.runs.history import Histories
 from service.runs.views import EvaluationMetrics, Metrics, RunReader, RunView, StepMetrics
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
@@ -308,7 +309,11 @@ def started(run_id: str, fence: Fence, when: float = 20) -> Started:
 
 def test_events_do_not_change_places_as_a_run_goes_on(tmp_path: Any) -> None:
     store = open_store(tmp_path.as_uri(), S3Settings())
-    job_events = JobEvents(store, RunReader(store))
+    histories = Histories(RunReader(store))
+
+    def told(view: RunView) -> list[JobEvent]:
+        return job_events(view, asyncio.run(histories.of(view.run_id)))
+
     put_log(
         store,
         "sft-1",
@@ -317,7 +322,7 @@ def test_events_do_not_change_places_as_a_run_goes_on(tmp_path: Any) -> None:
     )
     timeline = (PhaseSpan(phase="downloading", began=11), PhaseSpan(phase="training", began=20, lease=1))
     going = view(phase="training", timeline=timeline, version=1)
-    before = asyncio.run(job_events.of(going))
+    before = told(going)
     assert [event.message for event in before][::-1] == [
         "Created fine-tuning job: sft-1",
         "Reading the files",
@@ -334,14 +339,13 @@ def test_events_do_not_change_places_as_a_run_goes_on(tmp_path: Any) -> None:
     more += [Evaluated(seq=5, time=25, step=2, metrics={"loss": 1.5}), Succeeded(seq=6, time=26, step=2, device="held")]
     put_log(store, "sft-1", SECOND, more)
     done = view(state="succeeded", phase="done", timeline=timeline, version=1, ended_at=30.0)
-    after = asyncio.run(job_events.of(done))
+    after = told(done)
     assert [event.id for event in after[-len(before) :]] == [event.id for event in before]
     assert len({event.id for event in after}) == len(after)
     assert [event.created_at for event in after] == sorted((event.created_at for event in after), reverse=True)
     assert after[1].message == "New fine-tuned model created: bot:v1"
-    assert asyncio.run(job_events.trained_tokens(done)) == 14, "a step that was repeated counts once"
-    assert asyncio.run(job_events.trained_tokens(going)) is None
-    assert asyncio.run(job_events.saved_at(done)) == {2: 24.0}
+    assert asyncio.run(histories.of(done.run_id)).trained_tokens() == 14, "a step that was repeated counts once"
+    assert asyncio.run(histories.of(done.run_id)).saved_at() == {2: 24.0}
 
 
 def test_statuses_in_openais_words() -> None:
@@ -381,7 +385,11 @@ def test_the_largest_request_is_json() -> None:
 
 def test_events_of_train_steps_stand_behind_their_jobs(tmp_path: Any) -> None:
     store = open_store(tmp_path.as_uri(), S3Settings())
-    job_events = JobEvents(store, RunReader(store))
+    histories = Histories(RunReader(store))
+
+    def told(view: RunView) -> list[JobEvent]:
+        return job_events(view, asyncio.run(histories.of(view.run_id)))
+
     rollouts = {"prompts": {"uri": "u"}, "grader": CHECK, "steps": 2}
     run = RLRun.model_validate({"model": "m", "rollouts": rollouts})
 
@@ -396,10 +404,10 @@ def test_events_of_train_steps_stand_behind_their_jobs(tmp_path: Any) -> None:
     work(1, 21)
     record(1, reward_mean=0.5)
     going = view("rl-1", kind="rl", run=run, phase="training")
-    before = asyncio.run(job_events.of(going))
+    before = told(going)
     work(2, 31)
     record(2, reward_mean=0.75, eval_reward_mean=0.5)
-    after = asyncio.run(job_events.of(going))
+    after = told(going)
     assert [event.id for event in after[-len(before) :]] == [event.id for event in before]
     rewards = [
         (e.data["step"], e.data.get("train_mean_reward"), e.data.get("valid_mean_reward"))

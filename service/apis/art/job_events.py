@@ -14,12 +14,11 @@ from service.inference.art_models import finite
 from service.runs.views import RunView, dropped, last_lines
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.events import Step
-from shared.runs.events import EventCursor, RunEvent
 from shared.runs.status import StepStatus
 
 EventType = Literal["training_started", "gradient_step", "training_ended", "training_failed"]
 JobStatus = Literal["queued", "running", "succeeded", "failed"]
-_AT_ONCE = 1000
+_STARTED, _ENDED = "training_started", "training_ended"
 _ALL_BROKEN = (
     "no trajectory can be trained: each is broken (docs/trajectories.md): an answer that nobody remembers and that has "
     "no logprobs, one that the model's tokenizer and template do not give again, or more than max_tokens"
@@ -129,49 +128,34 @@ async def sft_events(backend: Backend, view: RunView, after: str | None, limit: 
         InvalidInput: `after` is no id of its events.
     """
     place = _place(view.run_id, after)
-    if place == "training_ended" or (view.num_steps is None and view.state == "running"):
+    if place == _ENDED or (view.num_steps is None and view.state == "running"):
         return page_of(list[TrainingEvent](), has_more=False)
+    history = await backend.histories.of(view.run_id)
+    steps = [(item.cursor, item.event) for item in history.events if isinstance(item.event, Step)]
+    if place not in (None, _STARTED):
+        cursors = [cursor for cursor, _ in steps]
+        if place not in cursors:
+            raise InvalidInput("there is no item of this id", "after")
+        steps = steps[cursors.index(place) + 1 :]
     events: list[TrainingEvent] = []
     if place is None and view.num_steps is not None:
         events.append(_event(view.run_id, "training_started", {"num_sequences": view.num_steps}))
-    cursor = None if place in (None, "training_started") else place
-    steps, has_more = await _steps(backend, view.run_id, cursor, limit)
-    events += [_gradient_step(view.run_id, item) for item in steps]
-    if not has_more and view.state != "running":
+    events += [
+        TrainingEvent(id=f"{view.run_id}:{cursor}", type="gradient_step", data=_numbers(step.metrics))
+        for cursor, step in steps[:limit]
+    ]
+    if len(steps) <= limit and view.state != "running":
         events.append(_end(view))
-    return page_of(events[:limit], has_more or len(events) > limit)
+    return page_of(events[:limit], len(steps) > limit or len(events) > limit)
 
 
 def _place(job_id: str, after: str | None) -> str | None:
-    """What an event's id says behind the job's: the type of an event, or a cursor."""
+    """The part of an event's id behind the job's: the type of an event, or a cursor."""
     if after is None:
         return None
-    place = after.removeprefix(f"{job_id}:")
-    if place == after:
+    if not after.startswith(f"{job_id}:"):
         raise InvalidInput("there is no item of this id", "after")
-    if place not in ("training_started", "training_ended"):
-        try:
-            EventCursor.parse(place)
-        except InvalidInput:
-            raise InvalidInput("there is no item of this id", "after") from None
-    return place
-
-
-async def _steps(backend: Backend, run_id: str, cursor: str | None, limit: int) -> tuple[list[RunEvent], bool]:
-    """Optimizer steps behind a cursor, and whether there are more."""
-    found: list[RunEvent] = []
-    while len(found) <= limit:
-        page = await backend.reader.events(run_id, cursor, _AT_ONCE)
-        if not page.events:
-            break
-        found += [item for item in page.events if isinstance(item.event, Step)]
-        cursor = page.next
-    return found[:limit], len(found) > limit
-
-
-def _gradient_step(job_id: str, item: RunEvent) -> TrainingEvent:
-    assert isinstance(item.event, Step)
-    return TrainingEvent(id=f"{job_id}:{item.cursor}", type="gradient_step", data=_numbers(item.event.metrics))
+    return after.removeprefix(f"{job_id}:")
 
 
 def _end(view: RunView) -> TrainingEvent:

@@ -81,17 +81,17 @@ async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileReco
 @router.post("/validate")
 async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
     """Count what a dataset's rows become, and say why a run would refuse it, if it would. Shows no rows."""
-    return await backend.runs.preview(asking.tenant, request.model_copy(update={"num_rows": 0}))
+    return await backend.checks.preview(asking.tenant, request.model_copy(update={"num_rows": 0}))
 
 
 @router.post("/preview")
 async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
     """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
-    return await backend.runs.preview(asking.tenant, request)
+    return await backend.checks.preview(asking.tenant, request)
 
 
 @router.post("/graders/run")
 async def try_grader(trial: JsonBody[GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
     """Grade one sample, or see whether the grader can be loaded. Without a grade, `error` says why."""
     await backend.runs.check_access(asking.tenant, trial)
-    return await backend.graders.run(asking.tenant, trial.grader, trial.sample)
+    return await backend.checks.grade(asking.tenant, trial.grader, trial.sample)

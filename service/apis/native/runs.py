@@ -57,7 +57,7 @@ async def health(backend: Backed) -> JSONResponse:
 
 async def _check_temporal(backend: Backend) -> str:
     try:
-        await backend.runs.check_temporal()
+        await backend.temporal.check()
         return "ok"
     except TemporalUnavailable:
         return "away"
@@ -266,7 +266,7 @@ async def _event_stream(backend: Backend, tenant: str, run_id: str, after: str |
 async def run_metrics(run_id: RunId, backend: Backed, asking: Asking) -> Metrics:
     """One row a step: where a step was done twice, the newest worker's counts. Of an RL run also its train steps'."""
     await backend.runs.record(asking.tenant, run_id)
-    return await backend.reader.metrics(run_id)
+    return (await backend.histories.of(run_id)).metrics()
 
 
 @router.get("/runs/{run_id}/logs", response_class=Response, responses=TEXT)

@@ -78,14 +78,14 @@ async def run_grader(body: JsonBody[RunGrader], asking: Asking, backend: Backed)
     """Grade one sample."""
     await backend.runs.check_access(asking.tenant, body)
     sample = SampledItem(sample={"output_text": body.model_sample}, item=body.item or {})
-    return _answer(body.grader, await backend.graders.run(asking.tenant, body.grader, sample))
+    return _answer(body.grader, await backend.checks.grade(asking.tenant, body.grader, sample))
 
 
 @router.post("/validate")
 async def validate_grader(body: JsonBody[ValidateGrader], asking: Asking, backend: Backed) -> ValidateGrader:
     """See whether a grader could be used here: its source is loaded, its templates and formula are read."""
     await backend.runs.check_access(asking.tenant, body)
-    await backend.graders.run(asking.tenant, body.grader, None)
+    await backend.checks.grade(asking.tenant, body.grader, None)
     return body
 
 

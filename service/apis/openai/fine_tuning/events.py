@@ -1,26 +1,16 @@
-"""A job's events in OpenAI's form, from what its run's workers and workflow left on record.
+"""A job's events in OpenAI's form, from the history of its run. They stand in the order in which they happened."""
 
-They stand in the order in which they happened, and never change places, so that a client can ask for those behind one.
-What a worker said is read once: a job that is asked about again costs what has been added since.
-"""
-
-import asyncio
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, JsonValue
 
-from service.runs.views import SKIPPED, RunReader, RunView, describe, last_lines
-from shared.jobs.events import Evaluated, Failed, Saved, Started, Step
-from shared.runs.events import BEGINNING, EventCursor, RunEvent, read_run_events
+from service.runs.history import RunHistory
+from service.runs.views import SKIPPED, RunView, describe, last_lines
+from shared.jobs.events import Evaluated, Failed, Started, Step
+from shared.runs.events import RunEvent
 from shared.runs.status import Phase, StepStatus
-from shared.storage.store import ObjectStore
 
 Level = Literal["info", "warn", "error"]
-_KEPT_RUNS = 64
-_AT_ONCE = 5000
-_ALL_STEPS = 1_000_000
 
 _PHASES: dict[Phase, str] = {
     "checking": "Checking the model",
@@ -42,59 +32,9 @@ class JobEvent(BaseModel):
     data: dict[str, JsonValue] = {}
 
 
-@dataclass
-class _Read:
-    """What was read of one run: workers' events, and records of train steps by number."""
-
-    cursor: EventCursor = BEGINNING
-    events: list[RunEvent] = field(default_factory=list)
-    steps: list[StepStatus] = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-class JobEvents:
-    """Reads runs, and keeps what it read of the last ones."""
-
-    def __init__(self, store: ObjectStore, reader: RunReader) -> None:
-        self._store = store
-        self._reader = reader
-        self._kept: OrderedDict[str, _Read] = OrderedDict()
-
-    async def of(self, view: RunView) -> list[JobEvent]:
-        """All events of a job, newest first."""
-        read = await self._read(view)
-        return [*_ended(view), *reversed(_happened(view, read)), *reversed(_begun(view))]
-
-    async def trained_tokens(self, view: RunView) -> int | None:
-        """Tokens that steps were made of, each step once; None while the job goes on."""
-        if view.state in ("running", "paused"):
-            return None
-        read = await self._read(view)
-        tokens = {e.event.step: e.event.metrics.get("tokens", 0.0) for e in read.events if isinstance(e.event, Step)}
-        return int(sum(tokens.values()))
-
-    async def saved_at(self, view: RunView) -> dict[int, float]:
-        """When a checkpoint of each step was saved, in seconds since 1970."""
-        read = await self._read(view)
-        return {e.event.step: e.event.time for e in read.events if isinstance(e.event, Saved)}
-
-    async def _read(self, view: RunView) -> _Read:
-        read = self._kept.setdefault(view.run_id, _Read())
-        self._kept.move_to_end(view.run_id)
-        while len(self._kept) > _KEPT_RUNS:
-            self._kept.popitem(last=False)
-        async with read.lock:
-            while True:
-                found, read.cursor = await asyncio.to_thread(
-                    read_run_events, self._store, view.run_id, read.cursor, _AT_ONCE
-                )
-                read.events += found
-                if len(found) < _AT_ONCE:
-                    break
-            if view.kind == "rl":
-                last = read.steps[-1].step if read.steps else None
-                read.steps += (await self._reader.steps(view.run_id, last, _ALL_STEPS)).steps
-        return read
+def job_events(view: RunView, history: RunHistory) -> list[JobEvent]:
+    """All events of a job, newest first."""
+    return [*_ended(view), *reversed(_happened(view, history)), *reversed(_begun(view))]
 
 
 def _begun(view: RunView) -> list[JobEvent]:
@@ -108,13 +48,13 @@ def _begun(view: RunView) -> list[JobEvent]:
     return events if view.kind != "rl" else events[:1]
 
 
-def _happened(view: RunView, read: _Read) -> list[JobEvent]:
+def _happened(view: RunView, history: RunHistory) -> list[JobEvent]:
     """What workers said, and behind each job of a reinforcement run what its train step came to; oldest first."""
-    num_steps = next((e.event.num_steps for e in reversed(read.events) if isinstance(e.event, Started)), None)
+    num_steps = next((e.event.num_steps for e in reversed(history.events) if isinstance(e.event, Started)), None)
     told: list[JobEvent] = []
-    steps = list(reversed(read.steps))
+    steps = list(reversed(history.steps))
     when = view.created_at
-    for item in read.events:
+    for item in history.events:
         while steps and steps[-1].step < int(item.job_id):
             told.append(_train_step(view, steps.pop(), when))
         when = item.event.time

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from service.accounts.principals import Asking, reads_or_writes
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
-from service.apis.openai.fine_tuning.events import JobEvent, JobEvents
+from service.apis.openai.fine_tuning.events import JobEvent, job_events
 from service.apis.openai.fine_tuning.request import JobRequest
 from service.apis.openai.fine_tuning.submission import submit_job
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobObject, checkpoints_of, job_of
@@ -24,14 +24,6 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 _METADATA = "metadata["
 
 
-async def _events(request: Request) -> JobEvents:
-    found: JobEvents = request.app.state.job_events
-    return found
-
-
-Events = Annotated[JobEvents, Depends(_events)]
-
-
 async def _job(backend: Backend, tenant: str, run_id: str) -> RunView:
     """A run that came in through this API. Raises NotFound."""
     view = await backend.runs.view(tenant, run_id)
@@ -40,8 +32,9 @@ async def _job(backend: Backend, tenant: str, run_id: str) -> RunView:
     return view
 
 
-async def _shown(view: RunView, events: JobEvents) -> JobObject:
-    return job_of(view, await events.trained_tokens(view))
+async def _shown(backend: Backend, view: RunView) -> JobObject:
+    has_ended = view.state not in ("running", "paused")
+    return job_of(view, (await backend.histories.of(view.run_id)).trained_tokens() if has_ended else None)
 
 
 @router.post("")
@@ -49,12 +42,11 @@ async def create_job(
     body: JsonBody[JobRequest],
     asking: Asking,
     backend: Backed,
-    events: Events,
     idempotency_key: IdempotencyKey = None,
     retry_count: RetryCount = None,
 ) -> JobObject:
     """Start a fine-tuning job. The same Idempotency-Key, and a client's own retry, give the same job."""
-    return await _shown(await submit_job(backend, asking, body, idempotency_key, retry_count), events)
+    return await _shown(backend, await submit_job(backend, asking, body, idempotency_key, retry_count))
 
 
 @router.get("")
@@ -62,7 +54,6 @@ async def list_jobs(
     request: Request,
     asking: Asking,
     backend: Backed,
-    events: Events,
     after: Annotated[RunId | None, Query(description="the id of the last job of the page before")] = None,
     limit: Limit = 20,
 ) -> ListAnswer[JobObject]:
@@ -71,7 +62,7 @@ async def list_jobs(
         await _job(backend, asking.tenant, after)
     wanted = _wanted_metadata(request)
     page = await backend.runs.page(asking.tenant, limit=limit, after=after, api="openai", metadata=wanted)
-    return page_of([await _shown(view, events) for view in page.runs], page.has_more)
+    return page_of([await _shown(backend, view) for view in page.runs], page.has_more)
 
 
 def _wanted_metadata(request: Request) -> dict[str, str]:
@@ -90,30 +81,30 @@ def _wanted_metadata(request: Request) -> dict[str, str]:
 
 
 @router.get("/{run_id}")
-async def get_job(run_id: RunId, asking: Asking, backend: Backed, events: Events) -> JobObject:
+async def get_job(run_id: RunId, asking: Asking, backend: Backed) -> JobObject:
     """A job as it stands now."""
-    return await _shown(await _job(backend, asking.tenant, run_id), events)
+    return await _shown(backend, await _job(backend, asking.tenant, run_id))
 
 
 @router.post("/{run_id}/cancel")
-async def cancel_job(run_id: RunId, asking: Asking, backend: Backed, events: Events) -> JobObject:
+async def cancel_job(run_id: RunId, asking: Asking, backend: Backed) -> JobObject:
     """End a job at its next step, with a checkpoint. 409 when it has ended."""
     await _job(backend, asking.tenant, run_id)
-    return await _shown(await backend.runs.cancel(asking.tenant, run_id), events)
+    return await _shown(backend, await backend.runs.cancel(asking.tenant, run_id))
 
 
 @router.post("/{run_id}/pause")
-async def pause_job(run_id: RunId, asking: Asking, backend: Backed, events: Events) -> JobObject:
+async def pause_job(run_id: RunId, asking: Asking, backend: Backed) -> JobObject:
     """End a job at its next step, to be resumed later. 409 when it has ended."""
     await _job(backend, asking.tenant, run_id)
-    return await _shown(await backend.runs.pause(asking.tenant, run_id), events)
+    return await _shown(backend, await backend.runs.pause(asking.tenant, run_id))
 
 
 @router.post("/{run_id}/resume")
-async def resume_job(run_id: RunId, asking: Asking, backend: Backed, events: Events) -> JobObject:
+async def resume_job(run_id: RunId, asking: Asking, backend: Backed) -> JobObject:
     """Go on from the last checkpoint. 409 when the job runs, or succeeded."""
     await _job(backend, asking.tenant, run_id)
-    return await _shown(await backend.runs.resume(asking.tenant, run_id), events)
+    return await _shown(backend, await backend.runs.resume(asking.tenant, run_id))
 
 
 @router.get("/{run_id}/events")
@@ -121,12 +112,12 @@ async def list_events(
     run_id: RunId,
     asking: Asking,
     backend: Backed,
-    events: Events,
     after: Annotated[str | None, Query(max_length=256, description="the id of the page's last event before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> ListAnswer[JobEvent]:
     """What happened, newest first."""
-    return page_after(await events.of(await _job(backend, asking.tenant, run_id)), after, limit)
+    view = await _job(backend, asking.tenant, run_id)
+    return page_after(job_events(view, await backend.histories.of(run_id)), after, limit)
 
 
 @router.get("/{run_id}/checkpoints")
@@ -134,10 +125,9 @@ async def list_checkpoints(
     run_id: RunId,
     asking: Asking,
     backend: Backed,
-    events: Events,
     after: Annotated[str | None, Query(max_length=256)] = None,
     limit: Limit = 10,
 ) -> ListAnswer[JobCheckpoint]:
     """Checkpoints that stand in the store, newest first."""
-    found = await checkpoints_of(backend, events, await _job(backend, asking.tenant, run_id))
+    found = await checkpoints_of(backend, await _job(backend, asking.tenant, run_id))
     return page_after(found, after, limit)

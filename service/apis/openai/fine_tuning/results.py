@@ -45,7 +45,7 @@ async def find(backend: Backend, tenant: str, file_id: str) -> ResultFile:
     if view.state != "succeeded" or view.source.api != "openai":
         raise NotFound(f"there is no file {file_id}")
     if file_id.startswith(_METRICS):
-        return _metrics(file_id, view, await backend.reader.metrics(run_id))
+        return _metrics(file_id, view, (await backend.histories.of(run_id)).metrics())
     return await asyncio.to_thread(_model, backend, file_id, view)
 
 

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, JsonValue
 
-from service.apis.openai.fine_tuning.events import JobEvents
 from service.apis.openai.fine_tuning.results import result_ids
 from service.backend import Backend
 from service.runs.views import RunView, seconds_left
@@ -149,10 +148,10 @@ def _estimated_finish(view: RunView) -> int | None:
     return None if left_s is None else int(now + left_s)
 
 
-async def checkpoints_of(backend: Backend, events: JobEvents, view: RunView) -> list[JobCheckpoint]:
+async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]:
     """Newest first."""
-    saved_at = await events.saved_at(view)
-    metrics = await backend.reader.metrics(view.run_id)
+    history = await backend.histories.of(view.run_id)
+    saved_at, metrics = history.saved_at(), history.metrics()
     train = {row.step: row.metrics for row in metrics.steps}
     valid = {row.step: row.metrics for row in metrics.evaluations}
     steps = {found.step for found in await backend.reader.checkpoints(view.run_id)}
