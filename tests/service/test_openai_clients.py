@@ -197,6 +197,7 @@ def test_a_job_ends_in_every_way(jobs: dict[str, Any]) -> None:
     assert jobs["failed"]["status"] == "failed"
     assert jobs["failed"]["error"]["message"] == "train.jsonl:3: no assistant turn"
     assert jobs["paused"]["status"] == "paused" and jobs["paused"]["finished_at"] is None
+    assert jobs["paused"]["trained_tokens"] is None
     assert jobs["waits"] == "running"
     assert jobs["cancelled"]["status"] == "cancelled"
     assert jobs["resumed"] == "succeeded"
