@@ -259,7 +259,7 @@ def test_the_list_shows_how_runs_stand(guest: Guest, trained: dict[str, str]) ->
     page.get_by_label("Search").fill("HARBOUR")
     expect(page.locator("#rows tr")).to_have_count(1)
     page.get_by_label("Search").fill("100%_")  # no pattern, but three letters that no run has
-    expect(page.locator("#empty")).to_contain_text("No run is like that")
+    expect(page.locator("#empty")).to_contain_text("No run matches these filters")
 
 
 def test_a_waiting_run_has_a_place_in_the_queue(guest: Guest, service: Service, api, theirs) -> None:  # noqa: F811
@@ -281,7 +281,7 @@ def test_a_waiting_run_has_a_place_in_the_queue(guest: Guest, service: Service, 
     assert [mine["sft-second"] - others["sft-first"], mine["sft-third"] - others["sft-first"]] == [1, 2]
     guest.page.goto("/?words=patience")
     row = guest.page.get_by_role("row").filter(has=guest.page.get_by_text("sft-third"))
-    expect(row).to_contain_text(f"place {mine['sft-third']} in the queue")
+    expect(row).to_contain_text(f"position {mine['sft-third']} in the queue")
     expect(row.locator(".state")).to_contain_text("queued")
     database.write(lambda session: session.execute(delete(RunRow).where(RunRow.run_id.in_(ids))))
     database.close()
@@ -343,8 +343,8 @@ def test_the_list_says_what_became_of_runs(guest: Guest, standing: None) -> None
 def test_runs_of_many_ways_are_told_apart(guest: Guest, standing: None) -> None:
     page = guest.page
     page.goto("/runs/sft-resumed")
-    glance, phases = page.get_by_label("At a glance"), page.locator("#timeline-body")
-    for text in ("10 min 38 s", "9 min 07 s of it stopped", "50 s", "Loss0.25", "API or CLI", "harbour v1"):
+    glance, phases = page.get_by_label("Summary"), page.locator("#timeline-body")
+    for text in ("10 min 38 s", "9 min 07 s of it paused or stopped", "50 s", "Loss0.25", "API or CLI", "harbour v1"):
         expect(glance).to_contain_text(text)
     expect(page.locator("main .mark:not(.calm)")).to_have_count(0)
     phases.get_by_text("All 18 phases").click()
@@ -362,7 +362,7 @@ def test_runs_of_many_ways_are_told_apart(guest: Guest, standing: None) -> None:
 def test_time_left_is_the_runs_own_estimate(guest: Guest, trained: dict[str, str]) -> None:
     page = guest.page
     page.goto("/schedules")
-    ask = "async (run) => (await import('/static/standing.js')).etaSeconds(run)"
+    ask = "async (run) => (await import('/static/status.js')).etaSeconds(run)"
     now = page.evaluate("Date.now() / 1000")
     run = {"state": "running", "estimated_end": now + 250}
     assert page.evaluate(ask, run) == pytest.approx(250, abs=5)
@@ -407,7 +407,7 @@ def test_a_run_is_understood_at_a_glance(guest: Guest, trained: dict[str, str]) 
     page = guest.page
     page.goto(f"/runs/{trained['sft']}")
     expect(page.get_by_role("heading", level=1)).to_have_text("harbour-chat")
-    glance = page.get_by_label("At a glance")
+    glance = page.get_by_label("Summary")
     for text in ("succeeded", "4 min 42 s", "harbour-chat v3", "step 240 of 240"):
         expect(glance).to_contain_text(text)
     for title in ("Loss", "Learning rate", "Gradient norm", "Throughput", "Device memory"):
@@ -424,7 +424,7 @@ def test_a_run_is_understood_at_a_glance(guest: Guest, trained: dict[str, str]) 
     data = page.locator("#data-body")
     for text in ("6,361", "26.2 %", "≤512", "92.1 %"):
         expect(data).to_contain_text(text)
-    data.get_by_text("Rows left out").click()
+    data.get_by_text("Rows dropped").click()
     expect(data).to_contain_text("train.jsonl:88")
 
 
@@ -470,7 +470,7 @@ def test_two_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
 def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[str, str]) -> None:
     page = guest.page
     page.goto(f"/runs/{trained['rl']}")
-    expect(page.locator("#glance")).to_contain_text(re.compile(r"Left out of its newest step\s*3 of 32\s*differs 3"))
+    expect(page.locator("#facts")).to_contain_text(re.compile(r"Trajectories dropped in the last step\s*3 of 32\s*differs 3"))
     for title in ("Reward", "Spread within groups", "KL", "Entropy", "Clipped tokens", "Length of answers"):
         expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
     expect(page.locator("figure.chart path.band")).to_have_count(1)
@@ -515,15 +515,15 @@ def test_buttons_do_what_they_say(guest: Guest, api, trained: dict[str, str]) ->
     page.get_by_role("button", name="No, go back").click()
     assert api.get(f"/runs/{run_id}").json()["state"] == "running"
     page.get_by_role("button", name="Pause").click()
-    expect(page.locator("#toast")).to_contain_text("pauses at its next step boundary")
-    expect(page.get_by_label("At a glance")).to_contain_text("paused")
+    expect(page.locator("#toast")).to_contain_text("pauses after the current step")
+    expect(page.get_by_label("Summary")).to_contain_text("paused")
     page.get_by_role("button", name="Resume").click()
-    expect(page.get_by_label("At a glance")).to_contain_text("succeeded")
+    expect(page.get_by_label("Summary")).to_contain_text("succeeded")
     expect(page.locator("#actions button")).to_have_count(0)
     page.goto(f"/runs/{trained['running']}")
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="Yes").click()
-    expect(page.get_by_label("At a glance")).to_contain_text("cancelled")
+    expect(page.get_by_label("Summary")).to_contain_text("cancelled")
     page.goto(f"/runs/{trained['failed']}")
     expect(page.get_by_role("alert")).to_contain_text("train.jsonl:3: no assistant turn")
     expect(page.locator("#actions button")).to_have_count(1)  # resumed it would meet the same row again
@@ -544,7 +544,7 @@ def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -
         expect(page.locator("figure.chart .latest")).to_have_text(str(loss))
     expect(page.locator("#log-lines")).to_contain_text("step 2: loss 1.25")
     api.post(f"/runs/{run_id}/cancel")
-    expect(page.get_by_label("At a glance")).to_contain_text("cancelled")
+    expect(page.get_by_label("Summary")).to_contain_text("cancelled")
 
 
 def test_examples_are_shown_with_the_trained_tokens_marked(
@@ -587,7 +587,7 @@ def test_schedules_are_paused_and_act(guest: Guest, service: Service, api) -> No
     expect(card).to_contain_text("paused")
     page.get_by_role("button", name="Resume: nocturnal").click()
     expect(card).to_contain_text("next in")
-    page.get_by_role("button", name="Act now: nocturnal").click()
+    page.get_by_role("button", name="Trigger: nocturnal").click()
     expect(card.get_by_role("link", name=re.compile("^sft-"))).to_be_visible()
     api.delete("/schedules/nocturnal")
 
@@ -598,7 +598,7 @@ def test_schedules_are_made_filled_in_and_removed(guest: Guest, service: Service
     page = guest.page
     page.goto("/schedules")
     page.get_by_text("New schedule").click()
-    form, make = page.locator("#new-schedule"), page.get_by_role("button", name="Make the schedule")
+    form, make = page.locator("#new-schedule"), page.get_by_role("button", name="Create schedule")
 
     def field(name: str):
         return form.locator(f'[name="{name}"]')
@@ -760,7 +760,7 @@ def test_postgresql_and_s3_carry_the_page_and_the_api(
         expect(row).to_contain_text("240 / 240")
         expect(row.get_by_role("img", name=re.compile(r"loss from 2\.\d+ to 0\.\d+"))).to_be_visible()
         row.get_by_role("link", name="harbour-chat").click()
-        expect(one.page.get_by_label("At a glance")).to_contain_text("step 240 of 240")
+        expect(one.page.get_by_label("Summary")).to_contain_text("step 240 of 240")
         with one.page.expect_download() as download:
             one.page.get_by_role("link", name="Download the checkpoint of step 240").click()
         assert bytes(range(256)) * 300 in Path(download.value.path()).read_bytes()

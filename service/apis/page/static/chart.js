@@ -214,7 +214,7 @@ function stack(columns) {
   }));
 }
 
-/** A course in few numbers, without axes. */
+/** A small line without axes. */
 export function sparkline({ name, values }) {
   if (values.length < 2) return "";
   const wide = 96, tall = 28, low = Math.min(...values), span = Math.max(...values) - low || 1;

@@ -1,4 +1,4 @@
-// What every part of the page uses: calls of the native API, elements made of text, and numbers as people read them.
+// Shared by every script: calls of the native API, elements made of text, and formatted numbers.
 
 const CSRF = document.body.dataset.csrf ?? "";
 
@@ -159,7 +159,7 @@ export function number(value) {
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/** The unit that so many bytes are told in: its name, and how many bytes it has. */
+/** The unit for so many bytes: its name and its size in bytes. */
 export function byteUnit(value) {
   const power = Math.max(0, Math.min(UNITS.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10)));
   return { name: UNITS[power], size: 1024 ** power };

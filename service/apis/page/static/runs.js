@@ -2,7 +2,7 @@
 
 import { sparkline } from "./chart.js";
 import { ago, byId, clock, duration, get, make, repeat, show, showIfNew, words } from "./page.js";
-import { etaSeconds, modelName, progressBar, shownState, stateBadge, tookSeconds } from "./standing.js";
+import { etaSeconds, modelName, progressBar, shownState, stateBadge, tookSeconds } from "./status.js";
 
 const STATES = ["running", "paused", "succeeded", "failed", "cancelled"];
 const PAGE = 50;  // as the frame asks for it beforehand (templates/runs.html)
@@ -26,8 +26,8 @@ function cells(run, place, owners) {
       make("span.under", { title: run.run.model }, `${run.run.name ? `${run.run_id} · ` : ""}${modelName(run.run.model)}`)),
     make("td.state-cell", {}, stateBadge(shownState(run)), lost > 0 && make("span.mark", {}, lost > 1 ? `${lost} workers lost` : "worker lost")),
     make("td.progress", {}, progressBar(run), progress(run, place)),
-    make("td.course", {}, sparklines[run.run_id] ? sparkline(sparklines[run.run_id]) : ""),
-    make(`td.number${run.started_at ? "" : ".none"}`, { "data-label": "took" }, duration(tookSeconds(run))),
+    make("td.trend", {}, sparklines[run.run_id] ? sparkline(sparklines[run.run_id]) : ""),
+    make(`td.number${run.started_at ? "" : ".none"}`, { "data-label": "duration" }, duration(tookSeconds(run))),
     make(`td.number${run.gpu_seconds ? "" : ".none"}`, { "data-label": "GPU" }, run.gpu_seconds ? duration(run.gpu_seconds) : "–"),
     owner(owners[run.owner] ?? run.owner ?? ""),
     make("td.number.submitted", { title: clock(run.created_at) }, ago(run.created_at)),
@@ -38,7 +38,7 @@ const owner = (name) => make("td.owner", { title: name }, make("span", {}, name)
 
 function progress(run, place) {
   const eta = etaSeconds(run);
-  const doing = run.state === "running" ? (place ? `${place === 1 ? "next" : `place ${place}`} in the queue` : words(run.phase)) : "";
+  const doing = run.state === "running" ? (place ? `${place === 1 ? "next" : `position ${place}`} in the queue` : words(run.phase)) : "";
   const steps = run.num_steps ? `${run.step} / ${run.num_steps}` : run.step ? `step ${run.step}` : "";
   return [
     make("div.progress-text", {}, make("span", {}, [doing, steps].filter(Boolean).join(" · ")), eta !== null && make("span", {}, `${duration(eta)} left`)),
@@ -61,9 +61,9 @@ function draw(page, overview) {
   });
   const isFiltered = query.get("state") || query.get("kind") || query.get("words");
   byId("empty").hidden = page.runs.length > 0;
-  show(byId("empty"), isFiltered ? "No run is like that." : make("span", {}, "No runs yet. ", make("code", {}, "longshore submit sft --help"), " says how to start one."));
+  show(byId("empty"), isFiltered ? "No run matches these filters." : make("span", {}, "No runs yet. ", make("code", {}, "longshore submit sft --help"), " says how to start one."));
   const total = Object.values(overview.counts).reduce((sum, count) => sum + count, 0);
-  byId("summary").textContent = `${total.toLocaleString("en")} in all`;
+  byId("summary").textContent = `${total.toLocaleString("en")} in total`;
   showIfNew(byId("states"), [overview.counts, query.get("state")], () => chips(overview.counts, total));
 }
 

@@ -8,10 +8,10 @@ export class SampleViewer {
     this.texts = new Map();
   }
 
-  draw(course) {
-    this.course = course;
-    const evaluated = [...course.evaluations.values()].filter((event) => event.samples.length).map((event) => event.step);
-    const steps = course.kind === "rl" ? [...course.trainSteps.keys()].filter((step) => step > 0) : evaluated;
+  draw(run) {
+    this.run = run;
+    const evaluated = [...run.evaluations.values()].filter((event) => event.samples.length).map((event) => event.step);
+    const steps = run.kind === "rl" ? [...run.trainSteps.keys()].filter((step) => step > 0) : evaluated;
     steps.sort((a, b) => a - b);
     if (String(steps) === String(this.steps)) return;
     const wasLast = this.chosen === null || this.chosen === this.steps.at(-1);
@@ -23,7 +23,7 @@ export class SampleViewer {
   paint() {
     const at = this.steps.indexOf(this.chosen);
     const range = make("input", { type: "range", min: 0, max: this.steps.length - 1, value: at, "aria-label": "Step", "aria-valuetext": `step ${this.chosen}`, input: (event) => this.choose(Number(event.target.value)) });
-    const name = this.course.kind === "rl" ? "train step" : "after step";
+    const name = this.run.kind === "rl" ? "train step" : "after step";
     this.label = make("strong", {}, `${name} ${this.chosen}`);
     this.body = make("div");
     show(this.place, this.steps.length > 1 && make("div.stepper", {}, this.label, range, make("span.muted.small", {}, `${this.steps.length} steps`)), this.steps.length === 1 && make("p", {}, this.label), this.body);
@@ -33,14 +33,14 @@ export class SampleViewer {
 
   choose(at) {
     this.chosen = this.steps[at];
-    const name = this.course.kind === "rl" ? "train step" : "after step";
+    const name = this.run.kind === "rl" ? "train step" : "after step";
     this.label.textContent = `${name} ${this.chosen}`;
     this.range.setAttribute("aria-valuetext", `step ${this.chosen}`);
     this.fill();
   }
 
   async fill() {
-    if (this.course.kind !== "rl") return show(this.body, make("div.two", {}, this.course.evaluations.get(this.chosen).samples.map(completion)));
+    if (this.run.kind !== "rl") return show(this.body, make("div.two", {}, this.run.evaluations.get(this.chosen).samples.map(completion)));
     const step = this.chosen;
     try {
       if (!this.texts.has(step)) this.texts.set(step, await get(`/runs/${this.runId}/steps/${step}/rollouts`));

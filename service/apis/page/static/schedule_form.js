@@ -1,4 +1,4 @@
-// The forms of schedules: a new one, and a span of the past to act in. What is refused is said at its field.
+// Forms of schedules: a new schedule, and a backfill. What the API refuses is shown at its field.
 
 import { byId, make, post, Problem } from "./page.js";
 
@@ -50,7 +50,7 @@ function rulesOf(error) {
   return [[error.place, first], ...others.map(([place, rule]) => [place === "the request" ? null : place, rule])];
 }
 
-/** The form of a new schedule. `made` is told its name. */
+/** The form of a new schedule. `made` is called with its name. */
 export function prepareForm(made) {
   const form = byId("new-schedule"), { elements } = form;
   const zones = Intl.supportedValuesOf?.("timeZone") ?? [];

@@ -1,10 +1,10 @@
-// Schedules: when they act next, what they did, and all that can be done with one.
+// Schedules: their next times, their last actions, and buttons for what can be done with one.
 
 import { act, ago, byId, clock, get, isSure, make, now, post, remove, repeat, showIfNew, toast, until, words } from "./page.js";
 import { askForSpan, prepareForm } from "./schedule_form.js";
-import { stateBadge } from "./standing.js";
+import { stateBadge } from "./status.js";
 
-// What a schedule did is asked for when its place in the list has changed, and a while longer: Temporal tells it late.
+// Actions are asked for when a schedule's counts have changed, and for a while after: Temporal reports them late.
 const LOOKS_S = 15;
 const known = new Map();
 
@@ -43,13 +43,13 @@ function draw(views) {
 
 function card(view) {
   const { scheduled } = view;
-  const next = view.paused ? `paused${view.note && view.note !== "paused" ? `: ${view.note}` : ""}` : view.next_times.length ? `next ${until(view.next_times[0])}` : "no time to come";
+  const next = view.paused ? `paused${view.note && view.note !== "paused" ? `: ${view.note}` : ""}` : view.next_times.length ? `next ${until(view.next_times[0])}` : "no more times";
   const fact = (name, value) => make("div", {}, make("dt", {}, name), make("dd", {}, value));
   return make("section.card", { "aria-label": `Schedule ${scheduled.name}` },
     make("div.schedule-head", {}, make("div", {}, make("h2", {}, scheduled.name, " ", make("span.kind", {}, scheduled.run.kind)), make("span.muted", { title: view.next_times.length ? clock(view.next_times[0]) : "" }, next)),
       make("div.actions", {}, buttons(view))),
-    make("dl.facts", {}, fact("When", scheduled.cron ? `${scheduled.cron} (${scheduled.timezone})` : `every ${length(scheduled.every_s)}`), fact("Overlap", words(scheduled.overlap)), fact("Left out when missed by", `more than ${length(scheduled.catch_up_s)}`), fact("Goes on from the last version", scheduled.continues ? "yes" : "no"), fact("Acted", String(view.num_actions)), fact("Left out", `${view.num_overlapped} overlapping, ${view.num_missed} missed`)),
-    view.actions.length > 0 && make("div.scroll", {}, make("table", {}, make("thead", {}, make("tr", {}, ["When", "What", ""].map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, view.actions.map(row)))));
+    make("dl.facts", {}, fact("When", scheduled.cron ? `${scheduled.cron} (${scheduled.timezone})` : `every ${length(scheduled.every_s)}`), fact("Overlap", words(scheduled.overlap)), fact("Skipped when missed by", `more than ${length(scheduled.catch_up_s)}`), fact("Continues from the last version", scheduled.continues ? "yes" : "no"), fact("Triggered", String(view.num_actions)), fact("Skipped", `${view.num_overlapped} overlapping, ${view.num_missed} missed`)),
+    view.actions.length > 0 && make("div.scroll", {}, make("table", {}, make("thead", {}, make("tr", {}, ["When", "Result", ""].map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, view.actions.map(row)))));
 }
 
 function length(seconds) {
@@ -66,16 +66,16 @@ function row(action) {
 
 function buttons({ scheduled: { name }, paused }) {
   const path = `/schedules/${encodeURIComponent(name)}`;
-  const tell = (verb) => () => post(`${path}/${verb}`);
+  const call = (verb) => () => post(`${path}/${verb}`);
   return [
-    paused ? button(name, "Resume", tell("resume"), `${name}: resumed.`) : button(name, "Pause", tell("pause"), `${name}: paused.`),
-    button(name, "Act now", tell("trigger"), `${name} acts now.`),
-    button(name, "Backfill", () => askForSpan(name, (span) => post(`${path}/backfill`, span)), `${name} acts at the times of that span.`),
-    button(name, "Remove", async () => (await isSure(`Remove the schedule ${name}? Its runs stay, and one that is going on goes on.`)) && remove(path), `${name}: removed.`, ".danger"),
+    paused ? button(name, "Resume", call("resume"), `${name}: resumed.`) : button(name, "Pause", call("pause"), `${name}: paused.`),
+    button(name, "Trigger", call("trigger"), `${name}: triggered.`),
+    button(name, "Backfill", () => askForSpan(name, (span) => post(`${path}/backfill`, span)), `${name} starts runs for the times of that span.`),
+    button(name, "Remove", async () => (await isSure(`Remove the schedule ${name}? Its runs stay, and one that is running continues.`)) && remove(path), `${name}: removed.`, ".danger"),
   ];
 }
 
-/** `work` answers nothing where somebody thought better of it. */
+/** `work` answers nothing where the question was answered with no. */
 function button(name, label, work, done, look = "") {
   return make(`button${look}`, { type: "button", "aria-label": `${label}: ${name}`, click: (event) => act(event.target, async () => {
     if (!(await work())) return;
@@ -87,6 +87,6 @@ function button(name, label, work, done, look = "") {
 
 const refresh = repeat(load);
 prepareForm((name) => {
-  toast(`${name}: made.`);
+  toast(`${name}: created.`);
   refresh();
 });

@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { bytes, duration, get, number } from "./page.js";
 
 /** A run's events and train steps so far. `read` asks for those that are new, and says whether there were any. */
-export class Course {
+export class RunMetrics {
   constructor(runId, kind) {
     Object.assign(this, { runId, kind, cursor: null, after: null });
     this.steps = new Map();
@@ -68,10 +68,10 @@ function points(rows, value) {
   return [...rows].map(([x, row]) => [x, value(row)]).filter(([, y]) => Number.isFinite(y)).sort(([a], [b]) => a - b);
 }
 
-const step = (name, label = name) => [label, (course) => course.of(name)];
-const held = (name, label) => [label, (course) => course.evaluated(name), { exact: true }];
-const train = (name, label) => [label, (course) => course.trained(name), { exact: true }];
-const seconds = (name) => [name, (course) => course.trained(`${name}_seconds`), { columns: true }];
+const step = (name, label = name) => [label, (run) => run.of(name)];
+const held = (name, label) => [label, (run) => run.evaluated(name), { exact: true }];
+const train = (name, label) => [label, (run) => run.trained(name), { exact: true }];
+const seconds = (name) => [name, (run) => run.trained(`${name}_seconds`), { columns: true }];
 
 const BY_STEP = [
   { title: "Learning rate", lines: [[...step("learning_rate", "rate"), { exact: true }]] },
@@ -109,15 +109,15 @@ export class Charts {
     this.plans = PLANS[kind].map((plan) => ({ ...plan, chart: null }));
   }
 
-  draw(course, other, { log, smooth }) {
+  draw(run, other, { log, smooth }) {
     for (const plan of this.plans) {
-      const series = [...seriesOf(plan, course), ...(other ? seriesOf(plan, other).filter((one) => !one.columns).map((one) => ({ ...one, other: true })) : [])];
+      const series = [...seriesOf(plan, run), ...(other ? seriesOf(plan, other).filter((one) => !one.columns).map((one) => ({ ...one, other: true })) : [])];
       if (!series.length) continue;
       const isNew = !plan.chart;
       plan.chart ??= new Chart(plan.title, { format: plan.format ?? number, xName: plan.xName ?? "step", fromZero: plan.fromZero });
       if (isNew) this.place.insertBefore(plan.chart.figure, this.behind(plan));
-      const bands = plan.band ? [{ color: 0, points: course.band(...plan.band) }] : [];
-      plan.chart.draw({ series, bands, marks: plan.xName ? [] : course.starts, log: log && !plan.xName, smooth });
+      const bands = plan.band ? [{ color: 0, points: run.band(...plan.band) }] : [];
+      plan.chart.draw({ series, bands, marks: plan.xName ? [] : run.starts, log: log && !plan.xName, smooth });
     }
   }
 
@@ -126,6 +126,6 @@ export class Charts {
   }
 }
 
-function seriesOf(plan, course) {
-  return plan.lines.map(([name, values, more], color) => ({ name, color, points: values(course), ...more })).filter((one) => one.points.length);
+function seriesOf(plan, run) {
+  return plan.lines.map(([name, values, more], color) => ({ name, color, points: values(run), ...more })).filter((one) => one.points.length);
 }

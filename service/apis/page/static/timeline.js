@@ -24,7 +24,7 @@ function markOf(span, isLost) {
 }
 
 export function drawTimeline(run) {
-  const spans = told(run), isLost = run.workers_lost > 0;
+  const spans = spansOf(run), isLost = run.workers_lost > 0;
   if (!spans.length) return make("p.muted", {}, run.state === "running" ? "Nothing has begun yet." : "There is no record of its phases.");
   const total = spans.reduce((sum, span) => sum + seconds(span), 0);
   const bar = make("div.phases", { role: "img", "aria-label": `${spans.length} phases in ${duration(total)}; the list below names them` });
@@ -44,11 +44,11 @@ export function drawTimeline(run) {
 }
 
 /**
- * A run's phases as people tell them: one wait is one span, waits of no time are left out, each knows its `split` where
+ * A run's phases for its list: one wait is one span, waits of no time are left out, each knows its `split` where
  * there is a held-out set, `isResumed` where somebody resumed the run, and `isAnother` where another worker took over in
  * the middle of things.
  */
-function told(run) {
+function spansOf(run) {
   const found = [];
   const seen = new Set();
   let live = 0;  // the lease that a worker had, or was waited for, within this stretch of waiting and training

@@ -1,4 +1,4 @@
-// How a run stands, as its status tells: its state, its model's name, its time and what is left of it, and what would help it on.
+// A run's status: its state, model, durations, time left, and whether it can be resumed.
 
 import { make, now } from "./page.js";
 
@@ -25,7 +25,7 @@ export function modelName(address) {
   return version && parts.length > 1 ? `${parts.at(-2)} v${Number(version[1])}` : parts.at(-1);
 }
 
-/** Seconds since a run first began, until now if it goes on; a time that it stood paused is among them. */
+/** Seconds since a run first began, until now if it goes on; paused time included. */
 export const tookSeconds = (run) => (run.started_at ? (run.ended_at ?? now()) - run.started_at : null);
 
 /** Seconds of these in which nobody worked on it: it was paused, or had failed, until it was resumed. */
