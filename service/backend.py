@@ -1,4 +1,4 @@
-"""What the endpoints work with: one internal service layer behind every API."""
+"""The internal service layer behind every API."""
 
 from typing import Annotated
 

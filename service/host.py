@@ -147,7 +147,7 @@ def control_activities(settings: Settings, answers: Complete, track: "Track") ->
 
 
 def control_workflows() -> list[type]:
-    """What a control host carries on. A gpu host loads none of their modules."""
+    """Workflows of a control host. A gpu host loads none of their modules."""
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
     from workflows.services.completion import CompletionWorkflow
@@ -199,7 +199,7 @@ async def control_workers(
 
 
 def activity_name(activity: Callable[..., Any]) -> str:
-    """What workflows call it."""
+    """The name under which workflows call an activity."""
     definition = getattr(activity, "__temporal_activity_definition")
     return str(definition.name)
 
@@ -232,7 +232,7 @@ def sampler_workers(
 
 
 def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable[..., Any]]:
-    """What is asked of samplers: by a sampler host of its own, by a control host of servers behind a URL."""
+    """Activities that ask samplers: a sampler host asks its own, a control host asks servers behind a URL."""
     from activities.sampling.prove_adapter import ProveAdapter
     from activities.sampling.sample import Sample
 
@@ -318,7 +318,7 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    """What workers are told of the settings. Credentials come to them as they come to us."""
+    """Settings that worker processes get as environment variables. They get credentials as this host does."""
     told = {"LONGSHORE_ROOT": str(settings.root_path), "LONGSHORE_KERNELS": settings.kernels}
     if settings.s3.endpoint_url:
         told["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url
@@ -336,7 +336,7 @@ async def _main(role: Role, settings: Settings) -> None:
 
 
 def _share_free_memory() -> None:
-    """What a thread has freed, others use: glibc would give each of some forty threads a pool of its own to keep."""
+    """Limit glibc's arenas, so that memory that one thread has freed is used by others."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, _MALLOC_ARENAS)

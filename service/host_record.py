@@ -1,4 +1,4 @@
-"""What a host has in hand, written down in its root: of a host that was killed, the next one there tells Temporal.
+"""Activities that a host has in hand, written down in its root: of a killed host, the next one there fails them.
 
 Temporal itself hears of a dead host by a heartbeat that does not come, and a run would wait so long. On the machine it
 is known at once, for whoever ends lets go of its locks. A host that was stopped, or whose machine is gone, is found by
@@ -136,7 +136,7 @@ def _locked(path: Path) -> int:
 
 
 def _own_id(path: Path) -> str:
-    """What stands there, or a new id, which stands there from now on."""
+    """Read the id at a path, or write a new one."""
     if path.exists() and (known := path.read_text().strip()):
         return known
     new = uuid.uuid4().hex

@@ -32,7 +32,7 @@ _SETTLED_S = 60.0  # what is younger may be on its way into the store
 
 @dataclass
 class Differences:
-    """What differs between store and database, or did: rows by table, and records that cannot be read."""
+    """Differences between store and database: rows by table, and records that cannot be read."""
 
     missing: Counter[str] = field(default_factory=Counter)
     outdated: Counter[str] = field(default_factory=Counter)
@@ -169,7 +169,7 @@ class _Rebuild:
 
 
 def _is_due(before: Table | None, row: Table) -> bool:
-    """Whether a row is to take the place of what stands in its own."""
+    """True where a row is missing or outdated; a running run's row is the watch's."""
     if before is None:
         return True
     return _differ(before, row) and not (isinstance(before, RunRow) and before.state == "running")
@@ -181,6 +181,6 @@ def _settled(session: Session, table: type[Table], before: float) -> Sequence[Ta
 
 
 def _differ(before: Table, after: Table) -> bool:
-    """In any column that comes from the record."""
+    """True where a column that comes from the record is another."""
     given = (name for name in inspect(after).dict if not name.startswith("_") and name != "updated_at")
     return any(getattr(before, name) != getattr(after, name) for name in given)

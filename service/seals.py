@@ -157,7 +157,7 @@ class SealedPayloadConverter(CompositePayloadConverter):
 
 
 def sealed_data_converter(settings: Settings) -> DataConverter:
-    """How everything of this installation speaks through Temporal."""
+    """The data converter of every client and worker of this installation."""
     return DataConverter(payload_converter_class=SealedPayloadConverter, payload_codec=Sealing(seal_key(settings)))
 
 

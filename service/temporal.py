@@ -35,7 +35,7 @@ LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 
 def share_of(tenant: str) -> Priority:
-    """What a tenant's workflow is started with, and all that it starts inherits: of tasks that wait in a queue, such as
+    """The priority of a tenant's workflows, which their activities inherit: of tasks that wait in a queue, such as
     leases of GPU hosts, tenants get theirs by turns. The server has to be told (docs/operations.md).
     """
     return Priority(fairness_key=tenant)
@@ -119,7 +119,7 @@ class Temporal:
 
 
 def cause_of(error: WorkflowFailureError) -> Exception:
-    """What made a workflow fail, as an error of ours."""
+    """The cause of a workflow's failure, as an error of ours."""
     causes = causes_of(error)
     for cause in causes:
         match cause:

@@ -1,1 +1,1 @@
-"""Who asks, and what they may: tenants, keys, quotas, and the log of what they did."""
+"""Tenants, keys, sessions, quotas, limits and the audit log."""

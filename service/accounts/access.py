@@ -1,4 +1,4 @@
-"""Where a tenant's URIs may lead: of our own store into the tenant's own folder, and nowhere else."""
+"""Check a tenant's URIs: those into our own store must lead into the tenant's own folder."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ class Access:
 
 
 def _check_scheme(text: str, place: str) -> None:
-    """What no host could read is refused before a run waits for one."""
+    """Refuse a scheme that no host reads, before a run waits for a host."""
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     field = place.rpartition(".")[2]
     if field == "uri" and scheme not in ("file", "http", "https", "s3"):

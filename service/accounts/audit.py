@@ -68,7 +68,7 @@ class Audit:
         self._refusals = RateLimit(per_s=1, burst=100)
 
     def wants(self, method: str, path: str, status: int, key_id: str | None) -> bool:
-        """Whether a request is of this log's kind."""
+        """True for requests that belong into this log."""
         if status in _REFUSALS:
             return self._refusals.wait_s(key_id or "") == 0
         return method not in _LOOKS and path not in _QUESTIONS and key_id is not None

@@ -88,7 +88,7 @@ class Keys:
         return bool(self._bootstrap)
 
     async def find(self, authorization: str | None) -> Principal | None:
-        """Who sends this Authorization header; None for nobody that we know, or no longer.
+        """The principal of an Authorization header; None for a key that is not known, or no longer.
 
         Raises:
             DatabaseUnavailable
@@ -97,7 +97,7 @@ class Keys:
         return await self.holder(hash_key(key), _MADE_HERE.match(key) is not None) if key else None
 
     async def holder(self, given: str, may_be_ours: bool = True) -> Principal | None:
-        """Who holds the key of a hash; None for nobody that we know, or no longer.
+        """The principal of a key's hash; None for a key that is not known, or no longer.
 
         Args:
             may_be_ours: False spares the database the question: the key has not the form of those that are made here.
@@ -205,7 +205,7 @@ def sent_key(authorization: str | None) -> str:
 
 
 def shown_prefix(key: str) -> str | None:
-    """What may be shown of a key; None for text that has not the form of those that are made here."""
+    """The part of a key that may be shown; None for text that has not the form of a key that is made here."""
     found = _MADE_HERE.match(key)
     return found["shown"] if found else None
 

@@ -1,4 +1,4 @@
-"""What one tenant may ask and occupy at once, in this process: token buckets, and places that are shared out."""
+"""Limits in this process: token buckets for requests and sign-ins, and a tenant's share of what all tenants use."""
 
 import asyncio
 import hashlib
@@ -48,7 +48,7 @@ class RateLimit:
 
 
 class SignInLimit:
-    """How often keys may be tried on the page: from an address, and behind the beginning of a key from anywhere."""
+    """Limits sign-ins on the page: by address, and by the beginning of the key from anywhere."""
 
     def __init__(self, settings: RateLimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
         per_s = settings.sign_ins_per_min / 60

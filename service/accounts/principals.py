@@ -1,4 +1,4 @@
-"""Who asks: the tenant and the scopes of a request's API key. The edge finds out; endpoints say what they require.
+"""Principals: the tenant and the scopes of a request's API key. The edge finds them; endpoints say what they require.
 
 Dependencies are coroutines, though they wait for nothing: FastAPI calls a plain function on a thread, each time.
 """
@@ -28,7 +28,7 @@ class Principal(Frozen):
 
     @property
     def is_operator(self) -> bool:
-        """Whether this is an admin of the whole installation."""
+        """True for an admin of the whole installation."""
         return self.tenant == FIRST_TENANT and "admin" in self.scopes
 
     def demand(self, scope: Scope) -> None:
@@ -38,11 +38,11 @@ class Principal(Frozen):
 
 
 BEARER = [Depends(HTTPBearer(auto_error=False, description="an API key"))]
-"""Of every operation, for its description alone: the edge has looked at the key."""
+"""A dependency of every operation, for its description alone: the edge has checked the key."""
 
 
 async def principal(request: Request) -> Principal:
-    """Who asks, as the edge found out."""
+    """The request's principal, as the edge found it."""
     found: Principal = request.state.principal
     return found
 

@@ -1,4 +1,4 @@
-"""What a tenant uses, and what it may use: runs at once, GPU hours of thirty days, bytes in the store."""
+"""Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ _STEP_BYTES = 1 << 20
 
 
 class Usage(Frozen):
-    """What a tenant uses, beside its quotas; a quota of None is no limit."""
+    """A tenant's usage beside its quotas; a quota of None is no limit."""
 
     tenant: Tenant
     concurrent_runs: int
@@ -107,12 +107,12 @@ class Quotas:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
     def remove_bytes(self, tenant: str, fewer: int) -> None:
-        """So many have gone since they were counted."""
+        """Count so many bytes fewer: they were deleted since the last count."""
         if (known := self._counted.get(tenant)) is not None:
             self._counted[tenant] = known[0], Standing(known[1].at, known[1].num_bytes - fewer)
 
     async def stored_bytes(self, tenant: str) -> int:
-        """Also those that are being written."""
+        """Bytes in the store, those that are being written included."""
         standing = await self._standing(tenant)
         ledger = Ledger(self._store, tenant)
         return standing.num_bytes + await asyncio.to_thread(ledger.written_since, standing.at)
@@ -150,7 +150,7 @@ class WriteReservation:
             await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes)
 
     async def settle(self, num_bytes: int) -> None:
-        """They are written, and stay."""
+        """Count the bytes as written: they stay."""
         if self._most is None:
             self._quotas.remove_bytes(self._tenant, -num_bytes)
         else:
@@ -163,7 +163,7 @@ def _concurrent_runs(session: Session, tenant: str) -> int:
 
 
 def _gpu_hours(session: Session, tenant: str) -> float:
-    """Of runs that are going on, or ended within the window: a run counts whole."""
+    """GPU hours of runs that are going on, or ended within the window: a run counts whole."""
     query = select(func.coalesce(func.sum(RunRow.gpu_seconds), 0.0)).where(RunRow.tenant == tenant)
     # Two questions: an index has the answer to each, and none to whether one or the other holds.
     each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)

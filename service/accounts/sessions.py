@@ -63,10 +63,10 @@ class Sessions:
 
 
 def csrf_token(token: str) -> str:
-    """What a session's page sends beside the cookie when it changes something: another site cannot read it."""
+    """The token that the page sends beside the cookie when it changes something: another site cannot read it."""
     return hmac.new(token.encode(), b"csrf", hashlib.sha256).hexdigest()
 
 
 def is_from_page(token: str, sent: str | None) -> bool:
-    """Whether a request that carries a session's cookie comes from the session's own page."""
+    """True if a request that carries a session's cookie comes from the session's own page."""
     return hmac.compare_digest(csrf_token(token).encode(), (sent or "").encode())

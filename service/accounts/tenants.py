@@ -66,7 +66,7 @@ class Tenants:
         return record
 
     async def list(self) -> tuple[TenantRecord, ...]:
-        """By name."""
+        """All tenants, by name."""
         rows = await self._database.reading(lambda s: s.scalars(select(TenantRow).order_by(TenantRow.tenant)).all())
         return tuple(TenantRecord.of(row) for row in rows)
 

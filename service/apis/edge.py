@@ -1,4 +1,4 @@
-"""What every request passes before an API sees it: a request id, Host header, key, rate and size; and the audit log."""
+"""Middleware of every request: request id, Host header, key, rate and size; and the audit log."""
 
 import asyncio
 import logging
@@ -128,7 +128,7 @@ class Edge:
         return send
 
     async def _end(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
-        """Of a stream the connection is closed: it has no end of its own, and whoever comes again is told why."""
+        """Refuse with 401, or close the connection of a stream that has begun."""
         logger.info("%s: its key or session ended under it", exchange)
         if not exchange.begun:
             text = "the key or session that asked has ended meanwhile"
@@ -136,13 +136,13 @@ class Edge:
             await refusal(scope, receive, exchange.send)
 
     async def _principal(self, headers: Headers) -> Principal | None:
-        """Who asks; None for nobody that is known, or no longer. Raises DatabaseUnavailable."""
+        """The principal of a request; None for an unknown key or session. Raises DatabaseUnavailable."""
         if token := _session_token(headers):
             return await self._sessions.find(token)
         return await self._keys.find(headers.get("authorization"))
 
     async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
-        """Why a request goes no further, as an answer. Puts who asks into the request's state."""
+        """The answer that refuses a request; None lets it pass, with its principal in the request's state."""
         path, host = scope["path"], _host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
@@ -261,7 +261,7 @@ def _session_token(headers: Headers) -> str:
 
 
 def _unknown(authorization: str | None) -> str:
-    """Why nobody is known by this header: it has no key, or one that is none here."""
+    """The message for a header without a key, or with one that is not known here."""
     return _KEY_UNKNOWN if sent_key(authorization) else "send an API key: Authorization: Bearer <key>"
 
 

@@ -18,7 +18,7 @@ from shared.field_rules import rule_in_words
 
 
 class ApiProblem(Frozen):
-    """What went wrong. `place` is the field, file or line that is at fault, where there is one."""
+    """An error. `place` is the field, file or line that is at fault, where there is one."""
 
     type: str
     message: str
@@ -32,7 +32,7 @@ class ErrorBody(Frozen):
 
 
 class ForeignProblem(Frozen):
-    """What went wrong, as OpenAI's clients read it. `param`: the field that is at fault."""
+    """An error as OpenAI's clients read it. `param`: the field that is at fault."""
 
     message: str
     type: str
@@ -52,7 +52,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "content": _NO_HTTP},
     **{code: {"model": ErrorBody} for code in (401, 403, 404, 408, 409, 413, 422, 429, 503, 507)},
 }
-"""What the description of each operation of the native API says of errors."""
+"""Error responses of each operation of the native API, for its description."""
 FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ForeignErrorBody, "content": _NO_HTTP},
     **{code: {"model": ForeignErrorBody} for code in ("4XX", "5XX")},
@@ -111,7 +111,7 @@ def answer(
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a path belongs to the surfaces for clients of other APIs, which have another shape of error."""
+    """True for a path of OpenAI's or ART's API, whose errors have OpenAI's shape."""
     return path == "/v1" or path.startswith("/v1/")
 
 

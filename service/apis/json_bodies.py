@@ -24,9 +24,9 @@ SMALL_BYTES = 4 << 10
 """Up to here a body is read and validated where it comes in: a thread would take longer than the work."""
 MAX_DEPTH = 100
 MAX_FIELDS = 1_000
-"""Of one object."""
+"""Fields of one object."""
 MAX_VALUES = 200_000
-"""Of a whole body: three of a token's id with a comma are as many as fit."""
+"""Values of a whole body: one of 1 MiB holds no more token ids of four digits and a comma."""
 MAX_ERRORS = 1_000
 
 
@@ -117,7 +117,7 @@ class _AsJson:
 
 
 def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:
-    """What a body says, and what is too much of it. Raises json.JSONDecodeError, RecursionError."""
+    """Parse a body, and check its size in fields, values and depth. Raises json.JSONDecodeError, RecursionError."""
     most_fields = 0
 
     def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str 
 
 
 def _guessed(error: ValidationError) -> list[InitErrorDetails]:
-    """Of what strictness refuses, the values of another type.
+    """Errors of a strict validation that are about values of another type.
 
     It refuses more: lists for tuples behind validators that look at a whole model, and floats that are whole.
     """

@@ -1,4 +1,4 @@
-"""How uvicorn listens: who owes bytes is hung up on after a while, and proxies are believed if they are named."""
+"""uvicorn's configuration: a deadline for the headers of a request, trust in named proxies alone."""
 
 import asyncio
 from typing import Any
@@ -47,7 +47,7 @@ class BoundedH11(H11Protocol):
 
     @property
     def _client_owes(self) -> bool:
-        """Whether nobody works on this connection, and the client has begun something."""
+        """True while the client has begun a request, and the service waits for the rest of its headers or body."""
         if self.conn.their_state is h11.IDLE:
             return self.cycle is None or bool(self.conn.trailing_data[0])
         return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete

@@ -12,7 +12,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 RetryCount = Annotated[str | None, Header(alias="x-stainless-retry-count", include_in_schema=False)]
-"""How often a client has sent this request before."""
+"""The number of times that a client has sent this request before."""
 
 
 class ListAnswer(BaseModel, Generic[T]):

@@ -1,1 +1,1 @@
-"""What acts without being asked each time: schedules, and webhooks."""
+"""Schedules and webhooks."""

@@ -1,4 +1,4 @@
-"""What the API shows of schedules, and what is asked of one."""
+"""Views of schedules in the API, and the request of a backfill."""
 
 from typing import Self
 
@@ -13,7 +13,7 @@ _MOST_BACKFILLED = 200
 
 
 class ActionView(Action):
-    """What a schedule did, and when it began to. `skipped` and `failed` say why there is no run."""
+    """One action of a schedule, and when it began. `skipped` and `failed` give the reason why there is no run."""
 
     at: float
 
@@ -58,7 +58,7 @@ class Backfill(Frozen):
 
 
 def _least_s(cron: str) -> float:
-    """No less than this lies between the times of a cron, on average over a day."""
+    """A lower bound in seconds for the mean distance between the times of a cron line."""
     match cron.split():
         case ["@hourly"]:
             return 3600.0
@@ -69,7 +69,7 @@ def _least_s(cron: str) -> float:
 
 
 def _num_values(field: str, most: int) -> int:
-    """How many values a field of a cron stands for: exact for numbers, lists, ranges and steps; `most` for the rest."""
+    """The number of values of a cron field: exact for numbers, lists, ranges and steps; `most` for the rest."""
     total = 0
     for part in field.split(","):
         span, _, step = part.partition("/")

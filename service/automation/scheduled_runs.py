@@ -91,12 +91,12 @@ class ScheduledRuns:
         return (await self._runs.accept(request.run_id, run, action.tenant, action.owner, source))[0]
 
     async def _newest(self, action: ScheduledAction) -> Artifact | None:
-        """What was published last under the run's name."""
+        """The newest adapter that is published under the run's name."""
         assert action.scheduled.run.name is not None
         return await asyncio.to_thread(self._published.newest_adapter, action.tenant, action.scheduled.run.name)
 
     async def _unchanged(self, request: AcceptRequest) -> str | None:
-        """Why the data is not worth another run."""
+        """The reason to start no run: its data is that of the last one. None where it is not."""
         last = None if request.action.scheduled.even_unchanged else await asyncio.to_thread(self._last, request.action)
         if last is None or last.dataset_sha256 != request.dataset.sha256:
             return None
@@ -120,7 +120,7 @@ class ScheduledRuns:
         self._store.put_bytes(key, last.model_dump_json(indent=1).encode())
 
     def _remove_dataset(self, request: AcceptRequest) -> None:
-        """What was brought only to be looked at."""
+        """Remove the dataset that was downloaded only to be compared."""
         for item in list(self._store.list(f"{RunKeys(request.run_id).prefix}/")):
             self._store.delete(item.key)
         Ledger(self._store, request.action.tenant).forget(request.run_id)

@@ -175,7 +175,7 @@ class Schedules:
                     await _forget(client, tenant, name)
 
     async def _make(self, client: Client, record: ScheduleRecord) -> None:
-        """As it is on record, also where Temporal has one of this id: perhaps of a store that is no more."""
+        """Make or update Temporal's schedule from its record: one of this id may be left from another store."""
         id, schedule = schedule_id(record.tenant, record.scheduled.name), self._schedule(record)
         try:
             await client.create_schedule(id, schedule, rpc_timeout=PATIENCE)
@@ -246,7 +246,7 @@ class Schedules:
             raise NotFound(f"there is no schedule {name}") from None
 
     def _accept(self, record: ScheduleRecord) -> ScheduleRecord:
-        """What stands on record under its name from now on."""
+        """Put a schedule on record, unless its name has one; return the record of that name."""
         name, names = record.scheduled.name, self._names(record.tenant)
         if name not in names and len(names) >= _MOST_SCHEDULES:
             raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
@@ -270,7 +270,7 @@ def _data(record: ScheduleRecord) -> bytes:
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
-    """What Temporal knows of a schedule; None for one that is not there."""
+    """Temporal's description of a schedule; None where it has none."""
     handle = client.get_schedule_handle(schedule_id(record.tenant, record.scheduled.name))
     for _ in range(_LOOKS):
         try:
@@ -302,7 +302,7 @@ async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) ->
 
 
 def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> ScheduleView:
-    """Without a description: what is on record alone."""
+    """A schedule's view; without Temporal's description, of its record alone."""
     view = ScheduleView(
         scheduled=record.scheduled, created_at=record.created_at, paused=record.paused, note=record.note
     )
@@ -321,7 +321,7 @@ def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> Schedule
 
 
 async def _action(execution: WorkflowExecution) -> ActionView:
-    """What a schedule's workflow says in its memo; of one that ended without a last word, what Temporal says."""
+    """The action in a workflow's memo; of a workflow that ended before it wrote one, Temporal's own status."""
     said = (await execution.memo()).get(ACTION_MEMO)
     action = Action.model_validate(said) if said is not None else Action()
     ended = execution.status not in (None, WorkflowExecutionStatus.RUNNING)

@@ -56,7 +56,7 @@ class WebhookChoice(Frozen):
 
 
 class WebhookChange(Frozen):
-    """What is to be another; the rest stays."""
+    """The fields to change; the rest stays."""
 
     url: WebhookUrl | None = None
     events: tuple[NoticeType, ...] | None = None
@@ -80,7 +80,7 @@ class WebhookView(Frozen):
 
 
 class Rotation(Frozen):
-    """How a secret gives way to a new one."""
+    """The time for which the old secret is still used beside the new one."""
 
     overlap_s: float = Field(
         default=_OVERLAP_S, ge=0, le=7 * _OVERLAP_S, description="how long the old one signs beside the new one"
@@ -94,7 +94,7 @@ class NewWebhook(WebhookView):
 
 
 class Pinged(Frozen):
-    """What was sent; `GET …/deliveries` says what became of it."""
+    """The ping that was sent; `GET …/deliveries` shows its outcome."""
 
     notice_id: NoticeId
 
@@ -183,7 +183,7 @@ class Webhooks:
         return WebhookView.of(webhook)
 
     async def deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
-        """What became of notices, the newest first. A webhook keeps about 200."""
+        """Deliveries of notices, the newest first. A webhook keeps about 200."""
         await asyncio.to_thread(self._read, tenant, webhook_id)
         return await asyncio.to_thread(self._deliveries, tenant, webhook_id, limit)
 

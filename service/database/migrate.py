@@ -30,7 +30,7 @@ def upgrade(database: Database) -> bool:
 
 
 def revision(connection: Connection) -> str | None:
-    """Where a database stands; None for an empty one."""
+    """The revision of a database; None for an empty one."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
@@ -40,7 +40,7 @@ def newest() -> str | None:
 
 
 def differences(connection: Connection) -> list[object]:
-    """What the migrations left otherwise than tables.py says."""
+    """Differences between the migrated tables and tables.py."""
     return list(compare_metadata(MigrationContext.configure(connection), Table.metadata))
 
 

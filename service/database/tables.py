@@ -18,7 +18,7 @@ class Table(DeclarativeBase):
 
 
 class TenantRow(Table):
-    """Who shares an installation. `quotas` overrides the installation's own, field by field."""
+    """A tenant. `quotas` overrides the installation's own, field by field."""
 
     __tablename__ = "tenants"
 

@@ -112,6 +112,6 @@ def _carries(process: psutil.Process, root: str) -> bool:
 
 
 def _die_with_the_supervisor() -> None:
-    """In the child, before exec: the kernel sends SIGTERM when the supervisor is gone. Linux alone knows this."""
+    """Run in the child before exec: have the kernel send SIGTERM when the supervisor is gone (Linux alone)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

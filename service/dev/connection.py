@@ -1,4 +1,4 @@
-"""`dev.json`: how to reach the stack of a root. Written by the supervisor, read by the command line."""
+"""`dev.json`: addresses and key of the stack of a root. Written by the supervisor, read by the command line."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from shared.storage.paths import write_atomically
 
 @dataclass(frozen=True)
 class Connection:
-    """How to reach the stack, for this user alone. `pid` is the supervisor that serves it; absent while none does."""
+    """Addresses and key of a stack, for this user alone. `pid` is its supervisor's; absent while none runs."""
 
     root: str
     api_url: str

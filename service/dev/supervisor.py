@@ -93,7 +93,7 @@ class Stack:
         self._leaving = True
 
     def _connection(self, ports: Ports) -> Connection:
-        """Where everything listens: as the last time, or at the usual ports; at the next ones if those are taken."""
+        """Choose the ports: those of last time, or the usual ones; the next free ones where they are taken."""
         last = Connection.read(self.root)
         given = self._given_temporal()
         if given is None:
@@ -223,7 +223,7 @@ def temporal_binary() -> str:
 
 
 def banner(connection: Connection) -> str:
-    """What a user wants to know of a stack that is up."""
+    """The lines that are printed when the stack is up."""
     lines = [
         f"Longshore is up, its state in {connection.root}",
         f"  API, page    {connection.api_url}",
@@ -335,7 +335,7 @@ def stop(root: Path, timeout_s: float = 60.0) -> bool:
 
 
 def listens(address: str) -> bool:
-    """Whether somebody accepts connections at host:port."""
+    """True if somebody accepts connections at host:port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1).close()

@@ -218,7 +218,7 @@ class Files:
 
 
 def uploads_folder(root: Path) -> Path:
-    """Where a service of this root keeps bodies that it is receiving."""
+    """The folder of bodies that a service of this root is receiving."""
     return root / "service" / "uploads"
 
 
@@ -231,7 +231,7 @@ def _bytes_of(record: FileRecord) -> str:
 
 
 def _lock_tenant(session: Session, tenant: str) -> None:
-    """In a writing transaction: of those who keep a tenant's files and those who delete them, one at a time goes on.
+    """Lock a tenant's row in a writing transaction: files are kept and deleted one at a time.
 
     A file's bytes are another's too, and the store knows no transactions. SQLite has one writer anyway.
     """
@@ -259,7 +259,7 @@ def _record(row: FileRow) -> FileRecord:
 
 @dataclass(frozen=True)
 class PublishedFiles:
-    """What a run published: only names in its manifest can be read. Blocking: call it from a thread."""
+    """The files that a run published: only names in its manifest can be read. Blocking: call it from a thread."""
 
     store: ObjectStore
     key: str
@@ -320,5 +320,5 @@ def _tar_header(folder: str, entry: FileEntry) -> bytes:
 
 
 async def transferred(move: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `move` returns. Others' transfers may come first."""
+    """Run `move` on a thread for transfers, which may take minutes: all else needs threads too."""
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(move, *args, **kwargs))

@@ -199,7 +199,7 @@ class ArtModels:
         raise NotFound(f"there is no model {model_id[:80]}")
 
     async def all(self, tenant: str) -> list[ArtModel]:
-        """In the order in which they were registered."""
+        """A tenant's models in the order in which they were registered."""
 
         def read() -> list[ArtModel]:
             keys = [item.key for item in self._store.list(paths.art_model(tenant))]
@@ -226,7 +226,7 @@ class ArtModels:
         return await asyncio.to_thread(self._published.versions, model.tenant, model.published_as)
 
     async def metrics(self, model: ArtModel, step: int) -> dict[str, float]:
-        """What the job that made a checkpoint measured."""
+        """Metrics of the job that made a checkpoint."""
         return await asyncio.to_thread(self._metrics, model, step)
 
     def _metrics(self, model: ArtModel, step: int) -> dict[str, float]:
@@ -267,7 +267,7 @@ class ArtModels:
     # Inference.
 
     async def target(self, tenant: str, name: ArtName) -> Target:
-        """What answers for a model at a step. Raises NotFound."""
+        """The adapter and base model of a model's step. Raises NotFound."""
         model = await asyncio.to_thread(self._by_title, tenant, name.title)
         if model is None:
             raise NotFound(f"there is no model {name.title}")
@@ -306,7 +306,7 @@ def new_model(
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:
-    """Without what JSON has no number for."""
+    """Drop values that JSON has no number for."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -27,11 +27,11 @@ _GIVEN_BACK_IN_S = 15.0  # a run that was asked for its worker
 _UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
 
 _Lease = tuple[str, int]
-"""Of a run: which execution of its workflow, and the lease's epoch."""
+"""The execution of a run's workflow, and the lease's epoch."""
 
 
 class IdleEviction:
-    """Tells who holds an idle process that others wait for. A host has one, and cannot know who else wants it."""
+    """Signals workflows that hold an idle process while others wait: a host has one, and does not know who waits."""
 
     def __init__(
         self, settings: Settings, rows: RunRows, temporal: Temporal, waiting: Callable[[], frozenset[str]]
@@ -97,7 +97,7 @@ async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
 
 
 async def _num_untaken(client: Client, run_ids: Sequence[str], at_most: int) -> int:
-    """How many of these runs have asked for a worker and found no host for it."""
+    """Count the runs, up to `at_most`, whose lease activity no host has taken."""
     found = 0
     for run_id in run_ids:
         if found == at_most:

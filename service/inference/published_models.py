@@ -1,4 +1,4 @@
-"""What a tenant has published, by the names that clients give: `name` for its newest version, or `name:v3`."""
+"""Published adapters and models by name: `name` is the newest version, `name:v3` one, `run:step-30` a checkpoint."""
 
 import builtins
 import re
@@ -26,7 +26,7 @@ _VERSION = re.compile(rf"(?P<name>[^/]+)/v(?P<version>[0-9]{{6}})/{re.escape(MAN
 
 
 class Owner(BaseModel):
-    """Of a version's claim, what is read here. `step`: the train step of a run that publishes several."""
+    """The run of a version's claim. `step`: the train step, of a run that publishes several."""
 
     run_id: str
     step: int | None = None
@@ -34,7 +34,7 @@ class Owner(BaseModel):
 
 @dataclass(frozen=True)
 class Published:
-    """A version that stands in the store; or a checkpoint, whose name is its run's, and whose version its step."""
+    """A version in the store; or a checkpoint, whose name is its run's id and whose version is its step."""
 
     kind: Kind
     name: str
@@ -49,7 +49,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Target:
-    """What answers for it: an adapter beside the very model that it was trained on, or a model alone.
+    """The weights that answer: an adapter and the model that it was trained on, or a model alone.
 
     `base`: the model as the run named it. `name` and `version`: of what was published; version 0 is the base model.
     """
@@ -119,7 +119,7 @@ class PublishedModels:
         return [self.describe(tenant, found, name) for name, found in sorted(newest.items())]
 
     def _versions(self, tenant: str, kind: Kind, name: str | None = None) -> Iterator[Published]:
-        """Those that stand in the store, of one name or of all, in order."""
+        """Versions in the store, of one name or of all, in order."""
         prefix = published(tenant, kind)
         for info in self._store.list(prefix if name is None else f"{prefix}{name}/v"):
             if match := _VERSION.fullmatch(info.key.removeprefix(prefix)):
@@ -164,7 +164,7 @@ class PublishedModels:
         return None
 
     def describe(self, tenant: str, found: Published, model_id: str) -> ServedModel:
-        """As clients see it. Raises NotFound when its run is not on record."""
+        """The view of a version for clients. Raises NotFound when its run is not on record."""
         record = self.record(tenant, found)
         return ServedModel(
             id=model_id,
@@ -192,7 +192,7 @@ class PublishedModels:
         return Target(artifact, None, plan.dtype, artifact.uri, found.name, found.version)
 
     def artifact(self, tenant: str, found: Published) -> Artifact:
-        """What it is made of: an adapter's files, or a model's. Raises NotFound when it has gone."""
+        """The files of an adapter or a model. Raises NotFound when they have gone."""
         if found.kind == "checkpoints":
             return adapter_of(self._store, self.record(tenant, found), found.version)
         artifact = find(self._store, published_version(tenant, found.kind, found.name, found.version))

@@ -136,7 +136,7 @@ class Inference:
 
     @property
     def _is_served(self) -> bool:
-        """Whether the installation has a server of its own, so that no sampler is leased."""
+        """True where the installation has an inference server of its own: then no sampler is leased."""
         return self._settings.sampling.url is not None
 
     def _key(self, target: Target) -> SamplerKey:
@@ -206,7 +206,7 @@ async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[A
 
 
 def _failure(error: WorkflowFailureError) -> Exception:
-    """What a question came to, as an error of ours."""
+    """The cause of a question's failure, as an error of ours."""
     causes = causes_of(error)
     for cause in causes:
         match cause:

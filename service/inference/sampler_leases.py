@@ -27,14 +27,14 @@ _REFUSALS = ("invalid_input", "corrupt_artifact")
 
 @dataclass(frozen=True)
 class SamplerLease:
-    """Where a question is answered: which lease, of which host's queue. Good until the sampler is lost."""
+    """A sampler's lease: its serving workflow, and the grant with the host's queue. Good until the sampler is lost."""
 
     serving_id: str
     grant: LeaseGrant
 
 
 class SamplerLeases:
-    """One question a model asks for a sampler; others wait for the same answer, and use it for a few seconds.
+    """One question of a model asks for the lease; others wait for the same answer, and use it for a few seconds.
 
     So many questions at once cost one update: Temporal takes ten of a workflow at a time.
     """

@@ -1,4 +1,4 @@
-"""What a run left in the store beside its events: job files, workers' output, its data's report, rollouts as text."""
+"""A run's files in the store beside its events: job files, workers' output, its data's report, rollouts as text."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ class JobFile(Frozen):
 
 
 class RunReport(Frozen):
-    """What became of a run's data. `dataset`: the tokenizing's own report (of an RL run: of its last step's groups).
+    """Reports on a run's data. `dataset`: the tokenizing's own report (of an RL run: of its last step's groups).
 
     None: it is not there yet.
     """
@@ -76,7 +76,7 @@ class RunFiles:
         self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
 
     def jobs(self, run_id: str) -> tuple[JobFile, ...]:
-        """In order of job, then of fence."""
+        """Attempts at jobs, in order of job, then of fence."""
         logs = f"{RunKeys(run_id).logs}/"
         found: dict[tuple[str, str], set[str]] = {}
         for info in self._store.list(logs):

@@ -1,4 +1,4 @@
-"""What webhooks are told of a run: one notice a change of its state."""
+"""Notices for webhooks: one for each change of a run's state."""
 
 import time
 from typing import get_args

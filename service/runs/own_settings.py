@@ -1,4 +1,4 @@
-"""Our own settings of a job that comes in by another API, by their native names (docs/api.md)."""
+"""Our own settings of a job that was sent through another API, by their native names (docs/api.md)."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from shared.jobs.layout import EngineName, Layout
 
 
 class OwnSettings(Frozen):
-    """Those that every such API takes. What is absent has its native default; values are checked with the job."""
+    """Settings of every such API. Absent ones have their native defaults; values are checked with the job."""
 
     rank: int | None = None
     alpha: float | None = None

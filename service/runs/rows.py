@@ -58,7 +58,7 @@ class RunFilter(TypedDict, total=False):
     metadata: Mapping[str, str] | None
     kind: str | None
     words: str | None
-    """That stand in the run's id, its name or its model's."""
+    """Text within the run's id, its name or its model's."""
 
 
 class RunRows:
@@ -109,7 +109,7 @@ class RunRows:
         return None if row is None else _indexed(row)
 
     async def among(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
-        """Those runs of a tenant that there are, in no order."""
+        """The runs of these ids that the tenant has, in no order."""
         query = select(RunRow).where(RunRow.tenant == tenant, RunRow.run_id.in_(run_ids))
         rows = await self._database.reading(lambda session: session.scalars(query).all())
         return tuple(_indexed(row) for row in rows)
@@ -150,7 +150,7 @@ class RunRows:
         return tuple(_indexed(row) for row in await self._database.reading(work))
 
     def _has_label(self, name: str, value: str) -> ColumnElement[bool]:
-        """By what the JSON says, and not by a path into it: names may hold whatever has a meaning in paths."""
+        """A condition on one label. It compares keys, as signs of a name have a meaning in a path into JSON."""
         each = func.json_each if self._database.is_sqlite else func.json_each_text
         labels = each(RunRow.labels).table_valued("key", "value")
         return exists(select(labels.c.key).where(labels.c.key == name, labels.c.value == value))
@@ -223,7 +223,7 @@ def _columns(status: RunStatus) -> dict[str, object]:
 
 
 def _tell(session: Session, record: RunRecord, status: RunStatus, before: State | None) -> None:
-    """Leave a change of state for the webhooks, in its own transaction."""
+    """Put a change of state into the outbox of webhooks, in the transaction that makes it."""
     notice = notice_of(record, status, before)
     if notice is not None:
         session.add(

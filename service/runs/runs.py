@@ -193,15 +193,15 @@ class Runs:
     # Showing.
 
     async def record(self, tenant: str, run_id: str) -> RunRecord:
-        """What was accepted. Raises NotFound for a run that this tenant does not have."""
+        """A run's record. Raises NotFound for a run that this tenant does not have."""
         return (await self._row(tenant, run_id)).record
 
     async def view(self, tenant: str, run_id: str) -> RunView:
-        """A run as it stands: the workflow's own answer while it runs, its row afterwards."""
+        """A run's current view: from its workflow while it runs, from its row afterwards."""
         return (await self._current(tenant, run_id)).view
 
     async def of(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
-        """Those runs of a tenant that there are, as the index has them, in no order."""
+        """The runs of these ids that the tenant has, from the index, in no order."""
         return await self._rows.among(tenant, run_ids)
 
     async def _row(self, tenant: str, run_id: str) -> IndexedRun:

@@ -1,4 +1,4 @@
-"""How runs stand: asked of their workflows and of the store, and written into the index, which others read.
+"""Refresh the status of runs: ask their workflows and the store, and write it into the index, which others read.
 
 A row is read before anybody is asked, and changed only where it is still the same: an answer that was overtaken is
 dropped.
@@ -30,13 +30,13 @@ from shared.storage.store import ObjectStore
 logger = logging.getLogger("longshore.service")
 
 SHARED_S = 0.5
-"""So long one workflow's answer serves everybody who asks."""
+"""The time for which one workflow's answer serves everybody who asks."""
 _RECORD_DUE_S = 60.0
 _START_DUE_S = 30.0
 
 
 class RunStates:
-    """Keeps rows as their runs are. `waiting`: accepted runs that Temporal does not know; somebody must start them."""
+    """Keeps rows up to date. `waiting`: accepted runs that Temporal does not know, and that must be started."""
 
     def __init__(self, store: ObjectStore, rows: RunRows, temporal: Temporal) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class RunStates:
         self.waiting: set[str] = set()
 
     async def current(self, run: IndexedRun) -> IndexedRun:
-        """A run as it stands now: one question at a time, and one answer for all who ask within half a second."""
+        """A run's current status: one question at a time, and one answer for all who ask within half a second."""
         since, task = self._asked.get(run.run_id, (0.0, None))
         if task is None or time.monotonic() - since > SHARED_S:
             task = asyncio.create_task(self.refresh(run))
@@ -55,7 +55,7 @@ class RunStates:
         return await asyncio.shield(task)
 
     def changed(self, run_id: str) -> None:
-        """Somebody did something to a run: what was answered before is of no use."""
+        """Forget the last answer: somebody changed the run."""
         self._asked.pop(run_id, None)
 
     def _drop_old(self) -> None:
@@ -119,7 +119,7 @@ class RunStates:
         return status
 
     async def result(self, run_id: str) -> RunStatus | None:
-        """How a run ended, on record in the store."""
+        """A run's result in the store; None before its end."""
         try:
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).result)
         except NotFound:
@@ -135,7 +135,7 @@ class RunStates:
         self.changed(run.run_id)
 
     async def record(self, run_id: str) -> RunRecord:
-        """What was accepted, as the store has it. Raises NotFound for an unknown run."""
+        """A run's record in the store. Raises NotFound for an unknown run."""
         try:
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).record)
         except NotFound:
@@ -170,5 +170,5 @@ async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
 
 
 def queued(record: RunRecord) -> RunStatus:
-    """How a run stands that was accepted and has not begun."""
+    """The status of a run that was accepted and has not begun."""
     return RunStatus(run_id=record.run_id, kind=record.run.kind, name=record.run.name or record.run_id)

@@ -57,7 +57,7 @@ class TrainSteps:
         return await self._runs.view(tenant, run_id)
 
     async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
-        """A step as it stands, within `wait_s` as it ended. Raises NotFound for one that never came."""
+        """A step's current status, or its end if that comes within `wait_s`. Raises NotFound."""
         record = await self.record(tenant, run_id)
         end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
         while True:
@@ -86,7 +86,7 @@ class TrainSteps:
         return StepStatus.model_validate(answer)
 
     async def record(self, tenant: str, run_id: str) -> RunRecord:
-        """What was accepted as a run that has train steps. Raises NotFound, or Conflict for a run of another kind."""
+        """The record of a run that has train steps. Raises NotFound, or Conflict for a run of another kind."""
         record = await self._runs.record(tenant, run_id)
         if record.run.kind != "rl":
             raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
@@ -126,7 +126,7 @@ class TrainSteps:
 
 
 def _refusal(error: WorkflowUpdateFailedError) -> Exception | None:
-    """What a workflow refused a message with, as an error of ours. None where the message was lost."""
+    """The refusal of a workflow's update as an error of ours; None where the update was lost."""
     for cause in causes_of(error):
         match cause:
             case ApplicationError(type="InvalidInput"):

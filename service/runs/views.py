@@ -1,4 +1,4 @@
-"""Runs as the API shows them, and what their events and checkpoints say. Imports no Temporal and no web framework."""
+"""Views of runs, and readers of their events and checkpoints. Imports no Temporal and no web framework."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ SKIPPED = "skipped: no token of it is trained, and no weight changed"
 
 
 class RunView(RunStatus):
-    """A run as the API shows it: its status, with what was asked for and when."""
+    """A run in the API: its status, its request, and when it was submitted."""
 
     created_at: float
     tenant: Tenant = FIRST_TENANT
@@ -67,7 +67,7 @@ class StepPage(Frozen):
 
 
 class StepMetrics(Frozen):
-    """What one optimizer step measured."""
+    """Metrics of one optimizer step."""
 
     step: int
     metrics: dict[str, float]
@@ -82,7 +82,7 @@ class EvaluationMetrics(Frozen):
 
 
 class TrainStepMetrics(Frozen):
-    """What one train step of an RL run measured: rewards, training, seconds. `optimizer_step`: the run's, after it."""
+    """Metrics of one train step of an RL run: rewards, training, seconds. `optimizer_step`: the run's, after it."""
 
     step: int
     optimizer_step: int | None
@@ -127,7 +127,7 @@ class RunReader:
         return StepStatus.model_validate_json(self._store.get_bytes(key))
 
     async def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
-        """In order of step; of a step that two workers saved, both."""
+        """Checkpoints in the store, in order of step; of a step that two workers saved, both."""
         return await asyncio.to_thread(self._checkpoints, run_id)
 
     def _checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
@@ -148,7 +148,7 @@ def log_line(item: RunEvent) -> str:
 
 
 def last_lines(view: RunView) -> list[str]:
-    """How a log ends: with the run's end, if it has ended."""
+    """The last lines of a log: the run's end, if it has ended."""
     match view.state:
         case "running":
             return []
@@ -187,17 +187,17 @@ def describe(event: Event) -> str:
 
 
 def brief(metrics: dict[str, float]) -> str:
-    """The metrics that people look for, or all where there are none of those."""
+    """The usual metrics in words, or all where there is none of those."""
     return ", ".join(in_words(name, metrics[name]) for name in looked_for(metrics))
 
 
 def glance(metrics: dict[str, float]) -> list[str]:
-    """The few metrics by which people see at once how a run does, each in words, what matters most first."""
+    """The few most important metrics, each in words, the most important first."""
     return [in_words(name, metrics[name]) for name in _GLANCED_AT if name in metrics]
 
 
 def dropped(metrics: dict[str, float]) -> str | None:
-    """How many of a train step's trajectories could not be trained, and by which rules; None where all could."""
+    """The number of a train step's dropped trajectories, and the rules that dropped them; None where none was."""
     if not (num_broken := metrics.get("broken_trajectories")):
         return None
     of = {name.removeprefix("dropped_for_"): n for name, n in metrics.items() if name.startswith("dropped_for_")}
@@ -213,6 +213,6 @@ def in_words(name: str, value: float) -> str:
 
 
 def looked_for(names: Iterable[str]) -> list[str]:
-    """The metrics that people look for among these, or all where there are none of those."""
+    """The usual metrics among these names, or all where there is none of those."""
     found = sorted(names)
     return [name for name in _LOOKED_FOR if name in found] or found

@@ -1,4 +1,4 @@
-"""The index follows Temporal: each second, one listing of what runs there, and a question to those that moved."""
+"""Keep the index up to date: each second a listing of Temporal's running workflows, and a query to those that moved."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ class Watch:
         await asyncio.gather(*(self._look(run_id) for run_id in (unknown + moved)[:_MOST_A_TURN]))
 
     async def _running(self) -> dict[str, RunStatus | None]:
-        """What runs in Temporal, each with the memo that its workflow keeps of its status."""
+        """Running workflows of runs, each with the status in its memo."""
         async with self._temporal.client() as client:
             found = client.list_workflows(_RUNNING, rpc_timeout=LIST_PATIENCE)
             return {e.id: await e.memo_value(STATUS_MEMO, None, type_hint=RunStatus) async for e in found}
@@ -59,6 +59,6 @@ class Watch:
 
 
 def _may_have_moved(phase: str, run_id: str, running: dict[str, RunStatus | None]) -> bool:
-    """Whether a run must be asked: it is no longer listed, it is training, or its phase is another than the row's."""
+    """True if a run must be asked: it is no longer listed, it is training, or its phase is another than the row's."""
     memo = running.get(run_id)
     return memo is None or memo.phase == "training" or memo.phase != phase or memo.state != "running"

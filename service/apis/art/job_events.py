@@ -109,7 +109,7 @@ async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
 
 
 def sft_status(view: RunView) -> JobStatus:
-    """How a supervised job stands. One that was cancelled or paused has failed, as far as its client knows."""
+    """The status of a supervised job. ART knows no cancelled or paused jobs: they are failed."""
     match view.state:
         case "running":
             return "queued" if view.num_steps is None else "running"
@@ -159,7 +159,7 @@ def _place(job_id: str, after: str | None) -> str | None:
 
 
 def _end(view: RunView) -> TrainingEvent:
-    """Whatever its type: nothing comes behind it."""
+    """The last event of a run: its id says that it ended, whatever its type."""
     if view.state == "succeeded":
         return _event(view.run_id, "training_ended")
     failed = _event(view.run_id, "training_failed", {"error_message": error_of(view)})
@@ -167,14 +167,14 @@ def _end(view: RunView) -> TrainingEvent:
 
 
 def error_of(view: RunView) -> str | None:
-    """Why a run ended that did not succeed."""
+    """The reason why a run ended without success."""
     if view.state in ("running", "succeeded"):
         return None
     return view.problem.message if view.problem is not None else last_lines(view)[0]
 
 
 def _numbers(metrics: dict[str, float]) -> dict[str, JsonValue]:
-    """Under our names, and under ART's."""
+    """Metrics under our names, and under ART's."""
     found = finite(metrics)
     return {**found, **{theirs: found[ours] for ours, theirs in _ART_NAMES.items() if ours in found}}
 

@@ -1,4 +1,4 @@
-"""What ART's client says of a training job: parsed, and what could not be done as it is meant is refused."""
+"""Requests of ART's client for training jobs, parsed; what cannot be done as it is meant is refused."""
 
 from typing import Literal, Self
 
@@ -29,7 +29,7 @@ _OF_A_KL = ("kl_penalty_reference_step", "kl_penalty_source", "kl_penalty_step_l
 
 
 def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -> object:
-    """What a client said but for nulls and for keys at their defaults.
+    """A client's fields without nulls and without keys at their defaults.
 
     Raises:
         ValueError: such a key has another value.
@@ -43,7 +43,7 @@ def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -
 
 
 class ExperimentalConfig(Frozen):
-    """Of a reinforcement job. What is null is as ART has it."""
+    """Settings of a reinforcement job. Nulls have ART's defaults."""
 
     learning_rate: float | None = None
     ppo: bool | None = None
@@ -102,7 +102,7 @@ class ExperimentalConfig(Frozen):
 
 
 class SftConfig(Frozen):
-    """Of a supervised job. A list of learning rates has one for every batch."""
+    """Settings of a supervised job. A list of learning rates has one for every batch."""
 
     batch_size: int | None = None
     learning_rate: float | tuple[float, ...] | None = None

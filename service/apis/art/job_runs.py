@@ -84,7 +84,7 @@ def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -
 
 
 def source_of(model: ArtModel, request: dict[str, Any]) -> Source:
-    """What is kept of a job's request, and by which its run is found."""
+    """The source of a job's run: its request, and labels by which the run is found."""
     labels = {MODEL_LABEL: model.model_id, NAME_LABEL: model.title}
     return Source(api="art", metadata=labels, request=request)
 
@@ -101,7 +101,7 @@ def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
 
 
 def _named(error: ValidationError, names: dict[str, str]) -> InvalidInput:
-    """With the client's name of the run's field; what it has no name for is a setting of the model's."""
+    """An InvalidInput with the client's name of the field; a field without one is a setting of the model's."""
     problem = describe(error.errors())
     place = (problem.place or "").removeprefix("trainable.")
     return InvalidInput(problem.message, names.get(place) or f"longshore.{place}".rstrip("."))

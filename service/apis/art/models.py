@@ -127,7 +127,7 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Respon
 async def list_checkpoints(
     model_id: str, asking: Asking, backend: Backed, after: After = None, limit: Limit = 100, order: Order = "asc"
 ) -> ListAnswer[CheckpointObject]:
-    """What the model's jobs made, by step. The base model, step 0, is none of them."""
+    """Checkpoints of the model's jobs, by step. The base model, step 0, is none of them."""
     model = await backend.art_models.show(asking.tenant, model_id)
     steps = sorted(await backend.art_models.steps(model), reverse=order == "desc")
     if after is not None:

@@ -21,7 +21,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass
 class SentJob:
-    """What came beside the groups, and how many those were."""
+    """The fields beside the groups, and the number of groups and trajectories."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     num_groups: int = 0

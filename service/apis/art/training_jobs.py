@@ -106,7 +106,7 @@ async def list_events(
     after: Annotated[str | None, Query(max_length=256, description="the id of an event: what came behind it")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> ListAnswer[TrainingEvent]:
-    """What happened in a job of either kind, oldest first."""
+    """Events of a job of either kind, oldest first."""
     view, number = await _found(backend, asking.tenant, job_id)
     if number is None:
         return await sft_events(backend, view, after, limit)

@@ -59,7 +59,7 @@ async def delete_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking)
 async def webhook_deliveries(
     webhook_id: WebhookId, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=200)] = 20
 ) -> tuple[Delivery, ...]:
-    """What became of messages, newest first, with what the receiver answered."""
+    """Deliveries of messages, newest first, with the receiver's answers."""
     return await backend.webhooks.deliveries(asking.tenant, webhook_id, limit)
 
 

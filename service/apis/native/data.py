@@ -60,7 +60,7 @@ async def list_files(
 
 @router.get("/files/{file_id}")
 async def get_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
-    """What is known of an uploaded file."""
+    """The record of an uploaded file."""
     return await backend.files.show(asking.tenant, file_id)
 
 

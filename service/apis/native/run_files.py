@@ -1,4 +1,4 @@
-"""The native API's endpoints about what stands beside runs: counts and courses, reports, job files, rollouts."""
+"""The native API's endpoints beside runs: overview and sparklines, reports, job files, rollouts."""
 
 import asyncio
 from typing import Annotated
@@ -22,7 +22,7 @@ StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
 
 @router.get("/overview")
 async def show_overview(backend: Backed, asking: Asking) -> Overview:
-    """How many runs there are in each state, which wait for a worker and at which place, and the titles of keys."""
+    """Counts of runs by state, positions in the queue for workers, and the titles of keys."""
     return await backend.overviews.show(asking.tenant)
 
 
@@ -38,7 +38,7 @@ async def list_sparklines(
 
 @router.get("/runs/{run_id}/report")
 async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> RunReport:
-    """What tokenizing and packing made of a run's data, as far as they have come."""
+    """Reports of tokenizing and packing, as far as they have come."""
     status = await backend.runs.view(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.report, status)
 

@@ -26,17 +26,17 @@ from shared.storage.artifacts import FileEntry
 PREFIX = "/api/v1"
 DEPENDENCIES = [*BEARER, Depends(reads_or_writes)]
 TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-"""Of an operation that answers in text: its errors are JSON."""
+"""Responses of an operation that answers in text; its errors are JSON."""
 router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCIES, responses=RESPONSES)
 open_router = APIRouter(prefix=PREFIX)
-"""What needs no key."""
+"""Operations that need no key."""
 _POLL_S = 0.5
 _LAST_STEP = 99_999_999
 _HEALTH_PATIENCE_S = 5.0
 
 
 class Health(Frozen):
-    """Whether the service can reach what stands behind it."""
+    """The service's view of Temporal and the store."""
 
     status: Literal["ok", "degraded"]
     temporal: str
@@ -206,7 +206,7 @@ async def run_events(
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     wait_s: Annotated[float, Query(ge=0, le=60, description="wait so long for the first new event")] = 0,
 ) -> Any:
-    """What the workers say, in order.
+    """The workers' events, in order.
 
     `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` goes on); `application/x-ndjson` gives
     lines.
@@ -271,7 +271,7 @@ async def run_metrics(run_id: RunId, backend: Backed, asking: Asking) -> Metrics
 
 @router.get("/runs/{run_id}/logs", response_class=Response, responses=TEXT)
 async def run_logs(run_id: RunId, backend: Backed, asking: Asking, follow: bool = False) -> Response:
-    """What happened, in lines for people."""
+    """The run's log, in lines of text."""
     await backend.runs.record(asking.tenant, run_id)
     return StreamingResponse(_log_lines(backend, asking.tenant, run_id, follow), media_type="text/plain; charset=utf-8")
 
@@ -294,7 +294,7 @@ async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tup
 
 @router.get("/runs/{run_id}/files")
 async def run_files(run_id: RunId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
-    """What the run published: paths, sizes, hashes. 409 before that."""
+    """The files that the run published: paths, sizes, hashes. 409 before that."""
     return (await _published(backend, asking.tenant, run_id)).entries
 
 

@@ -62,7 +62,7 @@ async def whoami(asking: Asking) -> Principal:
 
 @router.get("/usage", dependencies=[Depends(require("read"))])
 async def usage(backend: Backed, asking: Asking) -> Usage:
-    """What the tenant uses, and what it may use."""
+    """The tenant's usage and quotas."""
     return await backend.quotas.usage(asking.tenant)
 
 
@@ -113,7 +113,7 @@ async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, askin
 
 
 def _shared_folders(backend: Backend) -> str | None:
-    """What was one user's own machine has another tenant now."""
+    """The warning for a second tenant where all tenants may read folders of the hosts; None where none is open."""
     if not (roots := backend.settings.download.file_roots):
         return None
     text = f"every tenant may read files below {', '.join(map(str, roots))} on this installation's hosts"
@@ -122,7 +122,7 @@ def _shared_folders(backend: Backend) -> str | None:
 
 
 async def _has_key(backend: Backend, tenant: str) -> bool:
-    """Whether somebody may hold a key that still opens something."""
+    """True if the tenant has a key that is neither revoked nor expired."""
     keys = await backend.keys.list(tenant)
     return any(key.revoked_at is None and (key.expires_at is None or key.expires_at > time.time()) for key in keys)
 
@@ -135,7 +135,7 @@ async def list_tenants(backend: Backed) -> tuple[TenantRecord, ...]:
 
 @router.get("/tenants/{tenant}/usage", dependencies=_operators)
 async def tenant_usage(tenant: Tenant, backend: Backed) -> Usage:
-    """What a tenant uses."""
+    """A tenant's usage and quotas."""
     return await backend.quotas.usage((await backend.tenants.show(tenant)).tenant)
 
 
@@ -153,7 +153,7 @@ async def audit_log(
     before: Annotated[int | None, Query(ge=1, le=2**62, description="the `next` of the page before")] = None,
     everybody: Annotated[bool, Query(description="of all tenants, and of strangers: for the first tenant")] = False,
 ) -> AuditPage:
-    """What was changed, and what was refused, newest first."""
+    """Requests that changed something or were refused, newest first."""
     if everybody and not asking.is_operator:
         raise Forbidden("of others only the first tenant's admins are told")
     return await backend.audit.page(None if everybody else asking.tenant, limit, before)

@@ -27,7 +27,7 @@ _PIECE_CHARACTERS = 64
 
 
 class ServedModels(Frozen):
-    """What was published, by name."""
+    """Published models, by name."""
 
     object: str = "list"
     data: tuple[ServedModel, ...]
@@ -82,7 +82,7 @@ async def complete(
 
 
 async def _unless_gone(request: Request, task: "asyncio.Future[T]", patience_s: float = float("inf")) -> T:
-    """What is waited for; a client that hangs up takes its question back.
+    """Wait for a task, and cancel it when the client hangs up.
 
     Raises:
         TimeoutError: it is not there yet, and goes on.
@@ -141,7 +141,7 @@ def chunks_of(answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk
 
 
 def _pieces(choice: ChatChoice) -> list[str]:
-    """With log-probabilities or token ids in one piece: tokens do not always end where characters do."""
+    """The text in pieces; in one with log-probabilities or token ids, as tokens may end within a character."""
     text = choice.message.content or ""
     if choice.logprobs is not None or choice.token_ids is not None:
         return [text]

@@ -34,7 +34,7 @@ class ValidateGrader(Frozen):
 
 
 class GraderErrors(BaseModel):
-    """Why there is no grade. The reason in words stands in `details` of ours, whatever the kind."""
+    """Kinds of errors: one is true where there is no grade. `details`, our own field, has the reason in words."""
 
     formula_parse_error: bool = False
     invalid_variable_error: bool = False

@@ -23,7 +23,7 @@ _FORM = described(data=BINARY)
 
 
 class UploadRequest(Frozen):
-    """What is going to come."""
+    """The announcement of a file."""
 
     filename: str = Field(min_length=1, max_length=1024)
     purpose: str = Field(max_length=64)

@@ -1,4 +1,4 @@
-"""The page's own addresses: sign in and out, and the frames that its scripts fill."""
+"""The page's own addresses: sign in and out, and the HTML frames that its scripts fill."""
 
 import math
 import re
@@ -40,18 +40,18 @@ _frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=T
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is one that people open: without a session they are asked to sign in."""
+    """True for a path of the page: without a session it leads to the sign-in form."""
     return path in ("/", "/schedules") or path.startswith("/runs/")
 
 
 def is_opened(path: str, accept: str) -> bool:
-    """Whether a person's browser opens an address, which may be none of ours."""
+    """True where a browser asks for HTML at an address outside the APIs."""
     is_api = path in ("/api", "/v1", "/health") or path.startswith(("/api/", "/v1/", f"{STATIC}/"))
     return "text/html" in accept and not is_api
 
 
 async def unknown_address(request: Request, error: Exception) -> Response:
-    """What stands at no address of ours: a page for people, the documented error for programs."""
+    """Answer 404: a page for browsers, the documented error for programs."""
     if is_opened(request.url.path, request.headers.get("accept", "")):
         return _html("unknown.html", 404)
     return await problems.http_error(request, error)
@@ -150,7 +150,7 @@ def _html(name: str, status: int = 200, **values: Any) -> Response:
 
 
 def _local(after: str) -> str:
-    """Where to go after signing in: a path of ours, whatever a link said."""
+    """The path to go to after signing in: one of ours, whatever a link said."""
     parts = urlsplit(after)
     ours = not parts.scheme and not parts.netloc and is_page(parts.path) and "\\" not in after
     return after if ours else "/"

@@ -1,4 +1,4 @@
-"""What Alembic runs: every migration in the one transaction that migrate.py has begun."""
+"""Alembic's entry: every migration runs in the one transaction that migrate.py has begun."""
 
 from alembic import context
 

@@ -39,7 +39,7 @@ def prompts_per_step(num_prompts: int | None) -> int:
 
 
 def rollout_epochs(num_prompts: int | None, per_step: int) -> int:
-    """As many passes as make 50 steps, at most 25; one of unknown many prompts."""
+    """The number of passes that make 50 steps, at most 25; one for an unknown number of prompts."""
     if num_prompts is None:
         return 1
     return max(1, min(_MOST_EPOCHS, math.ceil(_RL_STEPS * per_step / max(1, num_prompts))))

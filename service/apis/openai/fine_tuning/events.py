@@ -38,7 +38,7 @@ def job_events(view: RunView, history: RunHistory) -> list[JobEvent]:
 
 
 def _begun(view: RunView) -> list[JobEvent]:
-    """How the job came to be, and what was done before the first step, oldest first."""
+    """Events before the first step, oldest first."""
     events = [_event(view, "created", view.created_at, f"Created fine-tuning job: {view.run_id}")]
     told = set[Phase]()
     for span in view.timeline:
@@ -49,7 +49,7 @@ def _begun(view: RunView) -> list[JobEvent]:
 
 
 def _happened(view: RunView, history: RunHistory) -> list[JobEvent]:
-    """What workers said, and behind each job of a reinforcement run what its train step came to; oldest first."""
+    """Workers' events, and the train step behind each job of a reinforcement run; oldest first."""
     num_steps = next((e.event.num_steps for e in reversed(history.events) if isinstance(e.event, Started)), None)
     told: list[JobEvent] = []
     steps = list(reversed(history.steps))
@@ -100,7 +100,7 @@ def _train_step(view: RunView, step: StepStatus, when: float) -> JobEvent:
 
 
 def _ended(view: RunView) -> list[JobEvent]:
-    """How the job stands now, if it has ended, newest first."""
+    """Events of the job's end, if it has ended, newest first."""
     when = view.ended_at or view.created_at
     match view.state:
         case "running":

@@ -115,7 +115,7 @@ async def list_events(
     after: Annotated[str | None, Query(max_length=256, description="the id of the page's last event before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> ListAnswer[JobEvent]:
-    """What happened, newest first."""
+    """The job's events, newest first."""
     view = await _job(backend, asking.tenant, run_id)
     return page_after(job_events(view, await backend.histories.of(run_id)), after, limit)
 

@@ -1,4 +1,4 @@
-"""What clients send to make a fine-tuning job: OpenAI's fields, and ours under `longshore`. Parsed, not yet understood.
+"""The request of a fine-tuning job: OpenAI's fields, and ours under `longshore`. `runs.py` makes a run of it.
 
 A field that nobody here knows is refused: one that was ignored would make another model than was asked for.
 """
@@ -39,7 +39,7 @@ def _few_epochs(given: int | None) -> int | None:
 
 
 class Hyperparameters(Frozen):
-    """What all methods have in common."""
+    """Hyperparameters of every method."""
 
     batch_size: AutoInt = None
     learning_rate_multiplier: AutoFloat = None
@@ -73,7 +73,7 @@ class Reinforcement(Frozen):
 
 
 class Method(Frozen):
-    """How to learn. The settings of another method than `type` are refused."""
+    """The training method. Settings of another method than `type` are refused."""
 
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: Supervised | None = None
@@ -135,7 +135,7 @@ class LongshoreSettings(OwnSettings):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What was sent, by name; null is not sent."""
+        """The fields that were sent, by name; null counts as absent."""
         return {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
 
 

@@ -50,7 +50,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What a job's `model` stands for. `lora`: of the adapter that it goes on from, which keeps its shape."""
+    """The model and adapter that a job's `model` names. `lora`: the shape of that adapter, which is kept."""
 
     model: str
     initial_adapter: str | None = None
@@ -97,7 +97,7 @@ def run_of(
 
 
 def published_name(suffix: str | None) -> str | None:
-    """What a suffix becomes as a name: lower case, with a dash for what names may not have.
+    """The name of a suffix: lower case, with a dash for what names may not have.
 
     Raises:
         InvalidInput: nothing is left of it.
@@ -112,7 +112,7 @@ def published_name(suffix: str | None) -> str | None:
 
 
 def source_of(request: JobRequest, hyperparameters: dict[str, JsonValue]) -> Source:
-    """What is kept of a request, to be shown again."""
+    """The source of a job's run: its request, to be shown again."""
     kept: dict[str, JsonValue] = {
         "model": request.model,
         "training_file": request.training_file,
@@ -266,7 +266,7 @@ def _rate(
 
 
 def _given(value: Any, automatic_value: Any) -> Any:
-    """0 is given, too, and refused as itself."""
+    """The automatic value for null alone: 0 is given, and refused as itself."""
     return automatic_value if value is None else value
 
 

@@ -69,7 +69,7 @@ def _count(backend: Backend, record: FileRecord) -> int | None:
 
 
 def _starting_point(backend: Backend, tenant: str, model: str) -> StartingPoint:
-    """What a name stands for: something that the tenant has published, or else a model as runs name it."""
+    """Resolve a job's model: a published name of the tenant's, or else a model as runs name it."""
     try:
         found = backend.published.find(tenant, model)
     except NotFound as error:

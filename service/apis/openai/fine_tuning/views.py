@@ -18,7 +18,7 @@ _WAITING: tuple[Phase, ...] = ("packing", "waiting_for_worker", "waiting_for_sam
 
 
 class JobError(BaseModel):
-    """Why a job failed."""
+    """The reason why a job failed."""
 
     code: str
     message: str
@@ -26,7 +26,7 @@ class JobError(BaseModel):
 
 
 class Progress(BaseModel):
-    """Of ours: how a job stands. `step`: optimizer steps of `num_steps`; of reinforcement train steps."""
+    """Our own fields: a job's progress. `step`: optimizer steps of `num_steps`; train steps of reinforcement jobs."""
 
     phase: Phase
     step: int
@@ -169,7 +169,7 @@ async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]
 
 
 def checkpoint_name(view: RunView, step: int) -> str:
-    """The last one of a job that succeeded is what it published; the others go by their job and step."""
+    """The model name of a checkpoint: the published one for the last of a job that succeeded, else `<job>:step-<n>`."""
     if view.state == "succeeded" and view.version is not None and step == view.step:
         return f"{view.name}:v{view.version}"
     return f"{view.run_id}:step-{step}"
