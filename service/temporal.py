@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from temporalio.client import Client, Interceptor, WorkflowFailureError
-from temporalio.common import Priority, WorkflowIDConflictPolicy
+from temporalio.client import Client, Interceptor, WorkflowFailureError, WorkflowHandle
+from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
@@ -66,35 +66,41 @@ class Temporal:
                 raise TemporalUnavailable(message) from error
             raise
 
-    async def ask(
-        self,
-        workflow: str,
-        request: Any,
-        answer: type[T],
-        *,
-        workflow_id: str,
-        tenant: str,
-        within: timedelta,
-        conflict: WorkflowIDConflictPolicy = WorkflowIDConflictPolicy.FAIL,
-    ) -> T:
-        """Run a workflow of a control host, and wait for its result.
-
-        Raises:
-            InvalidInput, DiskFull, StoreUnavailable: its activity's error.
-            TemporalUnavailable: the server does not answer, or no host did within the time.
-        """
+    async def start(
+        self, workflow: str, request: Any, workflow_id: str, tenant: str, **options: Any
+    ) -> WorkflowHandle[Any, Any]:
+        """Start a tenant's workflow on a control host. `options`: of `Client.start_workflow`."""
         async with self.client() as client:
-            handle = await client.start_workflow(
+            return await client.start_workflow(
                 workflow,
                 request,
                 id=workflow_id,
                 task_queue=self._settings.control_queue,
                 priority=share_of(tenant),
-                execution_timeout=within,
-                id_conflict_policy=conflict,
-                result_type=answer,
                 rpc_timeout=PATIENCE,
+                **options,
             )
+
+    async def ask(
+        self,
+        workflow: str,
+        request: Any,
+        answer: type[T],
+        workflow_id: str,
+        tenant: str,
+        within: timedelta,
+        **options: Any,
+    ) -> T:
+        """Run a tenant's workflow, and wait for its result.
+
+        Raises:
+            InvalidInput, DiskFull, StoreUnavailable: its activity's error.
+            TemporalUnavailable: the server does not answer, or no host did within the time.
+        """
+        handle = await self.start(
+            workflow, request, workflow_id, tenant, execution_timeout=within, result_type=answer, **options
+        )
+        async with self.client():
             try:
                 found: T = await handle.result()
             except WorkflowFailureError as error:

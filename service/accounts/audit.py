@@ -92,7 +92,7 @@ class Audit:
         if before is not None:
             query = query.where(AuditRow.id < before)
         rows = await self._database.reading(lambda session: session.scalars(query).all())
-        shown = [AuditEntry(**{name: getattr(row, name) for name in AuditEntry.model_fields}) for row in rows[:limit]]
+        shown = [AuditEntry.model_validate(row, from_attributes=True) for row in rows[:limit]]
         return AuditPage(entries=tuple(shown), next=shown[-1].id if len(rows) > limit else None)
 
     async def prune(self) -> None:

@@ -108,8 +108,7 @@ class Keys:
         if row is None or row.revoked_at is not None or (row.expires_at or float("inf")) <= time.time():
             return None
         await self._note_use(row.key_id)
-        names = ("tenant", "key_id", "title", "scopes")
-        return Principal.model_validate({name: getattr(row, name) for name in names})
+        return Principal.model_validate(row, from_attributes=True)
 
     async def _row(self, sha256: str) -> KeyRow | None:
         since, row = self._trusted.get(sha256, (0.0, None))
@@ -181,7 +180,7 @@ class Keys:
         audit.touched(key_id)
         if row.revoked_at is None:
             row.revoked_at = time.time()
-            await self._put(_record(row))
+            await self._put(KeyRecord.model_validate(row, from_attributes=True))
             change = update(KeyRow).where(KeyRow.key_id == key_id).values(revoked_at=row.revoked_at)
             await self._database.writing(lambda session: session.execute(change))
             self._trusted.pop(row.sha256, None)
@@ -214,9 +213,5 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _record(row: KeyRow) -> KeyRecord:
-    return KeyRecord.model_validate({name: getattr(row, name) for name in KeyRecord.model_fields})
-
-
 def _view(row: KeyRow) -> KeyView:
-    return KeyView.model_validate({name: getattr(row, name) for name in KeyView.model_fields})
+    return KeyView.model_validate(row, from_attributes=True)

@@ -20,7 +20,7 @@ from service.database.engine import Database
 from service.database.locks import KeyedLocks
 from service.database.tables import OutboxRow
 from service.errors import Conflict
-from service.temporal import PATIENCE, Temporal, share_of
+from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
@@ -239,17 +239,9 @@ class Webhooks:
     async def _tell(self, notice: Notice, webhook_ids: tuple[str, ...]) -> None:
         first_retry_s = self._settings.webhooks.first_retry_s
         request = WebhookRequest(notice=notice, webhook_ids=webhook_ids, first_retry_s=first_retry_s)
-        async with self._temporal.client() as client:
-            with suppress(WorkflowAlreadyStartedError):
-                await client.start_workflow(
-                    WEBHOOK_WORKFLOW,
-                    request,
-                    id=notice.notice_id,
-                    task_queue=self._settings.control_queue,
-                    priority=share_of(notice.tenant),
-                    id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
-                    rpc_timeout=PATIENCE,
-                )
+        once = WorkflowIDReusePolicy.REJECT_DUPLICATE
+        with suppress(WorkflowAlreadyStartedError):
+            await self._temporal.start(WEBHOOK_WORKFLOW, request, notice.notice_id, notice.tenant, id_reuse_policy=once)
 
     # Records. Blocking.
 

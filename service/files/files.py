@@ -254,7 +254,7 @@ def _place(session: Session, tenant: str, after: str) -> tuple[float, str]:
 
 
 def _record(row: FileRow) -> FileRecord:
-    return FileRecord.model_validate({name: getattr(row, name) for name in FileRecord.model_fields})
+    return FileRecord.model_validate(row, from_attributes=True)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class UntrainedModels:
             workflow_id=f"untrained-model-{content_key(self._queue, request)}",
             tenant=tenant,
             within=_PATIENCE,
-            conflict=WorkflowIDConflictPolicy.USE_EXISTING,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
         )
         self._known[tenant, uri] = time.monotonic(), found.model
         return found.model

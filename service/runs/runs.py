@@ -28,7 +28,7 @@ from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
 from service.runs.views import RunPage, RunView
-from service.temporal import PATIENCE, Temporal, share_of
+from service.temporal import PATIENCE, Temporal
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
@@ -175,20 +175,11 @@ class Runs:
         ended = await asyncio.to_thread(result_sha256, self._store, record.run_id) if resumed else None
         name, start = workflow_of(record, self._settings, resumed=resumed, goes_on_from=ended)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
-        async with self._temporal.client() as client:
-            try:
-                await client.start_workflow(
-                    name,
-                    start,
-                    id=record.run_id,
-                    task_queue=self._settings.control_queue,
-                    priority=share_of(record.tenant),
-                    id_reuse_policy=policy,
-                    rpc_timeout=PATIENCE,
-                )
-            except WorkflowAlreadyStartedError:
-                if resumed:
-                    raise Conflict(f"{record.run_id} is running") from None
+        try:
+            await self._temporal.start(name, start, record.run_id, record.tenant, id_reuse_policy=policy)
+        except WorkflowAlreadyStartedError:
+            if resumed:
+                raise Conflict(f"{record.run_id} is running") from None
 
     # Showing.
 
