@@ -71,7 +71,7 @@ NATIVE_ROUTERS = (data_api.router, run_files_api.router, automation_api.router)
 
 
 class DescribedApp(FastAPI):
-    """A FastAPI whose description names the fields by which the members of unions are told apart."""
+    """A FastAPI whose description names the fields that tell the members of unions apart."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -203,14 +203,14 @@ class _Sweep:
 
 async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[object]]) -> None:
     """Do something again and again, whatever becomes of it: nobody else does it. Each new reason is logged once."""
-    told = ""
+    logged = ""
     while True:
         begin = time.monotonic()
         try:
             await work()
-            told = ""
+            logged = ""
         except (LongshoreError, OSError) as error:
-            if told != (told := str(error)):
+            if logged != (logged := str(error)):
                 logger.warning("%s: %s", trouble, error)
         except Exception:
             logger.exception(trouble)

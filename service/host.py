@@ -319,12 +319,12 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 def _environment(settings: Settings) -> dict[str, str]:
     """Settings that worker processes get as environment variables. They get credentials as this host does."""
-    told = {"LONGSHORE_ROOT": str(settings.root_path), "LONGSHORE_KERNELS": settings.kernels}
+    environment = {"LONGSHORE_ROOT": str(settings.root_path), "LONGSHORE_KERNELS": settings.kernels}
     if settings.s3.endpoint_url:
-        told["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url
+        environment["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url
     if settings.s3.region:
-        told["LONGSHORE_S3__REGION"] = settings.s3.region
-    return told
+        environment["LONGSHORE_S3__REGION"] = settings.s3.region
+    return environment
 
 
 async def _main(role: Role, settings: Settings) -> None:

@@ -25,7 +25,7 @@ from temporalio.worker import Interceptor as WorkerInterceptor
 
 from shared.errors import WorkerLost
 
-# An answer is sent after the activity's end, and may wait for a server that is away. To tell of an activity whose
+# An answer is sent after the activity's end, and may wait for a server that is away. To fail an activity whose
 # answer did arrive harms nothing: the server knows it no more.
 _ANSWERED_S = 30.0
 _TELL_S = 10.0
@@ -102,7 +102,7 @@ async def _fail(client: Client, token: bytes) -> None:
     try:
         async with asyncio.timeout(_TELL_S):
             await client.get_async_activity_handle(task_token=token).fail(WorkerLost("its host was killed"))
-        _log.warning("told Temporal of an activity of a host that was killed")
+        _log.warning("failed an activity of a host that was killed")
     except (RPCError, TimeoutError) as error:  # most had been answered, and are not known any more
         _log.info("an activity of a host that was killed: %s", error)
 

@@ -49,7 +49,7 @@ class Differences:
 def rebuild(store: ObjectStore, database: Database, *, only_look: bool = False) -> Differences:
     """Make every row as its record says; of runs, those that ended: the others are the watch's (service/runs/watch.py).
 
-    May be done while a service works, and again and again. Nobody is told of changes. Blocking.
+    May be done while a service works, and again and again. Webhooks get no notice of changes. Blocking.
 
     Args:
         only_look: change nothing.

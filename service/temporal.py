@@ -36,7 +36,7 @@ LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 def share_of(tenant: str) -> Priority:
     """The priority of a tenant's workflows, which their activities inherit: of tasks that wait in a queue, such as
-    leases of GPU hosts, tenants get theirs by turns. The server has to be told (docs/operations.md).
+    leases of GPU hosts, each tenant gets its share, if the server is configured for it (docs/operations.md).
     """
     return Priority(fairness_key=tenant)
 

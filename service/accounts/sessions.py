@@ -23,7 +23,7 @@ LASTS_S = 7 * 86_400
 
 
 class Sessions:
-    """Needs the database, and the keys that sessions stand for."""
+    """Needs the database, and the keys of sessions."""
 
     def __init__(self, database: Database, keys: Keys) -> None:
         self._database = database

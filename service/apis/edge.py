@@ -206,7 +206,7 @@ class _Exchange:
         await self._send(message)
 
     async def _note(self, status: int) -> None:
-        """Before the answer: what a client was told is in the log."""
+        """Write the audit entry before the answer is sent."""
         who: Principal | None = self._scope["state"].get("principal")  # the edge's, or of who has just signed in
         method, path, client = self._scope["method"], self._scope["path"], self._scope.get("client")
         if self._audit.wants(method, path, status, who.key_id if who else None):
@@ -278,7 +278,7 @@ def _host_name(header: str) -> str:
 class HeadRequests:
     """Asks the application as GET would, and ends the exchange where the body begins.
 
-    FastAPI's routes know GET alone. A stream is told that its client has left, so that no file is read for nobody.
+    FastAPI's routes know GET alone. A stream sees its client leave, so that no file is read for nobody.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -19,7 +19,7 @@ class ActionView(Action):
 
 
 class ScheduleView(Frozen):
-    """A schedule as it stands. Times are seconds since 1970."""
+    """A schedule and its counts. Times are seconds since 1970."""
 
     scheduled: ScheduledRun
     created_at: float

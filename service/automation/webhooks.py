@@ -1,4 +1,4 @@
-"""Webhooks behind the APIs: a tenant's records in the store, and the outbox that tells them of changes."""
+"""Webhooks behind the APIs: a tenant's records in the store, and the outbox of changes that are sent to them."""
 
 import asyncio
 import logging
@@ -52,7 +52,7 @@ class WebhookChoice(Frozen):
     """A webhook, as a user asks for it."""
 
     url: WebhookUrl
-    events: tuple[NoticeType, ...] = Field(default=(), description="it is told these alone; all if empty")
+    events: tuple[NoticeType, ...] = Field(default=(), description="it gets these alone; all if empty")
 
 
 class WebhookChange(Frozen):
@@ -139,7 +139,7 @@ class Webhooks:
         return WebhookView.of(await asyncio.to_thread(self._read, tenant, webhook_id))
 
     async def change(self, tenant: str, webhook_id: str, change: WebhookChange) -> WebhookView:
-        """What is on its way already goes to the new url; to a webhook that is not enabled nothing goes.
+        """Change a webhook. Messages under way go to the new url; a webhook that is not enabled gets none.
 
         Raises:
             InvalidInput: as for a new one.
@@ -188,7 +188,7 @@ class Webhooks:
         return await asyncio.to_thread(self._deliveries, tenant, webhook_id, limit)
 
     async def ping(self, tenant: str, webhook_id: str) -> Pinged:
-        """Send it a `ping`, whatever it wants to be told. Raises Conflict when it is not enabled."""
+        """Send it a `ping`, whatever events it asked for. Raises Conflict when it is not enabled."""
         webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
         if not webhook.enabled:
             raise Conflict(f"{webhook_id} is not enabled")
@@ -199,7 +199,7 @@ class Webhooks:
             created_at=time.time(),
             data={"object": "webhook", "webhook": webhook_id},
         )
-        await self._tell(notice, (webhook_id,))
+        await self._send_to(notice, (webhook_id,))
         return Pinged(notice_id=notice.notice_id)
 
     # The outbox.
@@ -230,13 +230,13 @@ class Webhooks:
                 }
             )
         except ValidationError:  # of another version: one row must not hold up those behind it
-            logger.exception("nobody is told of %s", row.id)
+            logger.exception("%s is not sent to any webhook", row.id)
             return
         webhooks = await asyncio.to_thread(self._all, notice.tenant)
         if wanting := tuple(webhook.webhook_id for webhook in webhooks if webhook.wants(notice.type)):
-            await self._tell(notice, wanting)
+            await self._send_to(notice, wanting)
 
-    async def _tell(self, notice: Notice, webhook_ids: tuple[str, ...]) -> None:
+    async def _send_to(self, notice: Notice, webhook_ids: tuple[str, ...]) -> None:
         first_retry_s = self._settings.webhooks.first_retry_s
         request = WebhookRequest(notice=notice, webhook_ids=webhook_ids, first_retry_s=first_retry_s)
         once = WorkflowIDReusePolicy.REJECT_DUPLICATE
@@ -259,7 +259,7 @@ class Webhooks:
             except ValidationError as error:  # one record that cannot be read must not strand the others
                 # Without what pydantic quotes of it, which may be the secret.
                 rules = error.errors(include_url=False, include_context=False, include_input=False)
-                logger.error("webhook %s of %s is told nothing: %s", webhook_id, tenant, rules)
+                logger.error("webhook %s of %s cannot be read, and gets nothing: %s", webhook_id, tenant, rules)
         return found
 
     def _read(self, tenant: str, webhook_id: str) -> Webhook:

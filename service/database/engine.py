@@ -83,7 +83,7 @@ class Database:
 
 
 def open_database(settings: Settings) -> Database:
-    """The database of an installation, wherever its settings say. Its tables may not stand yet."""
+    """The database of an installation, wherever its settings say. Its tables may not be there yet."""
     if settings.database_url:
         return Database(settings.database_url.get_secret_value())
     path = default_path(settings.root_path)

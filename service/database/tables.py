@@ -111,7 +111,7 @@ class RunRow(Table):
 
 
 class OutboxRow(Table):
-    """A change of a run's state that webhooks have not been told of. Written with the change; deleted when told."""
+    """A change of a run's state that webhooks have not got. Written with the change; deleted when a workflow has it."""
 
     __tablename__ = "outbox"
 

@@ -52,7 +52,7 @@ class Child:
         self.started_at = time.monotonic()
 
     def revive(self) -> str | None:
-        """Start it if it is down and its time has come. Returns what to tell the user."""
+        """Start it if it is down and its time has come. Returns the message for the user."""
         now = time.monotonic()
         if self.process is None:
             if now >= self.start_at:
@@ -65,9 +65,9 @@ class Child:
         if now - self.started_at > _STEADY_S:
             self.wait_s = _SHORTEST_WAIT_S
         self.start_at = now + self.wait_s
-        told = f"{self.name} ended with code {code}; starting it again in {self.wait_s:.1f} s (log: {self.log})"
+        message = f"{self.name} ended with code {code}; starting it again in {self.wait_s:.1f} s (log: {self.log})"
         self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
-        return told
+        return message
 
     @property
     def has_ended(self) -> bool:

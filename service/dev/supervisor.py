@@ -2,7 +2,7 @@
 
     longshore dev [--detach | --stop] [--root FOLDER]
 
-The supervisor holds a lock on its root, restarts children that die, and ends all of them when it is told to leave. Its
+The supervisor holds a lock on its root, restarts children that die, and ends all of them when it is asked to leave. Its
 runs live in the root (Temporal's SQLite file, the store), so they survive it. Children carry `LONGSHORE_DEV_ROOT`, and
 so does everything that they start: that is how leftovers of a killed supervisor are found.
 """
@@ -133,7 +133,7 @@ class Stack:
     def _children(self, connection: Connection) -> tuple[list[Child], list[Child]]:
         """Temporal, if it is ours; and the others."""
         logs = self.root / "logs"
-        # -P: a folder named `shared` where the user stands must not be taken for ours.
+        # -P: a folder named `shared` in the current directory must not be taken for ours.
         python = [sys.executable, "-P", "-m"]
         web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
         hosts = {role: [*python, "service.host", "--role", role] for role in _HOSTS}
@@ -179,8 +179,8 @@ class Stack:
         announced = False
         while not self._leaving:
             for child in children:
-                if told := child.revive():
-                    say(told)
+                if message := child.revive():
+                    say(message)
             if not announced and listens(connection.api_url.removeprefix("http://")):
                 connection.write()
                 say(banner(connection))

@@ -138,7 +138,7 @@ class Files:
                 return known
 
     async def _remember(self, record: FileRecord) -> FileRecord | None:
-        """Put a file on record, unless it is there: then what stands there is the answer. None without its bytes."""
+        """Put a file on record, unless it is there; return the record there. None without its bytes."""
         audit.touched(record.file_id)
         key, data = paths.file_record(record.tenant, record.file_id), record.model_dump_json(indent=1).encode()
 
@@ -169,7 +169,7 @@ class Files:
         purpose: str | None = None,
         oldest_first: bool = False,
     ) -> FilePage:
-        """Files, newest first unless told otherwise: those behind `after`, another page's `next` or a file's id.
+        """Files, newest first by default: those behind `after`, another page's `next` or a file's id.
 
         Raises:
             NotFound: `after` is neither.

@@ -52,7 +52,7 @@ class UploadRecord(Frozen):
 
 
 class Part(Frozen):
-    """A part that stands in the store."""
+    """A part in the store."""
 
     part_id: str
     upload_id: str

@@ -80,7 +80,7 @@ class ArtModel(Frozen):
 
 @dataclass(frozen=True)
 class ArtName:
-    """A model as completions ask for it; `step` None: as it stands now."""
+    """A model as completions ask for it; `step` None: its newest."""
 
     title: str
     step: int | None
@@ -142,7 +142,7 @@ class ArtModels:
     async def _check_base(self, model: ArtModel) -> None:
         """Look whether the base model can be used here, as long as somebody waits for the answer.
 
-        A model that is still being downloaded, and a host that is away, refuse nothing: the first job will tell.
+        A model that is still being downloaded, and a host that is away, refuse nothing: the first job finds out.
 
         Raises:
             InvalidInput: it cannot.

@@ -50,7 +50,7 @@ class IdleEviction:
         self._asked_runs: dict[_Lease, float] = {}
 
     async def evict(self) -> None:
-        """Raises TemporalUnavailable, DatabaseUnavailable: not everybody was told."""
+        """Signal them. Raises TemporalUnavailable, DatabaseUnavailable: not all were signalled."""
         phases = await self._rows.open()
         if (waiting := self._waiting()) or "waiting_for_sampler" in phases.values():
             await self._evict_samplers(waiting)
@@ -68,7 +68,7 @@ class IdleEviction:
                 self._asked[execution.run_id] = now
 
     async def _evict_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
-        """Ask as many idle runs as wait, those first that were idle longest. Each is told once a lease.
+        """Ask as many idle runs as wait, those first that were idle longest. Each is asked once a lease.
 
         Args:
             waiting: runs whose phase says that they wait. A lease that a host has taken waits for no other's worker.

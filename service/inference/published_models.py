@@ -151,8 +151,8 @@ class PublishedModels:
         return found
 
     def _exact(self, tenant: str, name: str, version: int) -> Published | None:
-        stands = (k for k in _KINDS if self._store.head(f"{published_version(tenant, k, name, version)}/{MANIFEST}"))
-        return next((Published(kind, name, version) for kind in stands), None)
+        present = (k for k in _KINDS if self._store.head(f"{published_version(tenant, k, name, version)}/{MANIFEST}"))
+        return next((Published(kind, name, version) for kind in present), None)
 
     def _newest(self, tenant: str, name: str) -> Published | None:
         """Claims say which versions there may be; the last ones may still be on their way."""
@@ -215,13 +215,13 @@ class PublishedModels:
         return Owner.model_validate_json(claim)
 
     def versions(self, tenant: str, name: str) -> builtins.list[int]:
-        """The versions of an adapter that stand in the store, in order."""
+        """The versions of an adapter in the store, in order."""
         return [found.version for found in self._versions(tenant, "adapters", name)]
 
     def newest_adapter(self, tenant: str, name: str) -> Artifact | None:
-        """None while none of this name stands in the store."""
-        standing = self.versions(tenant, name)
-        return self.artifact(tenant, Published("adapters", name, standing[-1])) if standing else None
+        """The files of the newest version; None while there is none."""
+        versions = self.versions(tenant, name)
+        return self.artifact(tenant, Published("adapters", name, versions[-1])) if versions else None
 
     def delete_model(self, tenant: str, model_id: str) -> None:
         """Delete a version, or all of a name that has none. Raises NotFound; InvalidInput for a run's checkpoint."""

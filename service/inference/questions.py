@@ -200,7 +200,7 @@ class Inference:
 
 
 async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[Any]) -> None:
-    with suppress(RPCError):  # it has just been answered, or nobody is there to tell
+    with suppress(RPCError):  # it has just been answered, or nobody answers
         await starting  # a start that is under way cannot be called off
         await client.get_workflow_handle(completion_id).cancel(rpc_timeout=PATIENCE)
 

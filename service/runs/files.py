@@ -60,7 +60,7 @@ class SampleText(Frozen):
 
 
 class GroupTexts(Frozen):
-    """The trajectories of one prompt. `prompt` is what stands before the first that was sampled."""
+    """The trajectories of one prompt. `prompt`: the tokens before the first sampled one."""
 
     prompt: str
     samples: tuple[SampleText, ...]
@@ -96,7 +96,7 @@ class RunFiles:
         return self._store.get_bytes(RunKeys(run_id).output(job_id, _fence(fence)))
 
     def report(self, status: RunStatus) -> RunReport:
-        """The dataset's report and the newest plan's header, as far as they stand."""
+        """The dataset's report and the newest plan's header, as far as they are there."""
         dataset = packing = None
         if status.dataset_report is not None:
             dataset = _report.validate_json(self._at(status.dataset_report))
@@ -106,7 +106,7 @@ class RunFiles:
         return RunReport(dataset=dataset, packing=packing)
 
     def checkpoint(self, run_id: str, fence: str, step: int) -> PublishedFiles:
-        """The files of a checkpoint. Raises NotFound for one that does not stand, or no longer."""
+        """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""
         key = RunKeys(run_id).checkpoint(_fence(fence), step)
         data = self._store.get_bytes(f"{key}/{MANIFEST}")
         return PublishedFiles(self._store, key, data, artifacts.Manifest.model_validate_json(data))

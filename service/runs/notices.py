@@ -7,7 +7,7 @@ from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
 from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 
-# Who sent a run through OpenAI's API is told in its names, where it has one.
+# Notices of a run that was sent through OpenAI's API have its names, where it has one.
 _OPENAI: dict[State, NoticeType] = {
     "succeeded": "fine_tuning.job.succeeded",
     "failed": "fine_tuning.job.failed",

@@ -86,7 +86,7 @@ class RunRows:
                     raise
                 return False
             session.add(run_row(record, status))
-            _tell(session, record, status, None)
+            _put_notice(session, record, status, None)
             return True
 
         return await self._database.writing(work)
@@ -96,7 +96,7 @@ class RunRows:
         await self._database.writing(lambda session: self._quotas.admit_run(session, tenant))
 
     async def add(self, record: RunRecord, status: RunStatus) -> None:
-        """Put a run that is on record into the index, unless it is there. Nobody is told."""
+        """Put a run that is on record into the index, unless it is there. Without a notice."""
 
         def work(session: Session) -> None:
             if session.get(RunRow, record.run_id) is None:
@@ -166,7 +166,7 @@ class RunRows:
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
 
     async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
-        """Give a run another status, unless somebody else did in the meantime. Returns the row as it stands then."""
+        """Give a run another status, unless somebody else did in the meantime. Returns the row as it is then."""
         if status == run.status:
             return run
 
@@ -177,7 +177,7 @@ class RunRows:
             values = found.values(**_columns(status), updated_at=now)
             changed = session.scalars(values.returning(RunRow.run_id)).one_or_none() is not None
             if changed:
-                _tell(session, run.record, status, run.status.state)
+                _put_notice(session, run.record, status, run.status.state)
             return changed
 
         now = max(time.time(), run.updated_at + 1e-6)
@@ -222,7 +222,7 @@ def _columns(status: RunStatus) -> dict[str, object]:
     }
 
 
-def _tell(session: Session, record: RunRecord, status: RunStatus, before: State | None) -> None:
+def _put_notice(session: Session, record: RunRecord, status: RunStatus, before: State | None) -> None:
     """Put a change of state into the outbox of webhooks, in the transaction that makes it."""
     notice = notice_of(record, status, before)
     if notice is not None:

@@ -1,6 +1,6 @@
 """Runs behind the APIs: accepted, shown, ended and gone on with.
 
-A run is accepted once `run.json` stands in the store. Whatever happens after that (the service dies, Temporal is away,
+A run is accepted once `run.json` is in the store. Whatever happens after that (the service dies, Temporal is away,
 its database is lost) the run is found again by its record, and started. The index (database/) has a row of each: a
 tenant's runs are listed and counted there.
 """
@@ -85,7 +85,7 @@ class Runs:
         """Accept a run and start it. The same key gives the same run.
 
         Args:
-            asked: the request that the run was made of, by which a key is known again: what a name in it stands for
+            asked: the request that the run was made of, by which a key is known again: what a name in it means
                 may be another thing when it comes once more. The run itself where there is none.
 
         Raises:
@@ -114,7 +114,7 @@ class Runs:
     async def check_run(self, tenant: str, run: Run, below: str = "") -> None:
         """Raises InvalidInput for a URI that leads where this tenant may not go, or a layout that no host offers.
 
-        `below`: where the fields of the run stand in the request.
+        `below`: the place of the run's fields in the request.
         """
         check_parallelism(run, self._settings, below)
         await self.check_access(tenant, run)
@@ -136,7 +136,7 @@ class Runs:
     async def accept(
         self, run_id: str, run: Run, tenant: str, owner: str | None, source: Source
     ) -> tuple[RunRecord, bool]:
-        """Put a run on record, for the caller to start. Returns what stands there, and whether this call wrote it.
+        """Put a run on record, for the caller to start. Returns the record, and whether this call wrote it.
 
         Its row comes first: quotas are counted in rows, and of two who want the last place one gets it.
 

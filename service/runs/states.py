@@ -64,7 +64,7 @@ class RunStates:
             del self._asked[run_id]
 
     async def refresh(self, run: IndexedRun) -> IndexedRun:
-        """Ask how a run stands, and write it down. While Temporal is away, a run stands as it did."""
+        """Ask for a run's status, and write it down. While Temporal is away, the status stays."""
         try:
             status = await self._status(run)
         except TemporalUnavailable:
@@ -127,7 +127,7 @@ class RunStates:
         return RunStatus.model_validate_json(data)
 
     async def give_up(self, run: IndexedRun) -> None:
-        """A paused run was cancelled: it has no workflow that could be told."""
+        """Write down that a paused run was cancelled: it has no workflow to cancel."""
         status = run.status.model_copy(update={"state": "cancelled", "ended_at": time.time()})
         data = status.model_dump_json(indent=1).encode()
         await asyncio.to_thread(self._store.put_bytes, paths.RunKeys(run.run_id).result, data)
@@ -165,7 +165,7 @@ async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
             return None  # no host polls
         raise
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
-        logger.warning("%s does not say how it stands: %s", handle.id, error)
+        logger.warning("%s does not answer for its status: %s", handle.id, error)
         return None
 
 

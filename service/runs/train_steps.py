@@ -40,7 +40,7 @@ class TrainSteps:
         """Hand a step to its run. The same key is the same step.
 
         Args:
-            wait_s: how long to wait for the step's end; it is answered as it stands then.
+            wait_s: how long to wait for the step's end; the answer is its status then.
 
         Raises:
             InvalidInput: the key was used for other groups, or their URI leads where it may not.
@@ -52,7 +52,7 @@ class TrainSteps:
         return await self.show(tenant, run_id, step.step, wait_s)
 
     async def finish(self, tenant: str, run_id: str) -> RunView:
-        """Tell an RL run that no more steps come. Raises Conflict when it has ended."""
+        """Finish an RL run: no more steps come. Raises Conflict when it has ended."""
         await self._update(tenant, run_id, "finish")
         return await self._runs.view(tenant, run_id)
 

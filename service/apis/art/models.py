@@ -91,7 +91,7 @@ async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) ->
     """Register a model, or find the one of this name. 409 when the name is another model's."""
     entity, project = body.entity or asking.tenant, body.project or _PROJECT
     model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore)
-    run = rl_run(model, ExperimentalConfig(), None)  # its settings hold for every job: a wrong one is told here
+    run = rl_run(model, ExperimentalConfig(), None)  # its settings hold for every job: a wrong one is refused here
     try:
         await backend.runs.check_run(asking.tenant, run, "longshore.")
     except InvalidInput as error:

@@ -93,7 +93,7 @@ async def create_sft_job(body: JsonBody[SftRequest], asking: Asking, backend: Ba
 
 @router.get("/training-jobs/{job_id}")
 async def get_job(job_id: str, asking: Asking, backend: Backed) -> JobObject:
-    """A job of either kind as it stands now."""
+    """The current status of a job of either kind."""
     view, number = await _found(backend, asking.tenant, job_id)
     return _of_run(view) if number is None else _of_step(view, await read_step(backend, view, number))
 

@@ -140,7 +140,7 @@ async def get_step(
     asking: Asking,
     wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
 ) -> StepStatus:
-    """A train step as it stands. 0: the policy before the first, of a run that evaluates its own rollouts."""
+    """A train step's current status. 0: the policy before the first, of a run that evaluates its own rollouts."""
     return await backend.steps.show(asking.tenant, run_id, step, wait_s)
 
 
@@ -158,9 +158,7 @@ async def list_runs(
     after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
     state: State | None = None,
     kind: Literal["sft", "dpo", "rl"] | None = None,
-    words: Annotated[
-        str | None, Query(max_length=128, description="that stand in the id, the name or the model")
-    ] = None,
+    words: Annotated[str | None, Query(max_length=128, description="within the id, the name or the model")] = None,
 ) -> RunPage:
     """Runs, newest first, as they stood a second ago at most."""
     return await backend.runs.page(asking.tenant, limit=limit, after=after, state=state, kind=kind, words=words)
@@ -168,7 +166,7 @@ async def list_runs(
 
 @router.get("/runs/{run_id}")
 async def get_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
-    """A run as it stands now."""
+    """A run's current status."""
     return await backend.runs.view(asking.tenant, run_id)
 
 
@@ -287,7 +285,7 @@ async def _log_lines(backend: Backend, tenant: str, run_id: str, follow: bool) -
 
 @router.get("/runs/{run_id}/checkpoints")
 async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tuple[CheckpointRef, ...]:
-    """Checkpoints that stand in the store, oldest first."""
+    """Checkpoints in the store, oldest first."""
     await backend.runs.record(asking.tenant, run_id)
     return await backend.reader.checkpoints(run_id)
 

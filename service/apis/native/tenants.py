@@ -155,5 +155,5 @@ async def audit_log(
 ) -> AuditPage:
     """Requests that changed something or were refused, newest first."""
     if everybody and not asking.is_operator:
-        raise Forbidden("of others only the first tenant's admins are told")
+        raise Forbidden("only admins of the first tenant see the log of other tenants")
     return await backend.audit.page(None if everybody else asking.tenant, limit, before)

@@ -133,8 +133,8 @@ def chunks_of(answer: ChatCompletion, include_usage: bool) -> Iterator[ChatChunk
             piece = {"delta": {"content": text}, "logprobs": choice.logprobs, "token_ids": choice.token_ids}
             yield chunk(ChunkChoice.model_validate({"index": choice.index, **piece}))
         if calls := choice.message.tool_calls:
-            told = [{"index": i, **call.model_dump()} for i, call in enumerate(calls)]
-            yield chunk(ChunkChoice(index=choice.index, delta={"tool_calls": told}))
+            deltas = [{"index": i, **call.model_dump()} for i, call in enumerate(calls)]
+            yield chunk(ChunkChoice(index=choice.index, delta={"tool_calls": deltas}))
         yield chunk(ChunkChoice(index=choice.index, delta={}, finish_reason=choice.finish_reason))
     if include_usage:
         yield chunk(usage=answer.usage)

@@ -111,7 +111,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(pattern=r"^[a-z_-]{1,64}$")] = None,
 ) -> ListAnswer[FileObject]:
-    """Your tenant's files by age. Those that jobs made stand with their jobs."""
+    """Your tenant's files by age. Files that jobs made are listed with their jobs."""
     if after is not None:
         await _shown(backend, asking.tenant, after)
     page = await backend.files.page(

@@ -1,4 +1,4 @@
-"""A job's events in OpenAI's form, from the history of its run. They stand in the order in which they happened."""
+"""A job's events in OpenAI's form, from the history of its run. Their order is that in which they happened."""
 
 from typing import Literal
 
@@ -40,10 +40,10 @@ def job_events(view: RunView, history: RunHistory) -> list[JobEvent]:
 def _begun(view: RunView) -> list[JobEvent]:
     """Events before the first step, oldest first."""
     events = [_event(view, "created", view.created_at, f"Created fine-tuning job: {view.run_id}")]
-    told = set[Phase]()
+    seen = set[Phase]()
     for span in view.timeline:
-        if span.phase in _PHASES and span.phase not in told and span.lease <= 1:
-            told.add(span.phase)
+        if span.phase in _PHASES and span.phase not in seen and span.lease <= 1:
+            seen.add(span.phase)
             events.append(_event(view, span.phase, span.began, _PHASES[span.phase]))
     return events if view.kind != "rl" else events[:1]
 
@@ -51,18 +51,18 @@ def _begun(view: RunView) -> list[JobEvent]:
 def _happened(view: RunView, history: RunHistory) -> list[JobEvent]:
     """Workers' events, and the train step behind each job of a reinforcement run; oldest first."""
     num_steps = next((e.event.num_steps for e in reversed(history.events) if isinstance(e.event, Started)), None)
-    told: list[JobEvent] = []
+    found: list[JobEvent] = []
     steps = list(reversed(history.steps))
     when = view.created_at
     for item in history.events:
         while steps and steps[-1].step < int(item.job_id):
-            told.append(_train_step(view, steps.pop(), when))
+            found.append(_train_step(view, steps.pop(), when))
         when = item.event.time
-        told.append(_workers_own(view, item, num_steps))
-    return told + [_train_step(view, step, when) for step in reversed(steps)]
+        found.append(_worker_event(view, item, num_steps))
+    return found + [_train_step(view, step, when) for step in reversed(steps)]
 
 
-def _workers_own(view: RunView, item: RunEvent, num_steps: int | None) -> JobEvent:
+def _worker_event(view: RunView, item: RunEvent, num_steps: int | None) -> JobEvent:
     event = item.event
     name = f"{item.job_id}-{item.fence.label}-{event.seq}"
     match event:

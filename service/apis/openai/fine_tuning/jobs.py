@@ -82,7 +82,7 @@ def _wanted_metadata(request: Request) -> dict[str, str]:
 
 @router.get("/{run_id}")
 async def get_job(run_id: RunId, asking: Asking, backend: Backed) -> JobObject:
-    """A job as it stands now."""
+    """A job's current status."""
     return await _shown(backend, await _job(backend, asking.tenant, run_id))
 
 
@@ -128,6 +128,6 @@ async def list_checkpoints(
     after: Annotated[str | None, Query(max_length=256)] = None,
     limit: Limit = 10,
 ) -> ListAnswer[JobCheckpoint]:
-    """Checkpoints that stand in the store, newest first."""
+    """Checkpoints in the store, newest first."""
     found = await checkpoints_of(backend, await _job(backend, asking.tenant, run_id))
     return page_after(found, after, limit)
