@@ -22,7 +22,6 @@ router = APIRouter(prefix="/v1", tags=["files"], dependencies=[Depends(reads_or_
 
 PURPOSES = ("fine-tune", "evals", "user_data")
 MAX_NAME = 128
-_ID = re.compile(r"file-[A-Za-z0-9-]{1,59}")
 _FORM = described(file=BINARY, purpose={"type": "string", "enum": list(PURPOSES)})
 
 
@@ -138,7 +137,7 @@ async def file_content(file_id: str, asking: Asking, backend: Backed) -> Streami
 
 async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
     """Raises NotFound."""
-    if not _ID.fullmatch(file_id):
+    if not results.FILE_ID.fullmatch(file_id):
         raise NotFound(f"there is no file {file_id[:64]}")
     return await backend.files.show(tenant, file_id)
 

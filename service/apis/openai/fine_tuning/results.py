@@ -11,8 +11,9 @@ from service.backend import Backend
 from service.files.files import PublishedFiles
 from service.runs.views import Metrics, RunView
 from shared.errors import NotFound
+from shared.runs.requests import RUN_ID
 
-_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+FILE_ID = re.compile(r"file-[A-Za-z0-9-]{1,59}")
 _METRICS, _MODEL = "file-metrics-", "file-model-"
 
 
@@ -39,7 +40,7 @@ def is_result(file_id: str) -> bool:
 async def find(backend: Backend, tenant: str, file_id: str) -> ResultFile:
     """Raises NotFound unless it is of a job of this tenant's that succeeded."""
     run_id = file_id.removeprefix(_METRICS).removeprefix(_MODEL)
-    if not _RUN_ID.fullmatch(run_id):
+    if not re.fullmatch(RUN_ID, run_id):
         raise NotFound(f"there is no file {file_id[:64]}")
     view = await backend.runs.view(tenant, run_id)
     if view.state != "succeeded" or view.source.api != "openai":

@@ -2,13 +2,13 @@
 
 import asyncio
 import hashlib
-import re
 import secrets
 import time
 
 from service.accounts.principals import Principal
 from service.apis.openai.fine_tuning.automatic import count_examples
 from service.apis.openai.fine_tuning.request import JobRequest
+from service.apis.openai.fine_tuning.results import FILE_ID
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, run_of, source_of
 from service.backend import Backend
 from service.files.files import FileRecord
@@ -20,7 +20,6 @@ from shared.jobs.job import Lora
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
-_FILE_ID = re.compile(r"file-[A-Za-z0-9-]+")
 _TRAINING_PURPOSE = "fine-tune"
 
 
@@ -51,7 +50,7 @@ async def submit_job(
 
 async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Examples:
     """Raises InvalidInput for a file that is not there, or is no training data."""
-    if not _FILE_ID.fullmatch(given):
+    if not FILE_ID.fullmatch(given):
         if "/" in given:
             return Examples(given)
         raise InvalidInput("this is neither the id of a file, nor a URI", place)
