@@ -37,7 +37,7 @@ from service.temporal import connect_once
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, private_folder
 from shared.storage.store import open_store
-from workflows.policies import Pool, pool_of, pool_queue
+from workflows.policies import Pool, activity_name, pool_of, pool_queue
 
 if TYPE_CHECKING:
     from activities.tracking.track import Track
@@ -150,12 +150,14 @@ def control_workflows() -> list[type]:
     """Workflows of a control host. A gpu host loads none of their modules."""
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
-    from workflows.services.completion import CompletionWorkflow
-    from workflows.services.grader import GraderWorkflow
-    from workflows.services.preview import PreviewWorkflow
     from workflows.services.scheduled import ScheduledRunWorkflow
-    from workflows.services.track import TrackWorkflow
-    from workflows.services.untrained_model import UntrainedModelWorkflow
+    from workflows.services.single_activity import (
+        CompletionWorkflow,
+        GraderWorkflow,
+        PreviewWorkflow,
+        TrackWorkflow,
+        UntrainedModelWorkflow,
+    )
     from workflows.services.webhook import WebhookWorkflow
     from workflows.sft import SFTWorkflow
 
@@ -196,12 +198,6 @@ async def control_workers(
             worker = _worker(client, named, threads, num_at_once, members, own, runner)
             await stack.enter_async_context(worker)
         yield
-
-
-def activity_name(activity: Callable[..., Any]) -> str:
-    """The name under which workflows call an activity."""
-    definition = getattr(activity, "__temporal_activity_definition")
-    return str(definition.name)
 
 
 def gpu_workers(

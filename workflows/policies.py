@@ -1,17 +1,18 @@
 """Every queue, timeout and retry of the workflows, in one place."""
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from temporalio.common import RetryPolicy
 
 from shared.runs.start import RunTiming
 
-# The names of error types, as Temporal carries them, that are told at once: doing it again would only fail again.
+# Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
-# What a job's `failed` event can say that no other worker would do better.
+# Kinds of a job's `failed` event for which another worker would fare no better.
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
-# What ends a train step of an RL run and not the run: the next groups may do better.
+# Kinds that end a train step of an RL run and not the run: the next groups may do better.
 STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 
 RETRY = RetryPolicy(
@@ -27,7 +28,7 @@ ONCE = RetryPolicy(maximum_attempts=1)
 # without a beat their host was killed, and what it had in hand is done again.
 DATA_TIMEOUT = timedelta(hours=24)
 DATA_HEARTBEAT = timedelta(seconds=30)
-# What was trained, and what W&B is told of it, is not given up because a store is away for an hour.
+# What was trained, and its metrics for W&B, are not given up because a store is away for an hour.
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
@@ -49,7 +50,7 @@ WORKER_READY_TIMEOUT_S = 300.0
 PREVIEW_TIMEOUT = timedelta(minutes=5)
 # As long as OpenAI's clients wait for an answer.
 COMPLETION_TIMEOUT = timedelta(minutes=10)
-# A receiver that is away is told for a day and a bit; one attempt is an answer's first line.
+# A receiver that is away is tried for 28 hours; an attempt ends with the first line of its answer.
 WEBHOOK_PATIENCE = timedelta(hours=28)
 WEBHOOK_TIMEOUT = timedelta(minutes=2)
 
@@ -64,9 +65,9 @@ def sampler_queue(shape: str) -> str:
     return f"sampler-{shape}"
 
 
-# Activities of a control host that share threads, and a queue, of their own: by what they wait for. Whatever is
-# not named here works on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
-# wait for nothing but the store, and no run can end without them: nothing else may ever stand before them.
+# Pools of activities of a control host, by what they wait for: each has threads and a queue of its own. Activities that
+# are not listed work on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
+# wait for nothing but the store, and no run can end without them: nothing else may ever queue before them.
 Pool = Literal["records", "publishing", "models", "steps", "looks", "sampling", "completions", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
@@ -92,12 +93,17 @@ _POOLS: dict[str, Pool] = {
 
 
 def pool_of(activity: str) -> Pool | None:
-    """Which of a control host's pools does it; None for the one of data."""
+    """The pool of a control host that does an activity; None for the pool of data."""
     return _POOLS.get(activity)
 
 
+def activity_name(activity: Callable[..., Any]) -> str:
+    """The name under which an activity is registered."""
+    return str(getattr(activity, "__temporal_activity_definition").name)
+
+
 def queue_of(activity: str, control_queue: str) -> str:
-    """Where a control host takes an activity from."""
+    """The queue from which control hosts take an activity."""
     return pool_queue(pool_of(activity), control_queue)
 
 
@@ -106,7 +112,7 @@ def pool_queue(pool: Pool | None, control_queue: str) -> str:
 
 
 def service_queue(control_queue: str) -> str:
-    """Of the web service: it alone counts what a tenant uses."""
+    """The web service's own queue: it alone counts what a tenant uses."""
     return f"{control_queue}-service"
 
 
@@ -128,5 +134,5 @@ def pickup_timeout(timing: RunTiming) -> timedelta:
 
 
 def pause_before_lease(num_losses: int) -> timedelta:
-    """None before the first two leases, then 2 s, 4 s, ... a minute."""
+    """Back off: no pause before the first two leases, then 2 s, 4 s, ... up to a minute."""
     return timedelta(seconds=min(_LONGEST_PAUSE_S, 2 ** (num_losses - 1)) if num_losses > 1 else 0)

@@ -35,10 +35,8 @@ from shared.storage.paths import published_version, version_claim
 from shared.storage.store import ObjectStore, open_store
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
-from workflows.services.grader import GraderWorkflow
-from workflows.services.preview import PreviewWorkflow
 from workflows.services.scheduled import ScheduledRunWorkflow
-from workflows.services.untrained_model import UntrainedModelWorkflow
+from workflows.services.single_activity import GraderWorkflow, PreviewWorkflow, UntrainedModelWorkflow
 from workflows.services.webhook import WebhookWorkflow
 
 KEY = "ls-test-key"

@@ -7,12 +7,11 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.record_result import Recorded
-    from shared.contract import Frozen
+    from activities.records.record_result import RecordResult
     from shared.runs.start import RLStart, RunStart
     from shared.runs.status import Problem, RunStatus, StepRequest, StepStatus
     from workflows import control
-    from workflows.training.interruption import Work
+    from workflows.training.run import uninterrupted
 
 SUCCEEDS, FAILS, WAITS, QUEUES, MUTE = 0, 1, 2, 3, 4
 """Seeds of runs: what the stand-in does with them. A resumed run succeeds. A mute one waits, and cannot be queried."""
@@ -39,27 +38,27 @@ class StandIn:
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
         try:
-            await Work.whole(control.begin(start))
+            await uninterrupted(control.begin(start))
             if start.run.seed in (WAITS, QUEUES, MUTE) and not start.resumed:
                 await workflow.wait_condition(lambda: self._is_pausing)
                 self._show(state="paused", step=2)
-                await self._do("record_result", self._status)
+                await self._record()
                 return self._status
         except asyncio.CancelledError:
             self._show(state="cancelled")
-            await self._do("record_result", self._status)
+            await self._record()
             raise
         if start.run.seed == FAILS and not start.resumed:
             problem = Problem(kind="invalid_input", message="train.jsonl:3: no assistant turn")
             self._show(state="failed", problem=problem)
-            await self._do("record_result", self._status)
+            await self._record()
             raise ApplicationError(problem.message, type=problem.kind, non_retryable=True)
         self._show(state="succeeded", phase="done", step=4, metrics={"loss": 1.5})
-        await self._do("record_result", self._status)
+        await self._record()
         return self._status
 
-    async def _do(self, name: str, request: Frozen) -> None:
-        await control.do(name, request, Recorded, within=timedelta(seconds=20))
+    async def _record(self) -> None:
+        await control.do(RecordResult.record_result, self._status, within=timedelta(seconds=20))
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
@@ -89,7 +88,7 @@ class RLStandIn:
     async def run(self, start: RLStart) -> RunStatus:
         await workflow.wait_condition(lambda: self._is_finished)
         self._status = self._status.model_copy(update={"state": "succeeded", "phase": "done"})
-        await control.record("record_result", self._status)
+        await control.record(RecordResult.record_result, self._status)
         return self._status
 
     @workflow.update

@@ -21,7 +21,7 @@ from shared.contract import Artifact, Fence
 from shared.jobs.events import Step
 from shared.runs.events import RunEvent
 from shared.runs.requests import SFTRun
-from workflows.training.pace import Pace
+from workflows.training.training import StepEta
 
 
 def sft(**changes: object) -> SFTRun:
@@ -47,7 +47,7 @@ def view_of(**changes: object) -> RunView:
 
 
 def test_an_end_is_told_by_the_time_between_the_ends_of_steps() -> None:
-    pace = Pace()
+    pace = StepEta()
     pace.take(1, 1000.0, lease=1)  # whatever it took until then: starting and warming up
     assert pace.end(11, 1) is None, "one step says nothing of how long a step takes"
     pace.take(3, 1020.0, lease=1)

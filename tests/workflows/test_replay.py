@@ -11,12 +11,14 @@ from temporalio.worker import Replayer
 
 from workflows.leases.serving import ServingWorkflow
 from workflows.rl import RLWorkflow
-from workflows.services.completion import CompletionWorkflow
-from workflows.services.grader import GraderWorkflow
-from workflows.services.preview import PreviewWorkflow
 from workflows.services.scheduled import ScheduledRunWorkflow
-from workflows.services.track import TrackWorkflow
-from workflows.services.untrained_model import UntrainedModelWorkflow
+from workflows.services.single_activity import (
+    CompletionWorkflow,
+    GraderWorkflow,
+    PreviewWorkflow,
+    TrackWorkflow,
+    UntrainedModelWorkflow,
+)
 from workflows.services.webhook import WebhookWorkflow
 from workflows.sft import SFTWorkflow
 

@@ -40,7 +40,7 @@ from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.test_sft import Stack, eventually
 from workflows import rl
 from workflows.rl import RLWorkflow
-from workflows.services.track import TrackWorkflow
+from workflows.services.single_activity import TrackWorkflow
 
 
 class RLStack(Stack):

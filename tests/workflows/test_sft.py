@@ -51,7 +51,7 @@ from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
-from workflows.services.track import TrackWorkflow
+from workflows.services.single_activity import TrackWorkflow
 from workflows.sft import SFTWorkflow
 
 

@@ -1,4 +1,4 @@
-"""The sampler that answers users of one model: leased when somebody asks, given back when nobody has for a while."""
+"""Serve users' questions to one model: lease a sampler when a question comes, give it back after an idle time."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.sampling.lease_sampler import SamplerLeaseRequest
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import ServeRequest, ServingStart
     from shared.runs.status import Problem
@@ -24,12 +23,12 @@ _MAX_LOSSES = 3  # samplers that may come to nothing while somebody waits
 
 @workflow.defn
 class ServingWorkflow:
-    """One lease at a time. When it is lost, questions under way fail, and are asked again by who asked them."""
+    """Holds one lease at a time. When it is lost, questions under way fail, and the service asks them again."""
 
     @workflow.init
     def __init__(self, start: ServingStart) -> None:
         self._start = start
-        self._leasing = Leasing("lease_sampler", policies.sampler_queue(start.shape), start.timing)
+        self._leasing = Leasing(policies.sampler_queue(start.shape), start.timing)
         self._num_asked = 0
         self._num_waiting = 0
         self._num_lost = 0
@@ -57,7 +56,7 @@ class ServingWorkflow:
 
     @workflow.update
     async def serve(self, request: ServeRequest) -> LeaseGrant:
-        """The sampler, as soon as one is up. Fails with the kind of problem that there is."""
+        """Return the sampler's grant as soon as one is up; fail with the type of the problem otherwise."""
         self._num_asked += 1
         self._num_waiting += 1
         try:
@@ -69,10 +68,10 @@ class ServingWorkflow:
 
     @workflow.signal
     def make_room(self) -> None:
-        """A run or another model waits for a sampler.
+        """Give the sampler back soon: a run or another model waits for one.
 
-        Without a question this one is given back soon; with questions, when their share of the time is over. Whoever
-        goes on asking waits in line for the next one.
+        Without a question it goes after a shortened idle time; with questions, when their share of the time is over.
+        Later questions wait in line for the next sampler.
         """
         self._idle_s = min(_ROOM_S, self._start.idle_s / 6)
         if self._leasing.is_warm and self._due_at is None:
@@ -80,6 +79,7 @@ class ServingWorkflow:
 
     @workflow.signal
     def sampler_leased(self, grant: LeaseGrant) -> None:
+        """Take a host's signal that the sampler is up."""
         self._leasing.granted(grant)
 
     async def _grant(self, lost_before: int) -> LeaseGrant:
@@ -91,7 +91,7 @@ class ServingWorkflow:
                 raise ApplicationError(self._problem.message, type=self._problem.kind)
 
     async def _is_wanted(self) -> bool:
-        """Whether somebody waits for a sampler; False when nobody came for the idle time."""
+        """Wait for a question; False when none came for the idle time."""
         if pause := policies.pause_before_lease(self._num_lost_in_a_row):
             await workflow.sleep(pause)
         if self._is_over and not self._num_waiting:
@@ -104,14 +104,7 @@ class ServingWorkflow:
         Raises:
             Lost: it came to nothing, or was lost. RunFailed: no other would fare better.
         """
-        epoch = self._leasing.epoch + 1
-        request = SamplerLeaseRequest(
-            run_id=self._start.serving_id,
-            epoch=epoch,
-            key=self._start.key,
-            ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
-        )
-        self._leasing.take(request, epoch)
+        self._leasing.take_sampler(self._start.serving_id, self._start.key)
         up = asyncio.create_task(self._leasing.wait())
         try:
             if not await self._until(up.done):
@@ -137,7 +130,7 @@ class ServingWorkflow:
         return self._num_asked >= _MAX_ASKED and not self._num_waiting
 
     async def _until(self, happens: Callable[[], bool]) -> bool:
-        """Wait; False when before that nobody waited, and nobody asked, for the idle time."""
+        """Wait until `happens`; False when no question waited or came for the idle time before that."""
         while not happens():
             before = self._num_asked, self._idle_s, self._due_at
             due_s = self._due_at - workflow.time() if self._due_at is not None else 0.0

@@ -15,7 +15,7 @@ from shared.jobs.leases import SamplerKey
 from shared.runs.requests import DatasetSource, RLRun, Rollouts
 from shared.runs.serving import SamplerPlace
 from shared.runs.start import RLStart
-from shared.runs.status import Policy, RolloutData
+from shared.runs.status import Policy, RolloutData, StepStatus
 from shared.storage.paths import content_key
 from workflows import policies as limits
 
@@ -143,6 +143,14 @@ def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
     """Whether held-out prompts are due after a step, counted from 1."""
     held_out = rollouts_of(run).held_out
     return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
+
+
+def is_at_target(run: RLRun, step: StepStatus) -> bool:
+    """True when a step's held-out reward reaches the target that the run is to end with."""
+    held_out = run.rollouts.held_out if run.rollouts else None
+    if held_out is None or held_out.target is None:
+        return False
+    return step.metrics.get("eval_reward_mean", -math.inf) >= held_out.target
 
 
 def proof(

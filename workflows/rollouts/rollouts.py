@@ -1,41 +1,42 @@
-"""A run's own rollouts: what a step trains on is sampled from the policy and graded here; so are held-out prompts."""
+"""A run's own rollouts: sample from the policy and grade, for the groups of train steps and held-out prompts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.grading.grade import Graded, GradeRequest
-    from activities.sampling.prove_adapter import Proved
-    from activities.sampling.sample import Sampled
-    from activities.sources.download import Downloaded, DownloadRequest
-    from activities.tokenizing.render_prompts import Prompts
-    from activities.trajectories.group_samples import Grouped
+    from activities.grading.grade import Grade, Graded, GradeRequest
+    from activities.sampling.prove_adapter import ProveAdapter
+    from activities.sampling.sample import Sample, Sampled, SampleRequest
+    from activities.sources.download import Download, DownloadRequest
+    from activities.tokenizing.render_prompts import Prompts, RenderPrompts
+    from activities.trajectories.group_samples import GroupSamples
     from shared.contract import Artifact
     from shared.runs.requests import DatasetSource
+    from shared.runs.serving import SamplerPlace
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, RolloutData
     from workflows import control
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
-    from workflows.rollouts.sampling import RequestAt, Sampling
+    from workflows.rollouts.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class Rolled:
-    """A step's groups, as a client would have sent them, and how long it took to make them."""
+    """A step's groups, as a client would have sent them; in `metrics`, the seconds that sampling and grading took."""
 
     groups_uri: str
     metrics: dict[str, float]
 
 
 async def prepare(start: RLStart, model: Artifact) -> RolloutData:
-    """Prompts brought and rendered, and the grader tried, before any accelerator is asked for."""
+    """Try the grader, download and render the prompts, before any accelerator is asked for."""
     rollouts = rollouts_of(start.run)
-    await control.check("check_grader", rollouts.grader)
+    await control.do(Grade.check_grader, rollouts.grader)
     prompts = await _render(start, model, "train", rollouts.prompts)
     held_out = await _render(start, model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
     return rollout_requests.rollout_data(start.run, prompts, held_out)
@@ -43,14 +44,14 @@ async def prepare(start: RLStart, model: Artifact) -> RolloutData:
 
 async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
     download = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
-    dataset = (await control.do("download", download, Downloaded)).dataset
+    dataset = (await control.do(Download.download, download)).dataset
     request = rollout_requests.prompts_request(start.run, source, dataset, model)
-    return await control.do("render_prompts", request, Prompts)
+    return await control.do(RenderPrompts.render_prompts, request)
 
 
 @dataclass
 class RolloutSource:
-    """Makes the groups of steps, a few ahead where the run allows it, always from the policy that the rule names.
+    """Makes the groups of steps, a few ahead where the run allows it, each from the policy of `policy_of_step`.
 
     `policies` are those that steps to come may be sampled from; the run adds one with every step.
     """
@@ -61,11 +62,11 @@ class RolloutSource:
     policies: list[Policy]
     sampling: Sampling
     _tasks: dict[int, asyncio.Task[Rolled]] = field(default_factory=dict)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _grading: set[int] = field(default_factory=set)
 
     async def groups(self, step: int) -> Rolled:
-        """The groups of a step, counted from 1, when those before it are done. Steps ahead are begun beside it."""
+        """Return the groups of a step, counted from 1; begin those of the steps ahead, too."""
         ahead = rollouts_of(self.start.run).off_policy_steps
         for number in range(step, min(step + ahead, self.data.num_steps) + 1):
             if number not in self._tasks:
@@ -76,23 +77,23 @@ class RolloutSource:
             self._tasks.pop(step, None)
 
     def phase(self, step: int) -> Phase:
-        """What the making of a step's groups waits for."""
+        """Return the phase in which the making of a step's groups is."""
         if step in self._grading:
             return "grading"
         return "sampling" if self.sampling.is_up else "waiting_for_sampler"
 
     def add(self, policy: Policy) -> None:
-        """The policy as a step left it."""
+        """Add the policy that a step left."""
         self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
 
     @staticmethod
     def num_policies(start: RLStart) -> int:
-        """How many of the last policies steps to come are sampled from."""
+        """Number of the last policies that steps to come are sampled from."""
         rollouts = start.run.rollouts
         return 1 + (rollouts.off_policy_steps if rollouts else 0)
 
     async def stop(self) -> None:
-        """Leave what is under way. What was drawn of it stands in the store, and is found again."""
+        """Cancel what is under way. Samples that were drawn are in the store, and are found again."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -102,7 +103,7 @@ class RolloutSource:
 
     async def _roll(self, step: int) -> Rolled:
         """Sample, grade, group. One step is sampled at a time; what comes after goes on beside the next one."""
-        async with self._turn:
+        async with self._lock:
             began = workflow.time()
             sampled = await self._sample(
                 lambda place: rollout_requests.step_samples(
@@ -117,12 +118,12 @@ class RolloutSource:
         finally:
             self._grading.discard(step)
         request = rollout_requests.groups_request(self.start.run, sampled.completions, graded.grades, step)
-        grouped = await control.do("group_samples", request, Grouped)
+        grouped = await control.do(GroupSamples.group_samples, request)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
         return Rolled(grouped.groups_uri, grouped.metrics | seconds)
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
-        """Grades of the held-out prompts under a policy; nothing where the run has none."""
+        """Sample and grade the held-out prompts under a policy; no metrics where the run has none."""
         held_out = self.data.held_out
         if held_out is None:
             return {}
@@ -136,17 +137,15 @@ class RolloutSource:
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
         """Let the sampler prove that it serves a policy."""
         proved = await self.sampling.do(
-            "prove_adapter",
+            ProveAdapter.prove_adapter,
             lambda place: rollout_requests.proof(self.start, self.data, self.policies, policy, logprobs, place),
-            Proved,
             self.model,
         )
         return {"probe_difference_max": proved.max_difference}
 
-    async def _sample(self, request: RequestAt) -> Sampled:
-        return await self.sampling.do("sample", request, Sampled, self.model)
+    async def _sample(self, request: Callable[[SamplerPlace], SampleRequest]) -> Sampled:
+        return await self.sampling.do(Sample.sample, request, self.model)
 
     async def _grade(self, sampled: Sampled) -> Graded:
-        return await control.do(
-            "grade", GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader), Graded
-        )
+        request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader)
+        return await control.do(Grade.grade, request)

@@ -1,18 +1,15 @@
-"""A run's sampler: leased like a worker, or a server behind a URL. What it is asked for can be asked for again."""
+"""A run's sampler: leased like a worker, or a server behind a URL. Its activities are idempotent."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import BaseModel
-
-    from activities.sampling.lease_sampler import SamplerLeaseRequest
-    from shared.contract import Artifact, Frozen
+    from shared.contract import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
     from shared.runs.start import RLStart
@@ -22,21 +19,21 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed
     from workflows.rollouts.requests import sampler_key
 
-Answer = TypeVar("Answer", bound=BaseModel)
-RequestAt = Callable[[SamplerPlace], Frozen]
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 
 @dataclass
 class Sampling:
-    """What a workflow knows of its sampler. Two pieces of work may be asked of it at a time."""
+    """A run's sampler and its leases. Two activities may use it at a time."""
 
     start: RLStart
     _leasing: Leasing = field(init=False)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         queue = policies.sampler_queue(self.start.shape)
-        self._leasing = Leasing("lease_sampler", queue, self.start.timing)
+        self._leasing = Leasing(queue, self.start.timing)
 
     @property
     def is_served(self) -> bool:
@@ -49,7 +46,7 @@ class Sampling:
 
     @property
     def held_s(self) -> float:
-        """Seconds that leased samplers stood by in this execution of the run."""
+        """Seconds that samplers were leased and up in this execution of the run."""
         return self._leasing.held_s
 
     def granted(self, grant: LeaseGrant) -> None:
@@ -58,8 +55,13 @@ class Sampling:
     def release(self) -> None:
         self._leasing.release()
 
-    async def do(self, activity: str, request: RequestAt, answer: type[Answer], model: Artifact) -> Answer:
-        """Have the sampler of `model` do a piece of work, over as many leases as it takes.
+    async def do(
+        self, activity: Callable[[Any, Request], Answer], request: Callable[[SamplerPlace], Request], model: Artifact
+    ) -> Answer:
+        """Execute an activity on the sampler of `model`, over as many leases as it takes.
+
+        Args:
+            request: makes the activity's request, given where the sampler is.
 
         Raises:
             RunFailed: it cannot be done, or too many samplers in a row were lost at it.
@@ -69,7 +71,7 @@ class Sampling:
         assert rollouts is not None
         if self.is_served:
             place = ServedSampler(url=rollouts.sampler_url)
-            return await control.do(activity, request(place), answer, policies.SERVED_RETRY)
+            return await control.do(activity, request(place), policies.SERVED_RETRY)
         losses: list[str] = []
         while True:
             if len(losses) >= self.start.timing.max_losses:
@@ -79,8 +81,8 @@ class Sampling:
                 await workflow.sleep(pause)
             grant: LeaseGrant | None = None
             try:
-                grant = await self._seat(model)
-                return await self._ask(activity, request, answer, grant)
+                grant = await self._leased(model)
+                return await self._ask(activity, request, grant)
             except Lost as loss:
                 losses.append(str(loss))
             except ActivityError as error:
@@ -89,28 +91,23 @@ class Sampling:
             if grant is None or self._leasing.grant is grant:  # else somebody else has taken a new lease since
                 self._leasing.release()
 
-    async def _seat(self, model: Artifact) -> LeaseGrant:
-        """The process that stands by, or a new one."""
-        async with self._turn:
+    async def _leased(self, model: Artifact) -> LeaseGrant:
+        """Return the sampler that is up, or lease a new one."""
+        async with self._lock:
             if not self._leasing.is_warm:
-                epoch = self._leasing.epoch + 1
-                self._leasing.take(
-                    SamplerLeaseRequest(
-                        run_id=self.start.run_id,
-                        epoch=epoch,
-                        key=sampler_key(self.start, model),
-                        ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
-                    ),
-                    epoch,
-                )
+                self._leasing.take_sampler(self.start.run_id, sampler_key(self.start, model))
             return await self._leasing.wait()
 
-    async def _ask(self, activity: str, request: RequestAt, answer: type[Answer], grant: LeaseGrant) -> Answer:
+    async def _ask(
+        self,
+        activity: Callable[[Any, Request], Answer],
+        request: Callable[[SamplerPlace], Request],
+        grant: LeaseGrant,
+    ) -> Answer:
         place = LeasedSampler(run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id)
-        result: Answer = await workflow.execute_activity(
+        result: Answer = await workflow.execute_activity_method(
             activity,
             request(place),
-            result_type=answer,
             task_queue=grant.host_queue,
             schedule_to_start_timeout=policies.pickup_timeout(self.start.timing),
             start_to_close_timeout=policies.DATA_TIMEOUT,

@@ -1,4 +1,4 @@
-"""What a schedule does at one of its times: look at the data, and start a run if there is something new in it."""
+"""The action of a schedule: look at the data, and start a run if there is something new in it."""
 
 import hashlib
 from typing import Any
@@ -8,7 +8,7 @@ from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.sources.download import Downloaded, DownloadRequest
+    from activities.sources.download import Download, DownloadRequest
     from shared.runs.schedules import ACTION_MEMO, AcceptRequest, Action, Decision, ScheduledAction, data_of
     from shared.runs.status import RunStatus
     from workflows import control, policies
@@ -17,7 +17,7 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn
 class ScheduledRunWorkflow:
-    """It lasts as long as its run, so that Temporal's overlap policies speak of runs. The memo says how it went."""
+    """Lasts as long as its run, so that Temporal's overlap policies apply to runs. The memo has the outcome."""
 
     @workflow.run
     async def run(self, action: ScheduledAction) -> Action:
@@ -25,9 +25,9 @@ class ScheduledRunWorkflow:
         run_id = _run_id(run.kind)
         self._show(Action())
         try:
-            # Brought under the run's own key: what was compared is what is trained on.
+            # Downloaded under the run's own key: the data that is compared is the data that is trained on.
             download = DownloadRequest(run_id=run_id, tenant=action.tenant, split="train", source=data_of(run))
-            dataset = (await control.do("download", download, Downloaded)).dataset
+            dataset = (await control.do(Download.download, download)).dataset
             decision = await _accepted(AcceptRequest(action=action, run_id=run_id, dataset=dataset))
         except Exception as error:
             self._show(Action(state="failed", reason=problem_of(error).message))
@@ -46,7 +46,7 @@ class ScheduledRunWorkflow:
 
 
 async def _accepted(request: AcceptRequest) -> Decision:
-    """Ask the web service, which accepts this run as it does those that are sent. While it is away, this waits."""
+    """Ask the web service to accept the run, by the rules for runs that users submit; wait while it is away."""
     decision: Decision = await workflow.execute_activity(
         "accept_scheduled",
         request,
@@ -76,7 +76,7 @@ async def _start(decision: Decision, run_id: str) -> workflow.ChildWorkflowHandl
 
 
 async def _end_of(child: workflow.ChildWorkflowHandle[Any, Any]) -> None:
-    """Wait for the run. How it ended is on its own record."""
+    """Wait for the run. Its outcome is on its own record."""
     try:
         await child
     except ChildWorkflowError:
@@ -86,7 +86,7 @@ async def _end_of(child: workflow.ChildWorkflowHandle[Any, Any]) -> None:
 
 
 def _run_id(kind: str) -> str:
-    """As the service makes them, so that ids sort by time; but the same at every retry."""
+    """Make an id of the service's form, which sorts by time, and which is the same at every retry."""
     info = workflow.info()
     chance = hashlib.sha256(info.workflow_id.encode()).hexdigest()[:6]
     return f"{kind}-{int(info.start_time.timestamp() * 1000):011x}{chance}"

@@ -1,4 +1,4 @@
-"""Telling a tenant's webhooks of one thing, each until it takes it or a day has passed."""
+"""Deliver one notice to a tenant's webhooks, each until it takes it or 28 hours have passed."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.deliver import Delivered, DeliverRequest
+    from activities.records.deliver import Deliver, DeliverRequest
     from shared.runs.webhooks import WebhookRequest
     from workflows import policies
     from workflows.outcomes import was_cancelled
@@ -14,7 +14,7 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn
 class WebhookWorkflow:
-    """One notice. Its id is the notice's, so that the same one is never told by two workflows."""
+    """Delivers one notice. The workflow's id is the notice's, so that no notice has two workflows."""
 
     @workflow.run
     async def run(self, request: WebhookRequest) -> None:
@@ -24,10 +24,9 @@ class WebhookWorkflow:
         delivery = DeliverRequest(webhook_id=webhook_id, notice=request.notice)
         queue = policies.queue_of("deliver", workflow.info().task_queue)
         try:
-            await workflow.execute_activity(
-                "deliver",
+            await workflow.execute_activity_method(
+                Deliver.deliver,
                 delivery,
-                result_type=Delivered,
                 task_queue=queue,
                 schedule_to_close_timeout=policies.WEBHOOK_PATIENCE,
                 start_to_close_timeout=policies.WEBHOOK_TIMEOUT,
@@ -37,9 +36,9 @@ class WebhookWorkflow:
         except ActivityError as error:
             if was_cancelled(error):
                 raise
-            workflow.logger.warning("%s is not told of %s: %s", webhook_id, request.notice.notice_id, error.cause)
-            await workflow.execute_activity(
-                "give_up_delivery",
+            workflow.logger.warning("%s did not take %s: %s", webhook_id, request.notice.notice_id, error.cause)
+            await workflow.execute_activity_method(
+                Deliver.give_up,
                 delivery,
                 task_queue=queue,
                 start_to_close_timeout=policies.RECORD_TIMEOUT,

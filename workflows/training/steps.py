@@ -1,48 +1,99 @@
-"""The train steps of a run as its workflow knows them: those that wait, and the last ones that ended."""
+"""The train steps of an RL run as its workflow knows them: those that wait, and the last ones that ended."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from shared.runs.status import StepStatus
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError
 
-MAX_WAITING = 64
-"""Steps that may wait their turn; a client that is further ahead is told to come back."""
+with workflow.unsafe.imports_passed_through():
+    from shared.runs.status import Problem, RLState, StepRequest, StepStatus
+
+_MAX_WAITING = 64  # a client that is further ahead has to come back
 _REMEMBERED = 64  # steps whose answers stay here; the store remembers every one
+_ENDED_BEFORE = "the run ended before this step: send it again when {} resumed"
 
 
 class Steps:
-    """In order of arrival. `next`: the number of the next one that comes."""
+    """Steps in order of arrival.
 
-    def __init__(self, steps: Iterable[StepStatus] = (), next_step: int = 1) -> None:
-        self._steps = {step.step: step for step in steps}
-        self.next = next_step
+    Attributes:
+        next: the number of the next step that comes.
+        is_finishing: no more steps are taken; the run ends well after those that wait.
+        is_moving_on: the run continues as a new execution: clients that wait ask again there.
+    """
+
+    def __init__(self, before: RLState | None) -> None:
+        self._steps = {step.step: step for step in before.steps} if before else {}
+        self.next = before.next_step if before else 1
+        self.is_finishing = before is not None and before.finishing
+        self.is_moving_on = False
 
     def take(self, key: str, groups: str, metrics: Mapping[str, float] | None = None) -> StepStatus:
-        """A new step, which waits its turn."""
+        """Add a new step, which waits for those before it."""
         step = StepStatus(step=self.next, key=key, groups=groups, metrics=dict(metrics or {}))
         self.next += 1
         self._steps[step.step] = step
         return step
 
     def keep(self, step: StepStatus) -> None:
-        """Note how a step stands. Of those that ended, the last ones stay."""
+        """Replace a step's status. Of the steps that ended, the last ones stay."""
         self._steps[step.step] = step
         ended = [number for number, one in self._steps.items() if one.is_final]
         for number in ended[:-_REMEMBERED]:
             del self._steps[number]
 
-    def get(self, number: int) -> StepStatus | None:
-        return self._steps.get(number)
-
-    def of_key(self, key: str) -> StepStatus | None:
-        return next((step for step in self._steps.values() if step.key == key), None)
-
     def first_waiting(self) -> StepStatus | None:
         return next((step for step in self._steps.values() if not step.is_final), None)
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(not step.is_final for step in self._steps.values())
-
     def all(self) -> tuple[StepStatus, ...]:
-        """Those that wait, and the last ones that ended."""
+        """Return the steps that wait, and the last ones that ended."""
         return tuple(self._steps.values())
+
+    def get(self, number: int, has_ended: bool) -> StepStatus | None:
+        """Return a step; one that the run's end left undone has failed. None: only the store remembers it, if any."""
+        step = self._steps.get(number)
+        if step is None or step.is_final or not has_ended:
+            return step
+        problem = Problem(kind="run_ended", message=_ENDED_BEFORE.format("the run was"))
+        return step.model_copy(update={"state": "failed", "problem": problem})
+
+    def check(self, request: StepRequest, makes_own: bool, is_running: bool) -> None:
+        """Refuse a request whose step cannot be taken. The key of a known step is no new step.
+
+        Raises:
+            ApplicationError: the key was used for other groups, or no more steps are taken (now).
+        """
+        known = self._of_key(request.key)
+        if known is not None:
+            if known.groups != request.groups:
+                rule = f"this key was used for {known.groups}, which made step {known.step}"
+                raise ApplicationError(rule, type="InvalidInput")
+        elif makes_own:
+            raise ApplicationError("the run makes its own groups: it takes none", type="Conflict")
+        elif self.is_finishing or not is_running:
+            raise ApplicationError("the run takes no more steps: it was finished, or has ended", type="Conflict")
+        elif sum(not step.is_final for step in self._steps.values()) >= _MAX_WAITING:
+            raise ApplicationError(f"{_MAX_WAITING} steps wait already: send the next one later", type="Conflict")
+
+    async def answer(self, request: StepRequest, has_ended: Callable[[], bool]) -> StepStatus:
+        """Take a step in, and return its status: at once, or when it has ended if `request.wait`.
+
+        Raises:
+            ApplicationError: the run ended first.
+        """
+        if self._of_key(request.key) is None:
+            self.take(request.key, request.groups)
+
+        def is_settled() -> bool:
+            step = self._of_key(request.key)
+            return self.is_moving_on or has_ended() or step is None or step.is_final
+
+        if request.wait:
+            await workflow.wait_condition(is_settled)
+        found = self._of_key(request.key)
+        if found is None or (request.wait and not found.is_final and not self.is_moving_on):
+            raise ApplicationError(_ENDED_BEFORE.format("it was"), type="Conflict")
+        return found
+
+    def _of_key(self, key: str) -> StepStatus | None:
+        return next((step for step in self._steps.values() if step.key == key), None)

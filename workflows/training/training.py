@@ -8,11 +8,11 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.heartbeat import HOST_LEAVES
-    from activities.hosts.lease import LeaseRequest
+    from activities.hosts.lease import Lease, LeaseRequest
     from activities.hosts.progress import ProgressReport
-    from activities.hosts.run_job import JobRequest, JobResult
+    from activities.hosts.run_job import JobRequest, JobResult, RunJob
     from activities.records.checkpoints import own
-    from activities.records.find_checkpoint import FindCheckpointRequest, ResumePoint
+    from activities.records.find_checkpoint import FindCheckpoint, FindCheckpointRequest
     from shared.jobs.job import JobPlan
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import RLStart, RunStart
@@ -20,9 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import control, policies
     from workflows.leases.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunCancelled, RunFailed
-    from workflows.services.track import track
-    from workflows.training.interruption import Work
-    from workflows.training.pace import Pace
+    from workflows.services.single_activity import track
 
 
 class Damaged(Exception):
@@ -30,17 +28,45 @@ class Damaged(Exception):
 
 
 @dataclass
-class Training:
-    """What a workflow knows of its leases. Signals of a fence that is not the current one change nothing.
+class StepEta:
+    """Estimates when a run's last step ends, from the times at which the steps of one lease ended.
 
-    `changed` is called when a lease begins, is granted, or ends.
-    `holds`: a worker that did its job well is kept for the next one, until `release`.
-    `notices`: what the run's user should know. `num_lost`: leases of this execution that ended in a loss. `pace`: of
-    the steps within a job. `is_tracked`: somebody follows the run for W&B, from its first worker on.
+    Measured from the end of the first step that a lease's worker did, so that waiting, a worker's start and warming up
+    do not count; measured anew with another lease, which may repeat steps. Holds the first and the last step of one
+    lease: their numbers, and their ends in seconds since 1970.
+    """
+
+    _lease: int = 0
+    _first: tuple[int, float] | None = None
+    _last: tuple[int, float] | None = None
+
+    def take(self, step: int, time: float, lease: int) -> None:
+        """Note that a step has ended. A step that was noted before, or of an earlier lease, changes nothing."""
+        if self._first is None or lease != self._lease:
+            self._lease, self._first, self._last = lease, (step, time), None
+        elif step > (self._last or self._first)[0]:
+            self._last = step, time
+
+    def end(self, num_steps: int | None, lease: int) -> float | None:
+        """Estimate when the step of this number ends; None until two steps of this lease have ended."""
+        if num_steps is None or self._first is None or self._last is None or lease != self._lease:
+            return None
+        (first, began), (last, now) = self._first, self._last
+        return now + (now - began) / (last - first) * max(0, num_steps - last)
+
+
+@dataclass
+class Training:
+    """A run's jobs and leases of workers. Signals of a fence that is not the current one change nothing.
+
+    `is_ending`: tells that the run was paused or cancelled. `changed` is called when a lease begins, is granted, or
+    ends. `holds`: a worker that did its job well is kept for the next one, until `release`. `notices`: messages for the
+    run's user. `num_lost`: leases of this execution that ended in a loss. `eta`: of the steps within a job.
+    `is_tracked`: a workflow follows the run for W&B, from its first worker on.
     """
 
     start: RunStart | RLStart
-    work: Work
+    is_ending: Callable[[], bool]
     changed: Callable[[], None]
     holds: bool = False
     step: int = 0
@@ -48,7 +74,7 @@ class Training:
     checkpoint: CheckpointRef | None = None
     num_lost: int = 0
     notices: tuple[str, ...] = ()
-    pace: Pace = field(default_factory=Pace)
+    eta: StepEta = field(default_factory=StepEta)
     is_tracked: bool = False
     _leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
@@ -57,11 +83,11 @@ class Training:
     _passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._leasing = Leasing("lease", policies.lease_queue(self.start.shape), self.start.timing)
+        self._leasing = Leasing(policies.lease_queue(self.start.shape), self.start.timing)
 
     @property
     def epoch(self) -> int:
-        """Leases so far, those of earlier executions of the run included."""
+        """Number of leases so far, those of earlier executions of the run included."""
         return self._leasing.epoch
 
     @epoch.setter
@@ -74,19 +100,21 @@ class Training:
 
     @property
     def held_s(self) -> float:
-        """Seconds that workers stood by in this execution of the run."""
+        """Seconds that workers were leased and up in this execution of the run."""
         return self._leasing.held_s
 
     def leased(self, grant: LeaseGrant) -> None:
+        """Take a host's signal that a worker is up."""
         self._leasing.granted(grant)
         self.changed()
 
     def progress(self, report: ProgressReport) -> None:
+        """Take a host's report on the job, if it is of the current lease and not behind."""
         grant = self._leasing.grant
         if grant is not None and report.fence == grant.fence and report.step >= self.step:
             self._note(report)
             if report.step > self._begun_step:
-                self.pace.take(report.step, workflow.time(), self.epoch)
+                self.eta.take(report.step, workflow.time(), self.epoch)
 
     def _note(self, news: ProgressReport | JobResult) -> None:
         self.step = news.step
@@ -94,7 +122,7 @@ class Training:
         self.checkpoint = news.checkpoint or self.checkpoint
 
     async def do(self, plan: JobPlan) -> JobResult:
-        """Do a job to its end, over as many leases as it takes while it gets ahead.
+        """Do a job to its end, over as many leases as it takes while new checkpoints are made.
 
         Raises:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
@@ -114,7 +142,7 @@ class Training:
             except Damaged as damaged:
                 self._pass_over(damaged)
             except Lost as loss:
-                if self.work.is_ending:
+                if self.is_ending():
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
                 losses.append(str(loss))
                 self.num_lost += HOST_LEAVES not in losses[-1]
@@ -130,21 +158,22 @@ class Training:
         """Go on from an older checkpoint than the one that a worker could not read."""
         assert self.checkpoint is not None
         self._passed_over += (self.checkpoint.artifact.uri,)
-        self._tell([str(damaged)])
+        self._add_notices([str(damaged)])
 
-    def _tell(self, damaged: Sequence[str]) -> None:
-        """Say once of each damaged checkpoint that it is passed over."""
+    def _add_notices(self, damaged: Sequence[str]) -> None:
+        """Add a notice for each damaged checkpoint that has none yet: it is passed over."""
         for message in damaged:
             notice = f"{message}; the run goes on from an older one"
-            if not any(told.startswith(message) for told in self.notices):
+            if not any(known.startswith(message) for known in self.notices):
                 self.notices += (notice,)
                 workflow.logger.warning("%s", notice)
 
     async def _find_checkpoint(self, plan: JobPlan) -> bool:
-        """Look where to go on from, and above which epoch. True when the run got ahead since the last look."""
+        """Find the checkpoint to go on from and the last epoch. True when there is a newer one than the last time."""
         request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
-        point = await control.do("find_checkpoint", request, ResumePoint, policies.PATIENT, policies.RECORD_TIMEOUT)
-        self._tell(point.damaged)
+        find = FindCheckpoint.find_checkpoint
+        point = await control.do(find, request, policies.PATIENT, policies.RECORD_TIMEOUT)
+        self._add_notices(point.damaged)
         step_before = self._found.step if self._found else plan.first_step
         self._found = self.checkpoint = own(plan, point.checkpoint)
         self._last_epoch = max(self.epoch, point.last_epoch)
@@ -170,7 +199,7 @@ class Training:
                 self.release()
 
     async def _track(self) -> None:
-        """Once a run. A worker that is lost while this is done is noticed by what comes next."""
+        """Start to follow the run for W&B, once. A worker that is lost meanwhile is noticed by its job."""
         if not self.is_tracked:
             self.is_tracked = True
             await track(self.start)
@@ -183,13 +212,13 @@ class Training:
             key=WorkerKey.of(plan),
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
         )
-        self._leasing.take(request, epoch)
+        self._leasing.take(Lease.lease, request, epoch)
         self.changed()
 
     async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:
         timing = self.start.timing
-        return await workflow.execute_activity(
-            "run_job",
+        return await workflow.execute_activity_method(
+            RunJob.run_job,
             JobRequest(
                 plan=plan,
                 fence=grant.fence,
@@ -197,7 +226,6 @@ class Training:
                 cancel_grace_s=timing.cancel_grace_s,
                 passed_over=self._passed_over,
             ),
-            result_type=JobResult,
             task_queue=grant.host_queue,
             schedule_to_start_timeout=policies.pickup_timeout(timing),
             start_to_close_timeout=policies.LEASE_TIMEOUT,

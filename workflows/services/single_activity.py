@@ -1,0 +1,90 @@
+"""Workflows of one activity each, so that a host does what the web service must not, or cannot wait for."""
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.grading.grade_one import GradeOne
+    from activities.models.resolve_model import ResolveModel
+    from activities.sampling.complete import Complete
+    from activities.tokenizing.preview import PreviewDataset
+    from activities.tracking.track import Track, Tracked, TrackRequest
+    from shared.grading.graders import GradeOneRequest, OneGrade
+    from shared.runs.previews import Preview, PreviewStart
+    from shared.runs.serving import Completed, CompletionStart
+    from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart
+    from workflows import control, policies
+
+
+@workflow.defn
+class PreviewWorkflow:
+    """Shows what a dataset's rows become, before any training: on a control host, which has tokenizers."""
+
+    @workflow.run
+    async def run(self, start: PreviewStart) -> Preview:
+        return await control.do(PreviewDataset.preview, start, within=policies.PREVIEW_TIMEOUT)
+
+
+@workflow.defn
+class GraderWorkflow:
+    """Tries a grader on one sample, before any run: a stranger's code, in a control host's sandbox."""
+
+    @workflow.run
+    async def run(self, request: GradeOneRequest) -> OneGrade:
+        return await control.do(GradeOne.grade_one, request, within=policies.PREVIEW_TIMEOUT)
+
+
+@workflow.defn
+class UntrainedModelWorkflow:
+    """Makes an artifact of a model as users name it, before any run trains it."""
+
+    @workflow.run
+    async def run(self, request: ModelRequest) -> ResolvedModel:
+        return await control.do(ResolveModel.resolve_model, request)
+
+
+@workflow.defn
+class CompletionWorkflow:
+    """Answers one question, tried once: the client is still there to ask again. A cancellation stops the sampler."""
+
+    @workflow.run
+    async def run(self, start: CompletionStart) -> Completed:
+        return await workflow.execute_activity_method(
+            Complete.complete,
+            start.request,
+            task_queue=start.queue,
+            schedule_to_start_timeout=policies.pickup_timeout(start.timing),
+            start_to_close_timeout=policies.COMPLETION_TIMEOUT,
+            heartbeat_timeout=policies.heartbeat_timeout(start.timing),
+            retry_policy=policies.ONCE,
+        )
+
+
+@workflow.defn
+class TrackWorkflow:
+    """Follows a run for W&B, beside it, until some time after its result stands: a dead W&B holds no run up."""
+
+    @workflow.run
+    async def run(self, request: TrackRequest) -> Tracked:
+        return await workflow.execute_activity_method(
+            Track.track,
+            request,
+            task_queue=policies.queue_of("track", workflow.info().task_queue),
+            start_to_close_timeout=policies.LEASE_TIMEOUT,
+            heartbeat_timeout=policies.DATA_HEARTBEAT,
+            retry_policy=policies.PATIENT,
+        )
+
+
+async def track(start: RunStart | RLStart) -> None:
+    """Start a workflow that follows the run, if W&B gets its metrics, and that outlives the run's own.
+
+    Called when a run has its first worker: a run that never trains has no metrics.
+    """
+    if not start.is_tracked:
+        return
+    await workflow.start_child_workflow(
+        TrackWorkflow.run,
+        TrackRequest(run_id=start.run_id, run=start.run),
+        id=f"{start.run_id}-track-{workflow.info().run_id}",
+        parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+    )

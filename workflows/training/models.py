@@ -1,0 +1,64 @@
+"""The model and adapters that a run begins with, and what it publishes."""
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.hosts.run_job import JobResult
+    from activities.models.publish import Publish, Published, PublishRequest
+    from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter
+    from activities.models.resolve_model import ResolveModel
+    from shared.contract import Artifact
+    from shared.jobs.job import Lora
+    from shared.jobs.layout import ModelShape
+    from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart
+    from workflows import control, policies
+
+
+async def resolve_model(start: RunStart | RLStart) -> ResolvedModel:
+    """Check the run's model against its engine and layout."""
+    run = start.run
+    request = ModelRequest(
+        run_id=start.run_id, tenant=start.tenant, uri=run.model, layout=run.layout, engine=run.engine
+    )
+    return await control.do(ResolveModel.resolve_model, request)
+
+
+async def resolve_initial_adapter(start: RunStart | RLStart, shape: ModelShape) -> Artifact | None:
+    """Check the adapter that the run begins with, if it names one."""
+    run = start.run
+    if run.initial_adapter is None:
+        return None
+    assert isinstance(run.trainable, Lora)  # runs take an adapter with nothing else
+    request = AdapterRequest(
+        run_id=start.run_id, tenant=start.tenant, uri=run.initial_adapter, lora=run.trainable, shape=shape
+    )
+    return (await control.do(ResolveAdapter.resolve_adapter, request)).adapter
+
+
+async def resolve_reference(start: RunStart | RLStart, uri: str, shape: ModelShape) -> Artifact:
+    """Check the adapter that the run's policy stays near."""
+    request = AdapterRequest(run_id=start.run_id, tenant=start.tenant, role="reference", uri=uri, shape=shape)
+    return (await control.do(ResolveAdapter.resolve_adapter, request)).adapter
+
+
+async def publish(
+    start: RunStart | RLStart,
+    model: Artifact,
+    result: JobResult,
+    report_uri: str,
+    metrics: dict[str, float],
+    step: int | None = None,
+) -> Published:
+    """Publish the checkpoint that a job left, of an RL run as the version of a step."""
+    assert result.checkpoint is not None
+    request = PublishRequest(
+        run_id=start.run_id,
+        tenant=start.tenant,
+        run=start.run,
+        step=step,
+        model=model,
+        checkpoint=result.checkpoint,
+        report_uri=report_uri,
+        metrics=metrics,
+    )
+    return await control.do(Publish.publish, request, policies.PATIENT)

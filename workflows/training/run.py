@@ -1,0 +1,236 @@
+"""A run of any kind: its status and Temporal handlers, its pause and cancellation, its beginning and its end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.hosts.progress import ProgressReport
+    from activities.records.record_result import RecordResult
+    from shared.jobs.leases import LeaseGrant
+    from shared.runs.start import RLStart, RunStart
+    from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, RunStatus, State
+    from workflows import control
+    from workflows.outcomes import close, ended_early
+    from workflows.training.training import Training
+
+Result = TypeVar("Result")
+
+_MOST_SPANS = 64
+# Fields that a resumed run shows of its last execution until it has newer values.
+_KEPT_WHEN_RESUMED = (
+    *("started_at", "step", "num_steps", "metrics", "checkpoint", "dataset_report"),
+    *("adapter", "adapter_sha256", "name", "version", "policy_version"),
+    *("notices", "skipped_steps"),
+)
+
+
+class StatusChanges(TypedDict, total=False):
+    """The fields of a RunStatus that change while a run goes on."""
+
+    state: State
+    phase: Phase
+    step: int
+    num_steps: int
+    metrics: dict[str, float]
+    checkpoint: CheckpointRef | None
+    adapter: str | None
+    adapter_sha256: str | None
+    name: str | None
+    version: int | None
+    policy_version: int | None
+    dataset_report: str
+    skipped_steps: int
+    notices: tuple[str, ...]
+    estimated_end: float | None
+    gpu_seconds: float
+    ended_at: float
+
+
+def changed(status: RunStatus, **changes: Unpack[StatusChanges]) -> RunStatus:
+    """Return a copy of a status with some fields changed."""
+    return status.model_copy(update=dict(changes))
+
+
+class ActiveRun:
+    """A run in progress: the status as its workflow set it last, its phases, and its jobs on leased workers.
+
+    Args:
+        before: the status at the end of the execution that this one continues, if it continues one.
+        current: returns the status with what the run's jobs and leases add to it.
+        holds: keep a worker that did its job well for the next job.
+    """
+
+    def __init__(
+        self,
+        start: RunStart | RLStart,
+        current: Callable[[], RunStatus],
+        before: RunStatus | None = None,
+        holds: bool = False,
+    ) -> None:
+        self.start = start
+        self.status = before or _first_status(start)
+        self.current = current
+        self.training = Training(start, lambda: self.is_ending, self._note, holds=holds)
+        self.is_pausing = False
+        self._task: asyncio.Task[Any] | None = None
+        self._has_begun = False
+        self._timeline: tuple[PhaseSpan, ...] = before.timeline if before else ()
+        self._gpu_seconds_before = before.gpu_seconds if before else 0.0
+        self._workers_lost_before = before.workers_lost if before else 0
+        self._noted: tuple[str, str, int] | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """True once a pause or a cancellation was asked for."""
+        return self.is_pausing or workflow.cancellation_reason() is not None
+
+    async def to_its_end(
+        self, work: Callable[[], Awaitable[None]], leave: Callable[[], Awaitable[None]] | None = None
+    ) -> RunStatus:
+        """Begin the run, do its work, and put its end on record, whatever end that is.
+
+        Args:
+            leave: gives back what the run holds.
+
+        Raises:
+            asyncio.CancelledError, ApplicationError: the run was cancelled, or failed.
+        """
+        try:
+            await uninterrupted(self._begin())
+            await work()
+        except (Exception, asyncio.CancelledError) as error:
+            if not self._has_begun:  # no end is recorded: it would replace the one on record
+                raise
+            self.status = ended_early(self.status, error, self.is_pausing)
+        if leave is not None:
+            await leave()
+        self.show(ended_at=workflow.now().timestamp())
+        await control.record(RecordResult.record_result, self.current())
+        await workflow.wait_condition(workflow.all_handlers_finished)
+        return close(self.current())
+
+    async def interruptible(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do work that a pause ends where a cancellation would: at a step boundary, with a checkpoint.
+
+        Raises:
+            asyncio.CancelledError: it was interrupted; or what the work makes of that.
+        """
+        self._task = asyncio.create_task(work)
+        if self.is_pausing:
+            self._task.cancel()
+        return await self._task
+
+    def pause(self) -> None:
+        """Interrupt the run's work."""
+        self.is_pausing = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def check(self) -> None:
+        """Raise CancelledError when a pause came after the work was done."""
+        if self.is_pausing:
+            raise asyncio.CancelledError
+
+    def show(self, **changes: Unpack[StatusChanges]) -> None:
+        """Change the run's status, and its memo where state, phase or lease changed."""
+        self.status = changed(self.status, **changes)
+        self._note()
+
+    def with_jobs(self) -> RunStatus:
+        """The status with what the jobs and leases of every kind of run add."""
+        status, training = self.status, self.training
+        is_training = status.phase == "waiting_for_worker" and training.is_leased
+        return status.model_copy(
+            update={
+                "phase": "training" if is_training else status.phase,
+                "epoch": training.epoch,
+                "notices": (*status.notices, *training.notices),
+                "workers_lost": self._workers_lost_before + training.num_lost,
+                "timeline": self._timeline,
+                "gpu_seconds": self._gpu_seconds_before + training.held_s * self.start.run.layout.world_size,
+            }
+        )
+
+    async def _begin(self) -> None:
+        """Begin; a resumed run goes on from the end on record."""
+        before = await control.begin(self.start)
+        self._has_begun = True
+        if self.start.resumed:
+            self.show(phase="checking")
+        if before is None:
+            return
+        self._timeline = before.timeline + self._timeline
+        self._gpu_seconds_before = before.gpu_seconds
+        self._workers_lost_before = before.workers_lost
+        kept = {name: value for name in _KEPT_WHEN_RESUMED if (value := getattr(before, name)) is not None}
+        self.status = self.status.model_copy(update=kept)
+        self._note()
+
+    def _note(self) -> None:
+        """Put the status into the workflow's memo, if its state, phase or lease changed, and the phase on the timeline.
+
+        A listing of workflows shows their memos, so that nobody has to query each of them.
+        """
+        status = self.current()
+        now = (status.state, status.phase, status.epoch)
+        if now == self._noted:
+            return
+        self._noted = now
+        time = workflow.time()
+        spans = list(self._timeline)
+        if spans and spans[-1].ended is None:
+            spans[-1] = spans[-1].model_copy(update={"ended": time})
+        if status.state == "running":
+            spans.append(PhaseSpan(phase=status.phase, began=time, lease=status.epoch))
+        self._timeline = tuple(spans[-_MOST_SPANS:])
+        workflow.upsert_memo({STATUS_MEMO: status.model_dump(mode="json", exclude={"metrics", "timeline"})})
+
+
+class RunHandlers:
+    """The query and signals of a run's workflow, whatever its kind."""
+
+    _run: ActiveRun
+
+    @workflow.query
+    def status(self) -> RunStatus:
+        """Return the run's status."""
+        return self._run.current()
+
+    @workflow.signal
+    def leased(self, grant: LeaseGrant) -> None:
+        """Take a host's signal that a worker is up for this run."""
+        self._run.training.leased(grant)
+
+    @workflow.signal
+    def pause(self) -> None:
+        """End at the next step boundary, with a checkpoint, until somebody resumes the run."""
+        self._run.pause()
+
+    @workflow.signal
+    def progress(self, report: ProgressReport) -> None:
+        """Take a host's report on the job: steps, metrics, a checkpoint."""
+        self._run.training.progress(report)
+
+
+async def uninterrupted(part: Coroutine[Any, Any, Result]) -> Result:
+    """Do a part that nothing interrupts; a cancellation that comes meanwhile is raised when it is done."""
+    task = asyncio.create_task(part)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+def _first_status(start: RunStart | RLStart) -> RunStatus:
+    run = start.run
+    return RunStatus(
+        run_id=start.run_id,
+        kind=run.kind,
+        name=run.name or start.run_id,
+        policy_version=0 if run.kind == "rl" else None,
+        started_at=workflow.info().start_time.timestamp(),
+    )
