@@ -56,6 +56,11 @@ class _Apply:
 
 
 _Step = float | _Name | _Apply
+_Token = tuple[str, str, int]  # its kind (number, name, end, or the sign itself), its text, its place
+
+# Of a sign between two operands: how tightly it binds, and how tightly its right operand's signs must.
+_BINDS: Mapping[str, tuple[int, int]] = {"+": (1, 2), "-": (1, 2), "*": (3, 4), "/": (3, 4), "^": (6, 5)}
+_NEGATION_BINDS = 5
 
 
 @dataclass(frozen=True)
@@ -108,17 +113,10 @@ def parse_expression(text: str) -> Expression:
     """Raises ExpressionError, with the character where it goes wrong."""
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ExpressionError(f"an expression has at most {MAX_EXPRESSION_CHARS:,} characters")
-    parser = _Parser(list(_tokens(text)))
-    parser.sum(0)
+    parser = _Parser(_tokens(text))
+    parser.operand_and_signs(0, 0)
     parser.expect("end")
     return Expression(text, tuple(parser.steps))
-
-
-@dataclass(frozen=True)
-class _Token:
-    kind: str  # number, name, end, or the sign itself
-    text: str
-    place: int
 
 
 def _tokens(text: str) -> Iterator[_Token]:
@@ -130,111 +128,86 @@ def _tokens(text: str) -> Iterator[_Token]:
             place = len(text) - len(text[end:].lstrip())
             raise ExpressionError(f"character {place + 1} ({text[place]!r}) has no meaning here")
         kind = str(match.lastgroup)
-        word = match[kind]
-        yield _Token(word if kind == "sign" else kind, word, match.start(kind))
+        yield match[kind] if kind == "sign" else kind, match[kind], match.start(kind)
         end = match.end()
-    yield _Token("end", "the end", len(text))
+    yield "end", "the end", len(text)
 
 
 class _Parser:
-    """Recursive descent, one method a level of precedence; `depth` bounds what recursion hostile input can cause."""
+    """Precedence climbing (Pratt 1973); `depth` bounds what recursion hostile input can cause."""
 
-    def __init__(self, tokens: list[_Token]) -> None:
+    def __init__(self, tokens: Iterator[_Token]) -> None:
         self._tokens = tokens
-        self._next = 0
+        self._next = next(tokens)
         self.steps: list[_Step] = []
 
-    def sum(self, depth: int) -> None:
-        self._left_grouped(("+", "-"), self._product, depth)
-
-    def expect(self, kind: str) -> None:
-        token = self._take()
-        if token.kind != kind:
-            wanted = "the end" if kind == "end" else f"'{kind}'"
-            raise ExpressionError(f"character {token.place + 1}: {wanted} is missing before {token.text!r}")
-
-    def _product(self, depth: int) -> None:
-        self._left_grouped(("*", "/"), self._signed, depth)
-
-    def _left_grouped(self, signs: tuple[str, ...], operand: Callable[[int], None], depth: int) -> None:
-        operand(depth)
-        while self._peek().kind in signs:
-            sign = self._take().kind
-            operand(depth)
+    def operand_and_signs(self, binding: int, depth: int) -> None:
+        """Read an operand, and the signs behind it that bind at least so tightly, with their right operands."""
+        self._operand(depth)
+        while _BINDS.get(self._next[0], (-1, -1))[0] >= binding:
+            sign = self._take()[0]
+            self.operand_and_signs(_BINDS[sign][1], depth + (sign == "^"))
             self.steps.append(_Apply(sign, _BINARY[sign], 2))
 
-    def _signed(self, depth: int) -> None:
-        token = self._peek()
+    def expect(self, kind: str) -> None:
+        found, text, place = self._take()
+        if found != kind:
+            wanted = "the end" if kind == "end" else f"'{kind}'"
+            raise ExpressionError(f"character {place + 1}: {wanted} is missing before {text!r}")
+
+    def _operand(self, depth: int) -> None:
+        token = kind, text, place = self._take()
         if depth > _MAX_DEPTH:
-            raise ExpressionError(f"character {token.place + 1}: nested deeper than {_MAX_DEPTH} levels")
-        if token.kind not in ("+", "-"):
-            self._power(depth)
-            return
-        self._take()
-        self._signed(depth + 1)
-        if token.kind == "-":
-            self.steps.append(_Apply("-", operator.neg, 1))
-
-    def _power(self, depth: int) -> None:
-        self._atom(depth)
-        if self._peek().kind == "^":
-            self._take()
-            self._signed(depth + 1)
-            self.steps.append(_Apply("^", _BINARY["^"], 2))
-
-    def _atom(self, depth: int) -> None:
-        token = self._take()
-        match token.kind:
+            raise ExpressionError(f"character {place + 1}: nested deeper than {_MAX_DEPTH} levels")
+        match kind:
             case "number":
                 self.steps.append(_number(token))
-            case "name" if self._peek().kind == "(":
+            case "name" if self._next[0] == "(":
                 self._call(token, depth)
             case "name":
-                self.steps.append(_Name(token.text))
+                self.steps.append(_Name(text))
             case "(":
-                self.sum(depth + 1)
+                self.operand_and_signs(0, depth + 1)
                 self.expect(")")
+            case "+" | "-":
+                self.operand_and_signs(_NEGATION_BINDS, depth + 1)
+                self.steps += [_Apply("-", operator.neg, 1)] if kind == "-" else []
             case _:
-                raise ExpressionError(
-                    f"character {token.place + 1}: a number or a name is missing before {token.text!r}"
-                )
+                raise ExpressionError(f"character {place + 1}: a number or a name is missing before {text!r}")
 
     def _call(self, function: _Token, depth: int) -> None:
         self.expect("(")
-        self.sum(depth + 1)
+        self.operand_and_signs(0, depth + 1)
         arity = 1
-        while self._peek().kind == ",":
+        while self._next[0] == ",":
             self._take()
-            self.sum(depth + 1)
+            self.operand_and_signs(0, depth + 1)
             arity += 1
         self.expect(")")
         self.steps.append(_function(function, arity))
 
-    def _peek(self) -> _Token:
-        return self._tokens[self._next]
-
     def _take(self) -> _Token:
-        token = self._tokens[self._next]
-        self._next = min(self._next + 1, len(self._tokens) - 1)
+        token = self._next
+        self._next = next(self._tokens, token)
         return token
 
 
 def _number(token: _Token) -> float:
-    value = float(token.text)
+    _, text, place = token
+    value = float(text)
     if not math.isfinite(value):
-        raise ExpressionError(f"character {token.place + 1}: {token.text} is beyond what a float holds")
+        raise ExpressionError(f"character {place + 1}: {text} is beyond what a float holds")
     return value
 
 
 def _function(token: _Token, arity: int) -> _Apply:
-    name = token.text
+    _, name, place = token
     if name in _UNARY_FUNCTIONS and arity == 1:
         return _Apply(name, _UNARY_FUNCTIONS[name], 1)
     if name in _VARIADIC_FUNCTIONS and arity >= 2:
         return _Apply(name, _VARIADIC_FUNCTIONS[name], arity)
     if name in FUNCTIONS:
         wanted = "one argument" if name in _UNARY_FUNCTIONS else "two or more arguments"
-        raise ExpressionError(f"character {token.place + 1}: {name} takes {wanted}")
-    raise ExpressionError(
-        f"character {token.place + 1}: there is no function '{name}'; there are {', '.join(sorted(FUNCTIONS))}"
-    )
+        raise ExpressionError(f"character {place + 1}: {name} takes {wanted}")
+    known = ", ".join(sorted(FUNCTIONS))
+    raise ExpressionError(f"character {place + 1}: there is no function '{name}'; there are {known}")
