@@ -10,11 +10,10 @@ from activities.models.safetensors_header import TensorEntry, read_header
 from activities.sources.models import Location, json_object
 from shared.contract import Frozen
 from shared.errors import InvalidInput
-from shared.jobs.layout import ModelShape
+from shared.jobs.layout import FAMILIES, ModelShape
 from shared.models.config import read_model_config
 from shared.settings import ConfinedSettings
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (

@@ -1,13 +1,15 @@
 """Model families: one file each, from a Hugging Face config and its tensor names to the engine's and back."""
 
 import json
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from megatron_worker.families import llama, qwen2, qwen3, qwen3_moe
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.pieces import Piece
 from shared.errors import InvalidInput
-from shared.models.config import MixtureConfig, read_model_config
+from shared.jobs.layout import FAMILIES
+from shared.models.config import read_model_config
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -24,31 +26,19 @@ def read_architecture(folder: Path) -> Architecture:
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
     config = read_model_config(values, str(path))
-    if isinstance(config, MixtureConfig):
-        return qwen3_moe.architecture(config)
-    match config.model_type:
-        case "qwen3":
-            return qwen3.architecture(config)
-        case "qwen2":
-            return qwen2.architecture(config)
-        case "llama":
-            return llama.architecture(config)
-        case other:
-            raise InvalidInput(
-                f"model family {other!r} is not supported: use qwen3, qwen3_moe, qwen2 or llama", str(path)
-            )
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InvalidInput(f"model family {config.model_type!r} is not supported: use {known}", str(path))
+    architecture: Architecture = _module(config.model_type).architecture(config)
+    return architecture
 
 
 def pieces_of(architecture: Architecture, tp: int, etp: int = 1) -> list[Piece]:
     """Every tensor of the model, for degrees of tensor and expert tensor parallelism."""
-    match architecture.family:
-        case "qwen3_moe":
-            return qwen3_moe.pieces(architecture, tp, etp)
-        case "qwen3":
-            return qwen3.pieces(architecture, tp)
-        case "qwen2":
-            return qwen2.pieces(architecture, tp)
-        case "llama":
-            return llama.pieces(architecture, tp)
-        case other:
-            raise AssertionError(other)
+    pieces: list[Piece] = _module(architecture.family).pieces(architecture, tp, etp)
+    return pieces
+
+
+def _module(family: str) -> ModuleType:
+    """The module of a family. It has `architecture(config)` and `pieces(architecture, tp, etp)`."""
+    return import_module(f"{__name__}.{family}")

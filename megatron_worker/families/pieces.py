@@ -79,8 +79,11 @@ def linears_of(pieces: Sequence[Piece]) -> list[Linear]:
     return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
 
 
-def dense_pieces(architecture: Architecture, tp: int) -> list[Piece]:
-    """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share."""
+def dense_pieces(architecture: Architecture, tp: int, etp: int = 1) -> list[Piece]:
+    """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share.
+
+    `etp` has no meaning without experts.
+    """
     layers = [_attention(architecture, tp, n) + _mlp(architecture, tp, n) for n in range(architecture.num_layers)]
     return _between_ends(architecture, tp, layers)
 

@@ -143,9 +143,8 @@ class ScoreModelGrader(Frozen):
         return found
 
 
-SingleGrader = Annotated[
-    StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader, Field(discriminator="type")
-]
+_Single = StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader
+SingleGrader = Annotated[_Single, Field(discriminator="type")]
 
 
 class MultiGrader(Frozen):
@@ -170,10 +169,7 @@ class MultiGrader(Frozen):
         return self
 
 
-Grader = Annotated[
-    StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader | MultiGrader,
-    Field(discriminator="type"),
-]
+Grader = Annotated[_Single | MultiGrader, Field(discriminator="type")]
 GRADER_TYPES = tuple(get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(get_args(Grader)[0]))
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 

@@ -166,7 +166,7 @@ class DPO(Frozen):
     reference: Reference = "base"
 
 
-Loss = Annotated[CrossEntropy | Reinforce | PPO | CISPO | GSPO | DRO | DPO, Field(discriminator="kind")]
+Loss = Annotated[CrossEntropy | PolicyLoss | DPO, Field(discriminator="kind")]
 
 
 def reference_of(loss: Loss) -> Reference | None:

@@ -11,7 +11,9 @@ from shared.errors import InvalidInput
 Degree = Annotated[int, Field(ge=1, le=4096)]
 EngineName = Literal["megatron", "fsdp"]
 MAX_WORLD_SIZE = 4096
-_FSDP_FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+"""Model families, by their config.json's `model_type`: each has a module of its name in megatron_worker/families."""
+_MEGATRON_ALONE = ("qwen3_moe",)
 
 
 class Layout(Frozen):
@@ -149,8 +151,8 @@ def broken_rule(engine: EngineName, layout: Layout) -> str | None:
 
 def check_family(engine: EngineName, family: str) -> None:
     """Raises InvalidInput where an engine knows a family of models not, which Megatron's does whatever we read."""
-    if engine == "fsdp" and family not in _FSDP_FAMILIES:
-        known = ", ".join(_FSDP_FAMILIES)
+    if engine == "fsdp" and family in _MEGATRON_ALONE:
+        known = ", ".join(name for name in FAMILIES if name not in _MEGATRON_ALONE)
         raise InvalidInput(f"the engine fsdp trains {known}, not {family}: use megatron", "engine")
 
 

@@ -59,14 +59,6 @@ class RunEvent(Frozen):
     event: Event
 
 
-def read_events(
-    store: ObjectStore, run_id: str, cursor: EventCursor = BEGINNING, limit: int | None = None
-) -> tuple[list[Event], EventCursor]:
-    """`read_run_events`, events alone."""
-    found, cursor = read_run_events(store, run_id, cursor, limit)
-    return [item.event for item in found], cursor
-
-
 def read_run_events(
     store: ObjectStore, run_id: str, cursor: EventCursor = BEGINNING, limit: int | None = None
 ) -> tuple[list[RunEvent], EventCursor]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from shared.contract import Artifact, Frozen
+from shared.jobs.events import Event
 from shared.jobs.job import Checkpointing, JobPlan, Lora, PackedData, Schedule
 from shared.jobs.leases import WorkerKey
+from shared.runs.events import BEGINNING, EventCursor, read_run_events
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import ObjectStore
 
@@ -70,6 +72,14 @@ def job_plan(
         checkpointing=Checkpointing(every_steps=every_steps, keep=keep),
         seed=seed,
     )
+
+
+def read_events(
+    store: ObjectStore, run_id: str, cursor: EventCursor = BEGINNING, limit: int | None = None
+) -> tuple[list[Event], EventCursor]:
+    """`read_run_events`, events alone."""
+    found, cursor = read_run_events(store, run_id, cursor, limit)
+    return [item.event for item in found], cursor
 
 
 def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 20.0) -> T:

@@ -29,13 +29,13 @@ from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal
 from shared.jobs.events import Started, Step
-from shared.runs.events import read_events
 from shared.runs.requests import RunRecord
 from shared.runs.start import RLStart, RunTiming
 from shared.runs.status import StepRequest, StepStatus
 from shared.settings import DownloadSettings, QuotaSettings, Settings
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
+from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.test_sft import Stack, eventually
 from workflows import rl

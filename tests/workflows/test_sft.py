@@ -40,7 +40,6 @@ from service.seals import seal_key
 from shared.contract import Fence
 from shared.jobs.events import Step
 from shared.jobs.layout import Layout
-from shared.runs.events import read_events
 from shared.runs.requests import DatasetSource, SFTRun
 from shared.runs.start import ModelRequest, RunStart, RunTiming, result_sha256
 from shared.runs.status import STATUS_MEMO, RunStatus
@@ -48,7 +47,7 @@ from shared.settings import Settings
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import ObjectStore, open_store, open_uri
 from tests.ended import TELLS_WHERE_IT_STANDS, end
-from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan
+from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan, read_events
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.services.single_activity import TrackWorkflow

@@ -17,7 +17,6 @@ from shared.contract import Fence
 from shared.errors import CorruptArtifact, StoreUnavailable, WorkerLost
 from shared.jobs.events import Cancelled, Probed, Step, Succeeded
 from shared.jobs.job import Job, JobPlan, Reinforce
-from shared.runs.events import read_events
 from shared.runs.status import CheckpointRef
 from shared.settings import S3Settings, Settings
 from shared.storage.artifacts import find, read_manifest
@@ -25,7 +24,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store, open_uri
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.conftest import S3Server
-from tests.workflows.stand_in import artifact, job_plan, wait_until
+from tests.workflows.stand_in import artifact, job_plan, read_events, wait_until
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 
 KEYS = RunKeys("r1")

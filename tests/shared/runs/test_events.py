@@ -7,9 +7,10 @@ import pytest
 from shared.contract import Fence
 from shared.errors import InvalidInput
 from shared.jobs.events import Step
-from shared.runs.events import EventCursor, read_events, read_run_events
+from shared.runs.events import EventCursor, read_run_events
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
+from tests.workflows.stand_in import read_events
 
 KEYS = RunKeys("r1")
 FIRST, SECOND = Fence(epoch=1), Fence(epoch=2)
