@@ -12,7 +12,7 @@ _ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet, and so is every IPv4 address that it carries."""
+    """Return True for an IP address on the public internet that carries no IPv4 address which is not."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return ip.is_global and not ip.is_multicast
@@ -34,7 +34,7 @@ def _carried(ip: ipaddress.IPv6Address) -> list[str]:
 
 
 def is_plainly_private(host: str) -> bool:
-    """Whether a host is a private address as it is written, in any spelling that connecting would take, or localhost.
+    """Return True for localhost and for private addresses as written, in any spelling that connecting would take.
 
     No name is looked up: what one resolves to counts when it is connected to, and not before.
     """
@@ -48,5 +48,5 @@ def is_plainly_private(host: str) -> bool:
 
 
 def private_host(setting: str) -> str:
-    """What is said of a host that is not on the public internet: the rule, and the setting that opens it."""
+    """Return the message for a host that is not on the public internet: the rule, and the setting that opens it."""
     return f"this host is on a private network; a trusted one is opened with {setting}"

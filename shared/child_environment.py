@@ -1,6 +1,6 @@
-"""What a process that we start is told of our own environment: one allow-list for each kind of process.
+"""Environment variables that are passed on to processes that we start: one allow-list for each kind of process.
 
-Nothing else is handed on: a secret that we were given reaches the processes that use it, and no other.
+Nothing else is passed on: a secret reaches the processes that use it, and no other.
 """
 
 import os
@@ -47,7 +47,7 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
 }
 
 _SERVICES: tuple[Kind, ...] = ("web", "control", "gpu", "sampler")
-"""These read our settings, LONGSHORE_*; the others are told what they need by whoever starts them."""
+"""These read our settings, LONGSHORE_*; the others get what they need from the process that starts them."""
 
 SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
     "api_key": (),  # the service needs only its hash
@@ -60,11 +60,11 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
     "sampling": ("web", "control"),
     "sampling__api_key": ("control",),
 }
-"""Settings that hold secrets, and who is told; the others are told to all that read settings."""
+"""Settings that hold secrets, and the kinds of process that get them; other settings go to all that read settings."""
 
 
 def child_environment(kind: Kind, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of `given`, what a process of this kind may know."""
+    """Return the variables of `given` that a process of this kind may see."""
     return {name: value for name, value in given.items() if _is_allowed(kind, name)}
 
 

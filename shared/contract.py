@@ -21,7 +21,7 @@ class Artifact(Frozen):
 
 
 class Fence(Frozen):
-    """Which scheduling of a run's work this is. A worker refuses one older than its lease's.
+    """Identifies one scheduling of a run's work. A worker refuses one that is older than its lease's.
 
     `epoch` is raised by the workflow at every new lease; `attempt` is Temporal's own, within an epoch.
     """

@@ -14,14 +14,14 @@ KernelPolicy = Literal["auto", "strict", "torch"]
 
 
 class S3Settings(BaseModel):
-    """How to reach S3. Credentials are boto3's own affair (environment, profile, instance role)."""
+    """The address of S3. Credentials come from boto3's own chain (environment, profile, instance role)."""
 
     endpoint_url: str | None = None
     region: str | None = None
 
 
 class DownloadSettings(BaseModel):
-    """What a user's URI may cost us, and where it may lead."""
+    """Limits of downloads from users' URIs, and the places that they may name."""
 
     max_bytes: int = Field(default=50 << 30, description="as transferred")
     max_decompressed_bytes: int = Field(default=200 << 30)
@@ -36,7 +36,7 @@ class DownloadSettings(BaseModel):
 
 
 class GradingSettings(BaseModel):
-    """What graders may cost, and where the judge of `score_model` graders is."""
+    """Limits of graders, and the server of `score_model` graders."""
 
     python_time_s: float = Field(default=10.0, gt=0, description="of one sample")
     python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
@@ -47,7 +47,7 @@ class GradingSettings(BaseModel):
 
 
 class ConfinedSettings(BaseModel):
-    """What work on users' data may take, in a process of its own (activities/confined/calls.py)."""
+    """Limits of the processes that work on users' data (activities/confined/calls.py)."""
 
     memory_bytes: int = Field(default=4 << 30, ge=512 << 20)
     step_cpu_s: int = Field(default=300, ge=1, description="of processor time, from one batch of rows to the next")
@@ -68,7 +68,7 @@ class SamplingSettings(BaseModel):
 
 
 class ServingSettings(BaseModel):
-    """How users' questions to published models are answered by leased samplers."""
+    """Leases of samplers that answer users' questions to published models."""
 
     idle_s: float = Field(default=300.0, gt=0, description="without a question, until a sampler is given back")
     patience_s: float = Field(default=120.0, gt=0, description="that a question waits for a sampler to be up")
@@ -84,7 +84,7 @@ class ServingSettings(BaseModel):
 
 
 class WebhookSettings(BaseModel):
-    """How webhooks are delivered, and where they may lead."""
+    """Delivery of webhooks, and the addresses that they may have."""
 
     allow_private_addresses: bool = Field(default=False, description="webhooks on loopback and private networks")
     timeout_s: float = Field(default=15.0, gt=0, description="of a receiver that is silent")
@@ -98,7 +98,7 @@ def _no_truth(given: Any) -> Any:
 
 
 class QuotaSettings(BaseModel, extra="forbid"):
-    """What a tenant may use, unless it has quotas of its own; None: no limit."""
+    """Quotas of tenants that have none of their own; None: no limit."""
 
     _not_a_truth = field_validator("*", mode="before")(_no_truth)
 
@@ -121,7 +121,7 @@ class RateLimitSettings(BaseModel):
 
 
 class TenantLimits(BaseModel):
-    """What one tenant may have going on at once in one service process. More of it waits, and then is refused (429)."""
+    """Limits of a tenant's simultaneous requests to a service process. More of them wait, then are refused (429)."""
 
     checks: int = Field(default=4, ge=1, description="previews, validations and tries of graders")
     questions: int = Field(default=16, ge=1, description="to published models")

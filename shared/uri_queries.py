@@ -52,7 +52,7 @@ def _differ(one: object, other: object) -> bool:
 
 
 def _named(store: ObjectStore, uri: str, place: str) -> str:
-    """By the hash of the whole URI: the same again is the same record, and only whoever has it can name it."""
+    """Name a query by the hash of the whole URI: equal URIs share a record, and nobody else can name it."""
     if "?" not in uri:
         return uri
     try:

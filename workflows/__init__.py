@@ -1,1 +1,1 @@
-"""Temporal workflows: the order of things, deterministic, on one page each."""
+"""Temporal workflows: the order of a run's steps, deterministic, on one page each."""

@@ -1,4 +1,4 @@
-"""How a run ends, and what is told of an end before its time."""
+"""Ends of runs: errors as problems in words, cancellation, pause, and the workflow's own result."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ _SKIPPED = "skipped: nothing in them was to be learned from, and they changed no
 
 
 def with_skipped(notices: tuple[str, ...], num_skipped: int) -> tuple[str, ...]:
-    """What a run's user should know, with how many of its steps were skipped."""
+    """Return a run's notices with one on the number of its skipped steps."""
     if not num_skipped:
         return notices
     steps = f"{num_skipped} step{'s were' if num_skipped > 1 else ' was'} {_SKIPPED}"
@@ -43,7 +43,7 @@ def with_skipped(notices: tuple[str, ...], num_skipped: int) -> tuple[str, ...]:
 
 
 class RunFailed(Exception):
-    """The run cannot go on. `problem` is what its user is told."""
+    """The run cannot go on. `problem`: the reason, in words for its user."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -51,11 +51,11 @@ class RunFailed(Exception):
 
 
 class RunCancelled(Exception):
-    """The run's job has ended because it was asked to."""
+    """The run's job has ended on request."""
 
 
 def ended_early(status: RunStatus, error: BaseException, is_pausing: bool) -> RunStatus:
-    """The status of a run that an error, a cancellation or a pause has ended."""
+    """Return the status of a run that an error, a cancellation or a pause has ended."""
     if isinstance(error, RunCancelled) or is_cancelled_exception(error):
         is_cancelled = workflow.cancellation_reason() is not None or not is_pausing
         return status.model_copy(update={"state": "cancelled" if is_cancelled else "paused"})
@@ -65,7 +65,7 @@ def ended_early(status: RunStatus, error: BaseException, is_pausing: bool) -> Ru
 
 
 def close(status: RunStatus) -> RunStatus:
-    """A run's last word to Temporal: its status, or the exception that makes its workflow cancelled or failed."""
+    """Return a run's status as its workflow's result, or raise what makes the workflow cancelled or failed."""
     match status.state:
         case "cancelled":
             raise asyncio.CancelledError
@@ -76,7 +76,7 @@ def close(status: RunStatus) -> RunStatus:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """An error in words for the run's user: without a stack trace."""
+    """Describe an error in words for the run's user, without a stack trace."""
     match error:
         case RunFailed():
             return error.problem
@@ -92,7 +92,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def is_final(error: ActivityError) -> bool:
-    """Whether doing it again could only fail again."""
+    """Return True for an error that a retry could not mend."""
     return isinstance(error.cause, ApplicationError) and error.cause.type in FINAL_ERRORS
 
 

@@ -26,7 +26,7 @@ AllTokens = Annotated[
 
 
 class Sampling(Frozen):
-    """How a completion is drawn. Temperature 0 takes the most likely token, the lowest id among equals.
+    """Sampling parameters of a completion. Temperature 0 takes the most likely token, the lowest id among equals.
 
     A completion ends behind the first token of `stop_token_ids` or of the model's own end tokens (kept in the token
     ids, left out of the text), behind the token that completes one of the `stop` strings (the text ends before it), or

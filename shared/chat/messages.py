@@ -24,7 +24,7 @@ _ToolChoice = Annotated[
 
 
 class StreamOptions(Request):
-    """What a stream of chunks says beside the text."""
+    """Options of a stream of chunks: what it holds besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -102,12 +102,12 @@ class ChatRequest(Request):
 
     @property
     def offered_tools(self) -> list[dict[str, JsonValue]]:
-        """What the model is told that it may call."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def most_tokens(self) -> int | None:
-        """Of one choice; None: as many as the model has room for."""
+        """The limit of one choice's tokens; None: as many as the model has room for."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -146,7 +146,7 @@ class ToolCall(Answer):
 
 
 class ChatAnswer(Answer):
-    """What the model said: text, calls of the tools that were offered, or both."""
+    """The model's message: text, calls of the tools that were offered, or both."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None

@@ -55,7 +55,7 @@ class ChoiceLogprobs(Answer):
 
 
 class SampledTurn(Answer):
-    """How an assistant's turn was sampled: what stands beside the message in a choice of a chat completion.
+    """The record of how an assistant's turn was sampled: the fields beside the message in a chat completion's choice.
 
     `answer_id`: of the completion of ours whose choice `index` it is: its drawn ids are remembered.
     """

@@ -44,7 +44,7 @@ _REFUSED_METRICS = {
 
 
 class TextSimilarityGrader(Frozen):
-    """How alike two texts are, from 0 to 1."""
+    """Grades the similarity of two texts, from 0 to 1."""
 
     type: Literal["text_similarity"] = "text_similarity"
     name: GraderName
@@ -111,7 +111,7 @@ class Message(Frozen):
 
 
 class SamplingParams(Frozen):
-    """What is not set, the scoring server chooses. `max_completions_tokens` is OpenAI's own spelling."""
+    """Sampling parameters, chosen by the scoring server where not set. `max_completions_tokens` is OpenAI's."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -203,7 +203,7 @@ class SampledItem(Frozen):
 
     @property
     def namespaces(self) -> dict[str, dict[str, JsonValue]]:
-        """What templates and python graders see. `output_json` is there when the text is JSON, and was not sent."""
+        """A sample as graders see it. `output_json` is there when the text is JSON, and was not sent."""
         sample = dict(self.sample)
         if "output_json" not in sample and (parsed := _parsed(str(sample["output_text"]))) is not None:
             sample["output_json"] = parsed

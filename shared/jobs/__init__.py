@@ -1,1 +1,1 @@
-"""What a control plane and a worker say to each other: the job, its packed data, its events, its layout."""
+"""The protocol between control plane and worker: the job, its packed data, its events, its layout."""

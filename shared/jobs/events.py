@@ -62,8 +62,8 @@ class Evaluated(_Event):
 
 
 class Probed(_Event):
-    """What the weights after `step` steps say of the job's probe: of each token but the first, in nats, given those
-    before it, at temperature 1."""
+    """The log-probabilities of the job's probe by the weights after `step` steps: of each token but the first, in nats,
+    given those before it, at temperature 1."""
 
     event: Literal["probed"] = "probed"
     step: int

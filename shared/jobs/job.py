@@ -75,7 +75,7 @@ class Kl(Frozen):
 
 
 class _PolicyLoss(Frozen):
-    """What every policy loss has. Its formulas and metrics: docs/losses.md."""
+    """The fields of every policy loss. Formulas and metrics: docs/losses.md."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     constant: int | None = Field(default=None, ge=1, description="tokens by which constant_length divides a sequence")
@@ -181,7 +181,7 @@ def reference_of(loss: Loss) -> Reference | None:
 
 
 def reference_uri(loss: PolicyLoss) -> str | None:
-    """Where the adapter is that a run's loss keeps the policy near, if it names one so."""
+    """Return the URI of the adapter that a run's loss keeps the policy near, if it names one by URI."""
     match loss.kl:
         case Kl(reference=str() as uri) if uri != "base":
             return uri
@@ -197,12 +197,12 @@ def with_reference(loss: PolicyLoss, adapter: Artifact | None) -> PolicyLoss:
 
 
 def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
-    """Whether a loss is of sampled sequences: reinforcement learning."""
+    """Return True for losses of sampled sequences: reinforcement learning."""
     return isinstance(loss, PolicyLoss)
 
 
 def scores_old(loss: Loss) -> bool:
-    """Whether a loss is against the trainer's own log-probabilities, frozen at the start of the job."""
+    """Return True where ratios are against the trainer's own log-probabilities, frozen at the start of the job."""
     return is_policy_loss(loss) and loss.old == "trainer"
 
 
@@ -225,7 +225,7 @@ class Schedule(Frozen):
 
 
 class PackedData(Frozen):
-    """What is trained on: `units` (examples) and the `plan` that puts them into steps and bins (packed.py)."""
+    """The training data: `units` (examples) and the `plan` that puts them into steps and bins (packed.py)."""
 
     units: Artifact
     plan: Artifact
@@ -248,7 +248,7 @@ class Checkpointing(Frozen):
 
 
 class JobPlan(Frozen):
-    """What to do, without where: the same for every attempt of a run."""
+    """The work of a job without paths and fence: the same for every attempt of a run."""
 
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
@@ -315,7 +315,7 @@ class Job(Frozen):
 
     @property
     def needs_its_beginning(self) -> bool:
-        """Whether the weights that the job begins with are wanted: it begins now, or goes on and is scored by them."""
+        """True where the weights that the job begins with are needed: at its first attempt, or to score by them."""
         return self.start is None or scores_old(self.plan.loss)
 
     @model_validator(mode="after")

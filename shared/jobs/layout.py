@@ -45,7 +45,7 @@ class Layout(Frozen):
 
     @property
     def label(self) -> str:
-        """Such as `tp2-sp-dp2`; `single` for one rank."""
+        """A short name, such as `tp2-sp-dp2`; `single` for one rank."""
         degrees = self.model_dump()
         parts = [
             "sp" if name == "sp" else f"{name}{degree}"
@@ -143,20 +143,20 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "") -> None:
 
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:
-    """What an engine refuses of a layout, whatever the model; None where it takes it."""
+    """Return the rule by which an engine refuses a layout, whatever the model; None where it takes it."""
     if engine == "fsdp" and layout != Layout(dp=layout.dp):
         return f"the engine fsdp splits data and shards weights by dp alone: use dp, and no {layout.label}"
     return None
 
 
 def check_family(engine: EngineName, family: str) -> None:
-    """Raises InvalidInput where an engine knows a family of models not, which Megatron's does whatever we read."""
+    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES."""
     if engine == "fsdp" and family in _MEGATRON_ALONE:
         known = ", ".join(name for name in FAMILIES if name not in _MEGATRON_ALONE)
         raise InvalidInput(f"the engine fsdp trains {known}, not {family}: use megatron", "engine")
 
 
-class _Laid(Protocol):
+class _HasLayout(Protocol):
     @property
     def engine(self) -> EngineName: ...
 
@@ -164,11 +164,11 @@ class _Laid(Protocol):
     def layout(self) -> Layout: ...
 
 
-LaidT = TypeVar("LaidT", bound=_Laid)
+HasLayoutT = TypeVar("HasLayoutT", bound=_HasLayout)
 
 
-def engine_takes_the_layout(laid: LaidT) -> LaidT:
-    """A validator of models that have both. Raises ValueError with the rule that the layout breaks."""
+def engine_takes_the_layout(laid: HasLayoutT) -> HasLayoutT:
+    """Validate models that have both. Raises ValueError with the rule that the layout breaks."""
     if rule := broken_rule(laid.engine, laid.layout):
         raise ValueError(rule)
     return laid

@@ -1,4 +1,4 @@
-"""What a host and its worker or sampler tell each other beside jobs: who the process is, and whose lease it serves."""
+"""Files between a host and its worker or sampler besides jobs: the process's identity, and the lease that it serves."""
 
 from typing import Self
 
@@ -10,7 +10,7 @@ from shared.jobs.layout import EngineName, Layout
 
 
 class WorkerKey(Frozen):
-    """What is fixed while a worker process lives. A released worker may serve another run with an equal key."""
+    """Properties of a worker process for its life. A released worker may serve another run with an equal key."""
 
     model: Artifact
     layout: Layout
@@ -31,7 +31,7 @@ class WorkerKey(Frozen):
 
 
 class SamplerKey(Frozen):
-    """What is fixed while a sampler process lives, and decides its bits on one machine."""
+    """Properties of a sampler process for its life, which decide its bits on one machine."""
 
     model: Artifact
     dtype: Dtype = "float32"

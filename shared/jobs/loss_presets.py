@@ -1,4 +1,4 @@
-"""Published algorithms: a loss of jobs.py and a kind of advantages. What a name means is said here and nowhere else."""
+"""Published algorithms by name: each is a loss of job.py and a kind of advantages."""
 
 from typing import Any, Literal, cast
 
@@ -32,7 +32,7 @@ def preset(name: Preset, max_completion_tokens: int) -> PolicyLoss:
 
 
 def advantages_of_preset(name: Preset) -> AdvantageKind:
-    """What a paper compares rewards with. Formulas: activities/trajectories/advantages.py."""
+    """Return the kind of advantages that a paper uses. Formulas: activities/trajectories/advantages.py."""
     match name:
         case "reinforce":  # Ahmadian et al. 2024, arXiv:2402.14740: REINFORCE with the others' mean as its baseline
             return "leave_one_out"
@@ -43,7 +43,7 @@ def advantages_of_preset(name: Preset) -> AdvantageKind:
 
 
 def equal_rewards_of_preset(name: Preset) -> EqualRewards:
-    """Whether a paper's mean counts groups whose rewards are all the same. Without them its gradient is larger."""
+    """Return what a paper does with groups whose rewards are all the same: without them its mean gradient is larger."""
     match name:
         case "dapo" | "cispo":  # DAPO, section 3.2: sampled until groups differ; MiniMax-M1 does so too
             return "drop"

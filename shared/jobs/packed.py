@@ -254,7 +254,7 @@ class Units:
         return self._maps.get(name)
 
     def target_indices(self, units: Ints) -> Ints:
-        """Where the targets of a bin lie in the columns on disk, in the bin's order: [N] int64."""
+        """Return the indices of a bin's targets in the columns on disk, in the bin's order: [N] int64."""
         first, end = self.target_offsets[units], self.target_offsets[np.asarray(units) + 1]
         counts = end - first
         return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
@@ -295,7 +295,7 @@ def _dtype(column: str) -> np.dtype:
 
 
 def _sequence_starts(sequence_N: NDArray, targets: Ints) -> Ints:
-    """What to add so that sequence numbers of different units of a bin differ: [N] int64."""
+    """Return the offsets that make sequence numbers of different units of a bin differ: [N] int64."""
     ends = np.cumsum(targets)
     counts = [int(sequence_N[e - n : e].max()) + 1 if n else 0 for e, n in zip(ends, targets, strict=True)]
     return np.repeat(np.cumsum(counts) - counts, targets)

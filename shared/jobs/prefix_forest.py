@@ -55,7 +55,7 @@ def grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[Node]]:
 
 
 def _branches(first: int, last: int, end: int, shared_S: list[int], length_S: list[int]) -> list[tuple[int, int]]:
-    """Where sorted sequences, alike up to position `end` and all longer, part: ranges of them, as a stack.
+    """Split sorted sequences, equal up to position `end` and all longer, by their next token: ranges, as a stack.
 
     Branches of one length stand beside each other, for attention to take them together.
     """
@@ -73,7 +73,7 @@ def num_shared(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
 
 
 def indices(order: list[int], nodes: list[Node]) -> list[Ints]:
-    """For each sequence, the place in the tree of each of its tokens, [L]."""
+    """Return for each sequence the place in the tree of each of its tokens, [L]."""
     found: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(order)
     ways: list[Ints] = []
     start = 0

@@ -92,7 +92,7 @@ def write_config(folder: Path, lora: Lora) -> None:
 
 
 def read_config(folder: Path, expected: Lora | None = None) -> Lora:
-    """What a folder's adapter is.
+    """Return the LoRA configuration of a folder's adapter.
 
     Raises:
         InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not

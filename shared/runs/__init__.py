@@ -1,1 +1,1 @@
-"""What users ask for and what becomes of it: runs, their events, schedules and webhooks."""
+"""Runs as users request them, their status and events, schedules, webhooks, previews, questions to models."""

@@ -1,4 +1,4 @@
-"""What tokenizing makes of a dataset's rows: the report of a whole dataset, and a preview of its first rows."""
+"""Results of tokenizing: the report of a whole dataset, and a preview of its first rows."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from shared.runs.requests import Format, RowsSource, Tenant
 
 
 class LengthCount(Frozen):
-    """How many rows have more than half of `up_to_tokens` tokens, and at most that."""
+    """The number of rows with more than half of `up_to_tokens` tokens, and at most that."""
 
     up_to_tokens: int
     num_rows: int
@@ -60,7 +60,7 @@ class PreviewRequest(Frozen):
 
 
 class PreviewStart(Frozen):
-    """What is looked at, and for whom."""
+    """A preview's request, and its tenant."""
 
     tenant: Tenant
     request: PreviewRequest

@@ -30,7 +30,7 @@ PAIR_FORMATS = ("preference", "openai_preference")
 
 
 class DatasetSource(Frozen):
-    """Where examples are and how to read them. `auto` recognises the format by its first rows, and refuses a tie."""
+    """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
 
     uri: str = Field(min_length=1, max_length=2048)
     format: Format = "auto"
@@ -75,7 +75,7 @@ PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
 
 
 class _DatasetRun(Frozen):
-    """What runs that train on a dataset have in common: one of epochs and steps, one of batch_size and batch_tokens."""
+    """Common fields of runs on a dataset: one of epochs and steps, one of batch_size and batch_tokens."""
 
     kind: str
     schema_version: Literal[1] = 1
@@ -185,7 +185,7 @@ class HeldOut(Frozen):
 
 
 class Rollouts(Frozen):
-    """How a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
+    """Settings by which a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
 
     Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
     it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first.
@@ -344,7 +344,7 @@ WandbName = Annotated[
 
 
 class WandbRun(Frozen):
-    """Where a run is written in W&B, in the place of the installation's own project."""
+    """The W&B project of a run, instead of the installation's own."""
 
     project: WandbName
     entity: WandbName | None = None
@@ -353,7 +353,7 @@ class WandbRun(Frozen):
 
 
 class Source(Frozen):
-    """By which door a run came in, and what its sender wants to find again."""
+    """The API through which a run was submitted, and labels of its client."""
 
     api: Literal["native", "openai", "art"] = "native"
     schedule: str | None = Field(default=None, description="the name of the schedule that started it")

@@ -10,7 +10,7 @@ from shared.contract import Artifact, Frozen
 from shared.runs.requests import DatasetSource, Name, RLRun, Run, RunId, Tenant
 from shared.runs.start import RLStart, RunStart
 
-# Of a schedule's workflow: its Action as it stands.
+# The memo of a schedule's workflow that holds its Action.
 ACTION_MEMO = "action"
 _NAMED = ("@hourly", "@daily", "@weekly", "@monthly", "@yearly")
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
@@ -65,7 +65,7 @@ class ScheduledRun(Frozen):
 
 
 class ScheduleRecord(Frozen):
-    """What was accepted, and when; from it a schedule that Temporal has lost is made again."""
+    """The record of an accepted schedule, from which a schedule that Temporal has lost is made again."""
 
     schema_version: Literal[1] = 1
     tenant: Tenant
@@ -85,7 +85,7 @@ class ScheduledAction(Frozen):
 
 
 class Action(Frozen):
-    """What a schedule did at one of its times. `skipped` and `failed` say why there is no run."""
+    """The outcome of one action of a schedule. `skipped` and `failed` say why there is no run."""
 
     state: Literal["preparing", "started", "skipped", "failed"] = "preparing"
     run_id: RunId | None = None
@@ -93,7 +93,7 @@ class Action(Frozen):
 
 
 class AcceptRequest(Frozen):
-    """Which run of which schedule, and the data that it would train on: what the service is asked to accept."""
+    """Asks the service to accept a run of a schedule, given the data that it would train on."""
 
     action: ScheduledAction
     run_id: RunId
@@ -101,7 +101,7 @@ class AcceptRequest(Frozen):
 
 
 class Decision(Frozen):
-    """How to start the run; or, without `start`, why there is nothing to start."""
+    """The workflow and input with which to start the run; or, without `start`, the reason why not."""
 
     workflow: str = ""
     start: RunStart | RLStart | None = None

@@ -64,7 +64,7 @@ class CompletionStart(Frozen):
 
 
 class ServingStart(Frozen):
-    """Which sampler, on a host of which shape. `idle_s`: without a question, until it is given back."""
+    """The sampler to lease, and the shape of its host. `idle_s`: without a question, until it is given back."""
 
     serving_id: RunId = Field(description="the workflow's own id")
     key: SamplerKey
@@ -75,6 +75,6 @@ class ServingStart(Frozen):
 
 
 class ServeRequest(Frozen):
-    """A question is coming. `patience_s`: how long it may wait for a sampler."""
+    """Announces a question. `patience_s`: the time that it may wait for a sampler."""
 
     patience_s: float = Field(gt=0)

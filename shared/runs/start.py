@@ -1,4 +1,4 @@
-"""How a run's workflow is started: its name and its input, the same whoever starts it."""
+"""Start of a run's workflow: its name and its input, for the service and for schedules."""
 
 import hashlib
 import secrets
@@ -33,7 +33,7 @@ _PICKUP_PER_HEARTBEAT = 1.5
 
 
 class RunTiming(Frozen):
-    """How patient the control plane is with this run; workflows may not read settings, so it travels with the run."""
+    """Timeouts of the control plane for this run; workflows may not read settings, so they travel with the run."""
 
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
     host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
@@ -42,7 +42,7 @@ class RunTiming(Frozen):
 
 
 class Start(Frozen):
-    """What every run's workflow is started with."""
+    """The input of every run's workflow."""
 
     run_id: RunId
     tenant: Tenant = FIRST_TENANT
@@ -104,7 +104,7 @@ def workflow_of(
 
 
 def result_sha256(store: ObjectStore, run_id: str) -> str | None:
-    """Which of a run's ends stands in the store; None while it has not ended."""
+    """Return the SHA-256 of the run's result in the store; None while it has not ended."""
     try:
         return hashlib.sha256(store.get_bytes(RunKeys(run_id).result)).hexdigest()
     except NotFound:
@@ -135,7 +135,7 @@ def check_parallelism(run: Run, settings: Settings, below: str = "") -> None:
 
 
 def timing_of(settings: Settings) -> RunTiming:
-    """How patient an installation is with its hosts and workers."""
+    """Return the timeouts of an installation for its hosts and workers."""
     return RunTiming(
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         host_pickup_timeout_s=_PICKUP_PER_HEARTBEAT * settings.heartbeat_timeout_s,
@@ -144,7 +144,7 @@ def timing_of(settings: Settings) -> RunTiming:
 
 
 def threads_per_rank(run: Run, settings: Settings) -> int:
-    """What a run that is accepted now keeps for good: CPU threads are part of a bit-identical result."""
+    """Return the CPU threads of each rank, which a run keeps for good: they are part of a bit-identical result."""
     return max(1, settings.cpu_threads // run.layout.world_size)
 
 

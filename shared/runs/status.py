@@ -1,4 +1,4 @@
-"""How a run stands: what is shown of it while it goes on, and what stays when it has ended."""
+"""The status of runs and of train steps, while they go on and when they have ended."""
 
 from typing import Annotated, Literal
 
@@ -31,7 +31,7 @@ State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 
 
 class CheckpointRef(Frozen):
-    """A checkpoint that stands in the store."""
+    """A checkpoint in the store."""
 
     step: int
     fence: Fence
@@ -39,7 +39,7 @@ class CheckpointRef(Frozen):
 
 
 class Problem(Frozen):
-    """Why a run failed, in words for its user."""
+    """The reason why a run failed, in words for its user."""
 
     kind: str
     message: str
@@ -49,7 +49,7 @@ STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and
 
 
 class PhaseSpan(Frozen):
-    """When a run was in a phase, in seconds since 1970. `lease`: the worker that it had then, by number."""
+    """The time that a run was in a phase, in seconds since 1970. `lease`: the number of the lease that it had then."""
 
     phase: Phase
     began: float
@@ -58,7 +58,7 @@ class PhaseSpan(Frozen):
 
 
 class RunStatus(Frozen):
-    """A run at a glance: the answer of the workflow's `status` query, and what `result.json` keeps afterwards."""
+    """A run's status: the answer of the workflow's `status` query, and the contents of `result.json` afterwards."""
 
     run_id: RunId
     kind: Literal["sft", "dpo", "rl"] = "sft"
@@ -100,7 +100,7 @@ class StepRequest(Frozen):
 
 
 class StepStatus(Frozen):
-    """A train step as it stands. `done`: its adapter is published, and a later step trains on from it.
+    """The status of a train step. `done`: its adapter is published, and a later step trains on from it.
 
     `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
     """
@@ -136,7 +136,7 @@ class Policy(Frozen):
 
 
 class RolloutData(Frozen):
-    """What a run's own rollouts are made of, as it was found at the run's beginning.
+    """The rendered prompts of a run's own rollouts, as found at the run's beginning.
 
     `probe`: token ids by which a sampler proves after each publish that it serves the new adapter.
     """
@@ -148,7 +148,7 @@ class RolloutData(Frozen):
 
 
 class RLState(Frozen):
-    """What an RL run's workflow hands on to its next execution, whose history starts empty."""
+    """The state that an RL run's workflow passes to its next execution, whose history starts empty."""
 
     next_step: int = 1
     policy_version: int = 0

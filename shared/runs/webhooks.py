@@ -1,4 +1,4 @@
-"""Webhooks: addresses that a tenant wants told of its runs, what they are told, and what became of it."""
+"""Webhooks: a tenant's addresses, the notices that they get of its runs, and the deliveries of those."""
 
 import base64
 import json
@@ -69,13 +69,13 @@ class Webhook(Frozen):
         return self.enabled and (not self.events or kind in self.events)
 
     def keys(self, now: float) -> tuple[bytes, ...]:
-        """What messages are signed with at a moment: the newest secret first, and the one before while it lasts."""
+        """Return the signing keys at a moment: the newest secret's first, and the one's before while it lasts."""
         before = self.previous_secret if now < (self.previous_until or 0) else None
         return tuple(base64.b64decode(s.removeprefix(_SECRET_PREFIX)) for s in (self.secret, before) if s)
 
 
 class Notice(Frozen):
-    """Something that webhooks are told. Small: who wants to know more asks the API."""
+    """A message to webhooks. Small: clients ask the API for more."""
 
     notice_id: NoticeId
     tenant: Tenant
@@ -84,7 +84,7 @@ class Notice(Frozen):
     data: dict[str, JsonValue]
 
     def body(self) -> bytes:
-        """What is sent, the same bytes at every attempt: in the fields that clients of OpenAI's webhooks read."""
+        """Return the body, the same bytes at every attempt: in the fields that clients of OpenAI's webhooks read."""
         moment = datetime.fromtimestamp(self.created_at, UTC).isoformat(timespec="milliseconds")
         said = {
             "id": self.notice_id,
@@ -107,7 +107,7 @@ class Attempt(Frozen):
 
 
 class Delivery(Frozen):
-    """What became of one notice at one webhook. `attempts`: the last ones."""
+    """The delivery of one notice to one webhook. `attempts`: the last ones."""
 
     notice_id: NoticeId
     type: NoticeType
@@ -129,7 +129,7 @@ def new_notice_id() -> str:
 
 
 class WebhookRequest(Frozen):
-    """What is told to whom. Workflows may not read settings, so how soon it is told again travels with it."""
+    """A notice and its webhooks. Workflows may not read settings, so the first retry's delay travels with it."""
 
     notice: Notice
     webhook_ids: tuple[WebhookId, ...]

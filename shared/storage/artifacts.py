@@ -53,7 +53,7 @@ class Manifest(Frozen):
 
     @property
     def contents_sha256(self) -> str:
-        """Of the files alone: the same wherever they lie."""
+        """The SHA-256 of the list of files: the same wherever they lie."""
         return hashlib.sha256(self.model_copy(update={"root": None}).encoded()).hexdigest()
 
     @property
@@ -168,7 +168,7 @@ def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
 
 
 def files_of(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]:
-    """Where an artifact's files lie, references followed, and its manifest: `entry.path` is each file's key there."""
+    """Return the store of an artifact's files, references followed, and its manifest: `entry.path` is a file's key."""
     store, key = open_uri(artifact.uri, s3)
     manifest = read_manifest(store, key, artifact.sha256)
     return open_store(manifest.root or artifact.uri, s3), manifest
@@ -275,6 +275,6 @@ def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:
 
 
 def _stamp(folder: Path, manifest: Manifest) -> bytes:
-    """What cannot stay as it is when a file is written to. Raises CorruptArtifact for a missing or resized file."""
+    """Return what changes when a file is written to. Raises CorruptArtifact for a missing or resized file."""
     checked = ((entry.sha256, _check_size(folder, entry)) for entry in manifest.files)
     return "\n".join(f"{h} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for h, s in checked).encode()

@@ -40,7 +40,7 @@ class RunKeys:
         self.steps = f"{self.prefix}/steps"
 
     def start(self, start_id: str) -> str:
-        """Which workflow was begun by a start of the run."""
+        """The workflow that a start of the run has begun."""
         return f"{self.prefix}/starts/{start_id}.json"
 
     def began_with(self, what: str) -> str:
@@ -94,7 +94,7 @@ def run_index(run_id: str = "") -> str:
 
 
 def tenant_folder(tenant: str = "") -> str:
-    """What a tenant may name by URI lies below it, and nothing else of the store."""
+    """The prefix of everything of the store that a tenant may name by URI."""
     return f"tenants/{tenant}"
 
 
@@ -109,7 +109,7 @@ def sent_request(tenant: str, sha256: str) -> str:
 
 
 def sent_requests() -> str:
-    """What the keys of every tenant's such objects begin with."""
+    """The prefix of every tenant's such objects."""
     return "index/sent/"
 
 
@@ -139,7 +139,7 @@ def file_record(tenant: str, file_id: str = "") -> str:
 
 
 def file_records() -> str:
-    """What the keys of every tenant's file records begin with."""
+    """The prefix of every tenant's file records."""
     return "records/files/"
 
 
@@ -154,12 +154,12 @@ def upload_part(tenant: str, upload_id: str, part_id: str = "") -> str:
 
 
 def reserved(tenant: str) -> str:
-    """What the keys of bytes begin with that are being written for a tenant (shared/storage/stored_bytes.py)."""
+    """The prefix of entries for bytes that are being written for a tenant (shared/storage/stored_bytes.py)."""
     return f"records/reserved/{tenant}/"
 
 
 def brought(tenant: str, run_id: str = "") -> str:
-    """What the keys begin with that say how much a tenant's runs, or one of them, have brought into the store."""
+    """The prefix of entries for the bytes that a tenant's runs, or one of them, have downloaded into the store."""
     return f"records/brought/{tenant}/{run_id}/" if run_id else f"records/brought/{tenant}/"
 
 
@@ -168,7 +168,7 @@ def webhook_record(tenant: str, webhook_id: str = "") -> str:
 
 
 def delivery_record(tenant: str, webhook_id: str, notice_id: str = "") -> str:
-    """What became of one notice at one webhook. Ids of notices sort by time."""
+    """The delivery of one notice to one webhook. Ids of notices sort by time."""
     return f"records/deliveries/{tenant}/{webhook_id}/{notice_id}"
 
 
@@ -192,12 +192,12 @@ def art_name(tenant: str, sha256: str) -> str:
 
 
 def answer_record(tenant: str, hour: int, answer_id: str) -> str:
-    """What was drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
+    """The token ids that were drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
     return f"{answer_records()}{tenant}/{hour:08d}/{answer_id}.json"
 
 
 def answer_records() -> str:
-    """What the keys of every tenant's such objects begin with."""
+    """The prefix of every tenant's such objects."""
     return "answers/"
 
 
@@ -218,7 +218,7 @@ def rendered_prompts(key: str) -> str:
 
 
 def completions(key: str) -> str:
-    """What was drawn, token by token."""
+    """The completions of a step, token by token."""
     return f"sampled/{key}/completions"
 
 
@@ -233,7 +233,7 @@ def sampled_part(key: str, group: int) -> str:
 
 
 def sampled_parts(key: str) -> str:
-    """What the keys of all parts begin with."""
+    """The prefix of all parts."""
     return f"sampled/{key}-parts/"
 
 
@@ -242,7 +242,7 @@ def grouped(key: str) -> str:
 
 
 def is_grouped(key: str) -> bool:
-    """Whether a key is one of `grouped`."""
+    """Return True for a key of `grouped`."""
     return re.fullmatch(r"grouped/[0-9a-f]{32}/groups", key) is not None
 
 
@@ -280,7 +280,7 @@ def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
 
 
 def is_published(tenant: str, key: str) -> bool:
-    """Whether a key is one of `published_version`: where a run of this tenant publishes, and nobody uploads."""
+    """Return True for a key of `published_version`: a run of this tenant publishes there, and nobody uploads."""
     pattern = rf"{re.escape(tenant_folder(tenant))}/(adapters|models)/[a-z0-9][a-z0-9._-]{{0,62}}/v[0-9]{{6,}}"
     return re.fullmatch(pattern, key) is not None
 

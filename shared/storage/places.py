@@ -1,4 +1,4 @@
-"""Which places a tenant may read: the one rule for every path, URI, link and manifest, whoever named it.
+"""The rule for what a tenant may read: every path, URI, link and manifest, whoever named it.
 
 Of our own store a tenant has `tenants/<tenant>/` and nothing else. Of this machine's other files it has those below
 `download.file_roots`: of the root of this installation only those below a file root that itself lies in the root, and
@@ -40,7 +40,7 @@ class Places:
         self._opened = [root for root in self._roots if self._root in root.parents]
 
     def check_named(self, tenant: str, text: str, place: str) -> None:
-        """As the service checks what it is sent, without the hosts' files: nothing of ours, and nobody else's.
+        """Check a path or URI in a request, without the hosts' files: it may name nothing of ours, and nobody else's.
 
         Raises:
             InvalidInput: the text is a path or URI of what is ours or another tenant's, whether that exists or not.
@@ -83,7 +83,7 @@ class Places:
         return self._store_key(Path(os.path.realpath(Path("/") / key)))
 
     def holds_artifact(self, tenant: str, key: str) -> bool:
-        """Whether a manifest under a key is one that we have written for this tenant: nobody uploads there."""
+        """Return True where a manifest under a key was written by us for this tenant: nobody uploads there."""
         return is_published(tenant, key) or checkpoint_adapter_run(tenant, key) is not None
 
     def check_root(self, tenant: str, key: str, manifest: Manifest, place: str) -> None:
@@ -158,7 +158,7 @@ class UserFolder(LocalStore):
         self._bounds = bounds or _bounds_of(real)
 
     def holds(self, name: str) -> bool:
-        """Whether a file is where it seems to be."""
+        """Return True for a file that is where its name says."""
         return Path(os.path.realpath(self.root / name)).is_relative_to(self._bounds)
 
     def _open(self, key: str) -> BinaryIO:
@@ -170,7 +170,7 @@ class UserFolder(LocalStore):
 
 
 def path_of(file: BinaryIO) -> Path:
-    """Where an open file really lies: what its name leads to may have changed since."""
+    """Return the real path of an open file: its name may lead elsewhere since."""
     held = Path(f"/proc/self/fd/{file.fileno()}")
     return held.readlink() if held.is_symlink() else Path(os.path.realpath(file.name))
 

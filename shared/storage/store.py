@@ -224,7 +224,7 @@ _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """In the kernel where the file systems can (a reflink costs nothing), else through memory."""
+    """Copy in the kernel where the file systems can (a reflink costs nothing), else through memory."""
     try:
         while os.copy_file_range(source.fileno(), target.fileno(), 64 << 20):
             pass

@@ -1,4 +1,4 @@
-"""How many bytes a tenant stores, and which are being written for it.
+"""Counts of the bytes that a tenant stores, and of those that are being written for it.
 
 What is being written is on record in the store before it is there, so that every process, of the service or of a host,
 counts the same: an entry is an empty object whose key says who writes how many bytes, and until when to believe it. It
@@ -33,7 +33,7 @@ _ASKED, _HELD, _SETTLED = "asked", "held", "settled"
 
 @dataclass(frozen=True)
 class Standing:
-    """What stood in the store in a count that began at `at`."""
+    """The bytes in the store by a count that began at `at`."""
 
     at: float
     num_bytes: int
@@ -58,7 +58,7 @@ class Ledger:
         return sum(max(num_bytes.values()) for num_bytes in self.writers_since(at).values())
 
     def writers_since(self, at: float) -> dict[str, dict[str, int]]:
-        """Of each writer, by its id: the bytes that it asks for, holds, or has written after a count began."""
+        """Return for each writer, by its id, the bytes that it asks for, holds, or has written after a count began."""
         now, writers = time.time(), dict[str, dict[str, int]]()
         for item in list(self._store.list(paths.reserved(self._tenant))):
             writer, kind, num_bytes, when = _last(item.key).split("-")
@@ -77,7 +77,7 @@ class Ledger:
         return any(True for _ in self._store.list(f"{paths.brought(self._tenant, run_id)}{name}/"))
 
     def forget(self, run_id: str) -> None:
-        """What a run has brought is gone."""
+        """Forget the bytes that a run has downloaded: they are gone."""
         for item in list(self._store.list(paths.brought(self._tenant, run_id))):
             self._store.delete(item.key)
 
@@ -116,7 +116,7 @@ class Reservation:
             time.sleep(_PAUSE_S * (1 + random.random()))
 
     def _decide(self, num_bytes: int, most: int, standing: Standing, give_up_at: float) -> int | None:
-        """What all bytes are together; None where those that ask stand in the way, and one of them comes first."""
+        """Return the sum of all bytes; None where other writers ask too, and one of them comes first."""
         while True:
             others = self._ledger.writers_since(standing.at)
             others.pop(self._id, None)
@@ -159,12 +159,12 @@ class Reservation:
 
 
 def _decided(writer: dict[str, int]) -> int:
-    """What a writer has, whatever it asks for."""
+    """Return the bytes that a writer has, whatever it asks for."""
     return max((num_bytes for kind, num_bytes in writer.items() if kind != _ASKED), default=0)
 
 
 class Room:
-    """What a host may still write for a tenant: it has no database, and finds the quota on the tenant's record."""
+    """Return the bytes that a host, without a database, may still write: by the quota on the tenant's record."""
 
     def __init__(self, store: ObjectStore, tenant: str, quotas: QuotaSettings) -> None:
         self.ledger = Ledger(store, tenant)
@@ -205,7 +205,7 @@ def no_room(tenant: str, used: int, most: int, more: int) -> str:
 
 
 class _Quotas(BaseModel):
-    """Of a tenant's record, what is read here."""
+    """The fields of a tenant's record that are read here."""
 
     quotas: QuotaSettings = QuotaSettings()
 

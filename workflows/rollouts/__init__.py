@@ -1,1 +1,1 @@
-"""What an RL run samples and grades by itself."""
+"""An RL run's own rollouts: sampling, grading, evaluation."""

@@ -1,4 +1,4 @@
-"""What a run's own rollouts ask of prompts, sampler and grader, and what they are told by: pure functions."""
+"""Requests of a run's own rollouts to prompts, sampler and grader, and their metrics: pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ _MOST_SLOTS = 64
 
 
 def rollouts_of(run: RLRun) -> Rollouts:
-    """Those of a run that makes its own."""
+    """Return the rollout settings of a run that makes its own groups."""
     assert run.rollouts is not None
     return run.rollouts
 
 
 def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model: Artifact) -> PromptsRequest:
-    """Prompts that leave room for an answer."""
+    """Ask for the prompts that leave room for an answer."""
     rollouts = rollouts_of(run)
     return PromptsRequest(
         dataset=dataset,
@@ -140,7 +140,7 @@ def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: in
 
 
 def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
-    """Whether held-out prompts are due after a step, counted from 1."""
+    """Return True where held-out prompts are due after a step, counted from 1."""
     held_out = rollouts_of(run).held_out
     return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
 
@@ -161,7 +161,7 @@ def proof(
     logprobs: Sequence[float],
     place: SamplerPlace,
 ) -> ProveRequest:
-    """That a sampler serves a policy: its log-probabilities of the probe must be the trainer's."""
+    """Ask for proof that a sampler serves a policy: its log-probabilities of the probe must be the trainer's."""
     return ProveRequest(
         run_id=start.run_id,
         adapter=policy.adapter,
@@ -174,7 +174,7 @@ def proof(
 
 
 def held_out_metrics(sampled: Sampled, graded: GradeSummary) -> dict[str, float]:
-    """What a policy's held-out samples and their grades say of it."""
+    """Return the metrics of a policy's held-out samples and their grades."""
     metrics = {
         "eval_samples": float(graded.num_samples),
         "eval_ungraded": float(graded.num_failed),
@@ -187,5 +187,5 @@ def held_out_metrics(sampled: Sampled, graded: GradeSummary) -> dict[str, float]
 
 
 def _seed(seed: int, what: str, step: int) -> int:
-    """Of one step, and of one use of chance in it: 62 bits."""
+    """Derive the seed of one step and one use of chance in it: 62 bits."""
     return int(content_key("rollouts-1", str(seed), what, str(step))[:16], 16) >> 2
