@@ -1,6 +1,5 @@
 """Reinforcement learning, step after step, on groups that a client sends or that the run samples and grades itself."""
 
-from datetime import timedelta
 from typing import NoReturn
 
 from temporalio import workflow
@@ -15,18 +14,17 @@ with workflow.unsafe.imports_passed_through():
     from workflows import control, policies
     from workflows.outcomes import RunFailed, problem_of, with_skipped
     from workflows.rollouts import rollouts
-    from workflows.rollouts.requests import is_at_target, is_evaluated
+    from workflows.rollouts.requests import is_at_target
     from workflows.rollouts.rollouts import RolloutSource
     from workflows.rollouts.sampling import Sampling
     from workflows.training import models
     from workflows.training.run import ActiveRun, RunHandlers, changed
     from workflows.training.steps import Steps
-    from workflows.training.train_step import after, policy_of, train_and_publish, unchanged
+    from workflows.training.train_step import after, train_and_publish, unchanged
     from workflows.training.training import StepEta
 
 # A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
-_GRACE_S = 1.0  # for the next step, where another run waits for the worker
 
 
 @workflow.defn
@@ -98,7 +96,7 @@ class RLWorkflow(RunHandlers):
     async def _train_steps(self) -> bool:
         """Train the steps that clients send, in order. False when this execution's history is long enough."""
         while True:
-            await self._wait_for_a_step()
+            await self._steps.wait(self._run, self._is_wanted)
             if (step := self._steps.first_waiting()) is not None:
                 await self._train(step)
             elif self._steps.is_finishing:
@@ -112,8 +110,10 @@ class RLWorkflow(RunHandlers):
         self._source = source = RolloutSource(
             self._start, state.model, state.rollouts, list(state.policies), self._sampling
         )
-        if self._steps.next == 1 and await self._evaluate_the_beginning(source):
-            return True
+        if self._steps.next == 1 and (beginning := await source.beginning(self._run, state)) is not None:
+            self._steps.keep(beginning)
+            if is_at_target(self._start.run, beginning):
+                return True
         while self._steps.next <= state.rollouts.num_steps and not self._steps.is_finishing:
             self._run.show(phase="sampling")
             rolled = await source.groups(self._steps.next)
@@ -126,19 +126,6 @@ class RLWorkflow(RunHandlers):
                 return False
         return True
 
-    async def _evaluate_the_beginning(self, source: RolloutSource) -> bool:
-        """Record step 0: how the policy does before any training. True when it is good enough."""
-        self._run.show(phase="evaluating")
-        metrics = await source.evaluate(source.policies[0])
-        if not metrics:
-            return False
-        assert self._state is not None
-        step = unchanged(self._state, StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics))
-        await control.record(RecordStep.record_step, StepRecordRequest(run_id=self._start.run_id, step=step))
-        self._steps.keep(step)
-        self._run.show(metrics=metrics)
-        return is_at_target(self._start.run, step)
-
     async def _train(self, step: StepStatus) -> StepStatus:
         """Train a step and publish its adapter; put it on record in the store, whatever became of it."""
         assert self._state is not None
@@ -148,7 +135,7 @@ class RLWorkflow(RunHandlers):
             prove = source.prove if source else None
             done = await train_and_publish(self._run, self._start, self._state, step, prove)
             if source is not None:
-                done = await self._end_own_step(done, source)
+                done = await source.end_step(self._run, done, self._steps.is_finishing)
         except (RunFailed, ActivityError) as error:
             problem = problem_of(error)
             if source is not None or problem.kind not in policies.STEP_KINDS:
@@ -162,41 +149,6 @@ class RLWorkflow(RunHandlers):
         self._num_done += 1
         self._steps.keep(done)
         return done
-
-    async def _end_own_step(self, step: StepStatus, source: RolloutSource) -> StepStatus:
-        """Note the policy that the step left, and evaluate it on held-out prompts where that is due."""
-        before = source.policies[-1]
-        policy = policy_of(step) if step.state == "done" else before.model_copy(update={"after_step": step.step})
-        source.add(policy)
-        is_last = step.step == source.data.num_steps or self._steps.is_finishing
-        if not is_evaluated(self._start.run, step.step, is_last):
-            return step
-        self._run.show(phase="evaluating")
-        began = workflow.time()
-        metrics = await source.evaluate(policy)
-        seconds = {"evaluating_seconds": workflow.time() - began}
-        return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
-
-    async def _wait_for_a_step(self) -> None:
-        """Wait; give back a worker without a step after a while, or soon where another run waits for it."""
-
-        def has_come() -> bool:
-            return self._steps.is_finishing or self._steps.first_waiting() is not None
-
-        def is_wanted() -> bool:
-            return self._wanted_epoch == self._run.training.epoch
-
-        if has_come():
-            return
-        self._run.show(phase="waiting_for_groups")
-        idle_s = self._start.run.idle_s
-        try:
-            await workflow.wait_condition(lambda: has_come() or is_wanted(), timeout=timedelta(seconds=idle_s))
-            if not has_come():
-                await workflow.wait_condition(has_come, timeout=timedelta(seconds=min(_GRACE_S, idle_s)))
-        except TimeoutError:
-            self._run.training.release()
-            await workflow.wait_condition(has_come)
 
     def _is_long(self, max_steps: int) -> bool:
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()
@@ -262,6 +214,9 @@ class RLWorkflow(RunHandlers):
     def make_room(self) -> None:
         """Give the worker back as soon as no step waits: another run waits for it. The next step leases another one."""
         self._wanted_epoch = self._run.training.epoch
+
+    def _is_wanted(self) -> bool:
+        return self._wanted_epoch == self._run.training.epoch
 
     def _has_ended(self) -> bool:
         return self._run.status.ended_at is not None

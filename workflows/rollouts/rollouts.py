@@ -9,6 +9,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest
+    from activities.records.record_step import RecordStep, StepRecordRequest
     from activities.sampling.prove_adapter import ProveAdapter
     from activities.sampling.sample import Sample, Sampled, SampleRequest
     from activities.sources.download import Download, DownloadRequest
@@ -18,11 +19,13 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.requests import DatasetSource
     from shared.runs.serving import SamplerPlace
     from shared.runs.start import RLStart
-    from shared.runs.status import Phase, Policy, RolloutData
+    from shared.runs.status import Phase, Policy, RLState, RolloutData, StepStatus
     from workflows import control
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.sampling import Sampling
+    from workflows.training.run import ActiveRun
+    from workflows.training.train_step import policy_of, unchanged
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,6 @@ class RolloutSource:
             return "grading"
         return "sampling" if self.sampling.is_up else "waiting_for_sampler"
 
-    def add(self, policy: Policy) -> None:
-        """Add the policy that a step left."""
-        self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
-
     @staticmethod
     def num_policies(start: RLStart) -> int:
         """Number of the last policies that steps to come are sampled from."""
@@ -133,6 +132,31 @@ class RolloutSource:
             )
         )
         return rollout_requests.held_out_metrics(sampled, (await self._grade(sampled)).summary)
+
+    async def beginning(self, run: ActiveRun, state: RLState) -> StepStatus | None:
+        """Evaluate the policy before any training, and record that as step 0; None without held-out prompts."""
+        run.show(phase="evaluating")
+        metrics = await self.evaluate(self.policies[0])
+        if not metrics:
+            return None
+        step = unchanged(state, StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics))
+        await control.record(RecordStep.record_step, StepRecordRequest(run_id=self.start.run_id, step=step))
+        run.show(metrics=metrics)
+        return step
+
+    async def end_step(self, run: ActiveRun, step: StepStatus, is_finishing: bool) -> StepStatus:
+        """Add the policy that a step left, and evaluate it on held-out prompts where that is due."""
+        before = self.policies[-1]
+        policy = policy_of(step) if step.state == "done" else before.model_copy(update={"after_step": step.step})
+        self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
+        is_last = step.step == self.data.num_steps or is_finishing
+        if not rollout_requests.is_evaluated(self.start.run, step.step, is_last):
+            return step
+        run.show(phase="evaluating")
+        began = workflow.time()
+        metrics = await self.evaluate(policy)
+        seconds = {"evaluating_seconds": workflow.time() - began}
+        return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
 
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
         """Let the sampler prove that it serves a policy."""

@@ -1,13 +1,17 @@
 """The train steps of an RL run as its workflow knows them: those that wait, and the last ones that ended."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
+    from shared.runs.start import RLStart
     from shared.runs.status import Problem, RLState, StepRequest, StepStatus
+    from workflows.training.run import ActiveRun
 
+_GRACE_S = 1.0  # for the next step, where another run waits for the worker
 _MAX_WAITING = 64  # a client that is further ahead has to come back
 _REMEMBERED = 64  # steps whose answers stay here; the store remembers every one
 _ENDED_BEFORE = "the run ended before this step: send it again when {} resumed"
@@ -94,6 +98,29 @@ class Steps:
         if found is None or (request.wait and not found.is_final and not self.is_moving_on):
             raise ApplicationError(_ENDED_BEFORE.format("it was"), type="Conflict")
         return found
+
+    async def wait(self, run: ActiveRun, is_wanted: Callable[[], bool]) -> None:
+        """Wait for a step, or for `is_finishing`. A worker without a step is given back after `run.idle_s` seconds.
+
+        Args:
+            is_wanted: another run waits for the worker: it is given back soon.
+        """
+
+        def has_come() -> bool:
+            return self.is_finishing or self.first_waiting() is not None
+
+        if has_come():
+            return
+        run.show(phase="waiting_for_groups")
+        assert isinstance(run.start, RLStart)
+        idle_s = run.start.run.idle_s
+        try:
+            await workflow.wait_condition(lambda: has_come() or is_wanted(), timeout=timedelta(seconds=idle_s))
+            if not has_come():
+                await workflow.wait_condition(has_come, timeout=timedelta(seconds=min(_GRACE_S, idle_s)))
+        except TimeoutError:
+            run.training.release()
+            await workflow.wait_condition(has_come)
 
     def _of_key(self, key: str) -> StepStatus | None:
         return next((step for step in self._steps.values() if step.key == key), None)
