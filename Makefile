@@ -61,4 +61,4 @@ wheel: setup
 	@infra/check_wheel.sh --build-only
 
 docs: setup
-	@.venv/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet

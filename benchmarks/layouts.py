@@ -4,8 +4,8 @@
 
 Measures with the suite's own ranks (tests/megatron_worker/layout_table.py), on the CPU. Rows go into
 benchmarks/results/layouts.json as they are done, in the place of older ones of the same model and layout, so that parts
-can be run one by one and an interrupted one again with --missing. docs/layouts.md is rendered from that file, at the
-end and by --render alone.
+can be run one by one and an interrupted one again with --missing. docs/layouts.md (the conclusions) and
+benchmarks/results/layouts.md (a line for each layout) are rendered from that file, at the end and by --render alone.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmarks.machine import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "layouts.json", ROOT / "docs" / "layouts.md"
+TABLES = RESULTS.with_suffix(".md")
 TOLERANCE = 1e-5
 OBJECTIVES = {"sft": "SFT rows", "rl": "RL on prefix trees", "dpo": "DPO"}
 MODELS = {"dense": "Dense (Qwen3)", "experts": "Mixture of experts (Qwen3-MoE)"}
@@ -30,9 +31,12 @@ Row = dict[str, Any]
 
 _INTRODUCTION = """# Parallel layouts, measured
 
-`python -m benchmarks.layouts` measured this and wrote this page from
-[layouts.json](../benchmarks/results/layouts.json), where all figures are. What the dimensions mean says
-[architecture.md](architecture.md#parallel-layouts).
+Every layout of two and four ranks computes what one rank computes: in float32 within 1e-5 in every loss, gradient,
+weight and moment, in bfloat16 with an error within the bounds of rounding; each resumes from its own checkpoint to the same
+bytes. [architecture.md](architecture.md#parallel-layouts) says what the dimensions mean.
+
+`python -m benchmarks.layouts` measured this and wrote this page from `benchmarks/results/layouts.json`;
+`benchmarks/results/layouts.md` has a line for each layout.
 
 Models of 4 layers, hidden size 64, 4 key/value heads and a vocabulary of 301 (odd: tensor-parallel shards are padded),
 the one with 4 experts a layer, 2 a token, with random weights that tell layers apart. A rank is a process on the CPU,
@@ -150,10 +154,16 @@ def rounding_details(rows: list[Row], model: str) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """docs/layouts.md."""
+    """docs/layouts.md: of each model, objective and way of training the worst layout."""
     rows = results["layouts"]
     worst = "The layout with the greatest quotient:\n"
-    parts = [_INTRODUCTION, summary(rows), _BFLOAT16, worst, rounding_summary(rows)]
+    return "\n".join([_INTRODUCTION, summary(rows), _BFLOAT16, worst, rounding_summary(rows)])
+
+
+def tables(results: dict[str, Any]) -> str:
+    """benchmarks/results/layouts.md: every layout. docs/layouts.md says what its columns mean."""
+    rows = results["layouts"]
+    parts = ["# Every parallel layout\n", "What the columns mean: `docs/layouts.md`. From `layouts.json`.\n"]
     for model in (model for model in MODELS if of_rows(rows, model)):
         for objective, name in OBJECTIVES.items():
             parts += [f"## {MODELS[model]}, {name}: every layout, float32\n", details(rows, model, objective)]
@@ -215,6 +225,7 @@ def main() -> int:
         worlds = [str(world) for world in options.worlds]
         status = measure(["--worlds", *worlds, "--models", *options.models, "--skip", *skip], take)
     PAGE.write_text(page(read()))
+    TABLES.write_text(tables(read()))
     return status
 
 

@@ -1,4 +1,4 @@
-"""The measured table of layouts that is committed: whole, within its tolerances, and the page made from it."""
+"""The measured table of layouts that is committed: whole, within its tolerances, and the pages made from it."""
 
 import json
 
@@ -36,8 +36,9 @@ def test_bfloat16_is_within_its_bounds():
                 assert layouts.quotient(found, what) <= found["bound"], (row["model"], row["layout"], key, what)
 
 
-def test_the_page_is_made_from_the_figures():
+def test_the_pages_are_made_from_the_figures():
     assert layouts.PAGE.read_text() == layouts.page(layouts.read())
+    assert layouts.TABLES.read_text() == layouts.tables(layouts.read())
 
 
 def test_a_layout_measured_again_takes_its_row_s_place():
