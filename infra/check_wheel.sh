@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Build the wheel into dist/, install it into a clean virtual environment outside the checkout, and use it there as a
-# user would, by the commands of docs/first_run.md: a stack, a run, a chat, `longshore doctor`. Third-party packages come from .venv, so that nothing
-# large is downloaded again; what is ours must come from the wheel.
+# user would, by the commands of docs/first_run.md: a stack, a run, a chat, `longshore doctor`. Third-party packages
+# come from .venv, so that nothing large is downloaded again; what is ours must come from the wheel.
 #   infra/check_wheel.sh [--build-only]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 repository=$PWD
 
 rm -rf build/lib build/bdist.* dist
-.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 rm -rf build/lib build/bdist.*
 ls -l dist
 if [ "${1:-}" = --build-only ]; then exit; fi

@@ -1,0 +1,96 @@
+"""The documentation against the repository: figures, folders, the site."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("shared", "workflows", "activities", "megatron_worker", "service")
+
+
+def result(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_readme_is_short_and_its_figures_are_those_that_were_measured() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    ratios = [
+        f"{found['ratios']['wall']['against_transformers_packed']:.2f}"
+        for dtype in ("float32", "bfloat16")
+        for found in sorted(result("throughput")["figures"], key=lambda found: found["hidden"])
+        if found["dtype"] == dtype
+    ]
+    [row] = re.findall(r"^.*benchmarks\.throughput.*$", text, re.MULTILINE)
+    assert re.findall(r"(\d\.\d\d)\D", row) == ratios
+    [row] = re.findall(r"^.*benchmarks\.rl_step.*$", text, re.MULTILINE)
+    assert f"| {result('rl_step')['median']:.2f} s" in row
+    [row] = re.findall(r"^.*benchmarks\.recovery.*$", text, re.MULTILINE)
+    assert f"| {result('recovery')['median']['gpu_host']:.1f} s" in row
+
+
+def test_the_table_of_kills_is_what_was_measured() -> None:
+    text, median = (ROOT / "docs" / "survives_a_kill.md").read_text(), result("recovery")["median"]
+    given = re.findall(r"^\| .+ \| .+ \| ([\d.]+) s \|$", text, re.MULTILINE)
+    killed = ("web_service", "temporal", "rank", "control_host", "gpu_host", "sampler_host", "everything")
+    assert given == [f"{median[name]:.1f}" for name in killed]
+    assert f"A step takes {median['nothing']:.1f} s" in text
+
+
+def test_architecture_has_a_line_for_each_folder_and_a_short_glossary() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE))
+    top = {path for package in PACKAGES for path in (package, *_folders_below(package))}
+    assert named >= top, f"without a line: {sorted(top - named)}"
+    assert all((ROOT / name).is_dir() for name in named), named
+    glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| ([\w, -]+) \| [^-]", glossary, re.MULTILINE)[1:]
+    assert 20 <= len(words) <= 40
+
+
+def _folders_below(package: str) -> list[str]:
+    return [path.parent.relative_to(ROOT).as_posix() for path in (ROOT / package).glob("*/__init__.py")]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: object) -> list[str]:
+        match entry:
+            case str():
+                return [entry]
+            case dict():
+                return [page for value in entry.values() for page in pages(value)]
+            case list():
+                return [page for value in entry for page in pages(value)]
+        raise AssertionError(entry)
+
+    shown = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    there = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(shown) == sorted(there)
+
+
+@pytest.mark.slow
+def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path) -> None:
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20
+    loads = re.compile(
+        r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*href=["']?(?:https?:)?//"""
+    )
+    for page in pages:
+        text = page.read_text()
+        assert not loads.search(text), page.name
+        assert 'class="mermaid"' not in text, f"{page.name}: the theme would load mermaid from a CDN"
+    reference = (tmp_path / "reference" / "trainer_rank.html").read_text()
+    assert 'id="megatron_worker.trainer_rank.TrainerRank.forward"' in reference
+    for style in tmp_path.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(?:https?:)?//", style.read_text()), style.name
