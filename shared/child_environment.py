@@ -74,10 +74,10 @@ def _is_allowed(kind: Kind, name: str) -> bool:
 
 
 def _is_setting_of(kind: Kind, name: str) -> bool:
-    """`LONGSHORE_S3__REGION` is of the setting `s3`. Case does not matter to whoever reads it."""
+    """`LONGSHORE_S3__REGION` is of the setting `s3`. Settings are read without regard to case."""
     if not name.upper().startswith(_PREFIX):
         return False
     setting = name[len(_PREFIX) :].lower()
     group = setting.split("__")[0]
-    told = SECRET_SETTINGS.get(setting) or SECRET_SETTINGS.get(group, _SERVICES)
-    return group in Settings.model_fields and kind in told
+    allowed = SECRET_SETTINGS.get(setting) or SECRET_SETTINGS.get(group, _SERVICES)
+    return group in Settings.model_fields and kind in allowed

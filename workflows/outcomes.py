@@ -39,7 +39,7 @@ def with_skipped(notices: tuple[str, ...], num_skipped: int) -> tuple[str, ...]:
     if not num_skipped:
         return notices
     steps = f"{num_skipped} step{'s were' if num_skipped > 1 else ' was'} {_SKIPPED}"
-    return (*(told for told in notices if not told.endswith(_SKIPPED)), steps)
+    return (*(notice for notice in notices if not notice.endswith(_SKIPPED)), steps)
 
 
 class RunFailed(Exception):

@@ -16,7 +16,7 @@ from shared.contract import Frozen
 from shared.runs.requests import Tenant
 from shared.settings import QuotaSettings
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import Ledger, Reservation, Standing, no_room
+from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_room
 
 WINDOW_S = 30 * 86_400
 _BYTES_TRUSTED_S = 60.0
@@ -40,7 +40,7 @@ class Quotas:
         self._settings = settings
         self._store = store
         self._database = database
-        self._counted: dict[str, tuple[float, Standing]] = {}
+        self._counted: dict[str, tuple[float, StoredCount]] = {}
         self._locks = KeyedLocks()
 
     async def usage(self, tenant: str) -> Usage:
@@ -101,29 +101,29 @@ class Quotas:
             QuotaExceeded: with what others write at this moment they are too many.
         """
         async with self._locks.of(tenant):
-            standing = await self._standing(tenant)
-            used = await asyncio.to_thread(reservation.admit, num_bytes, most, standing)
+            counted = await self._count_of(tenant)
+            used = await asyncio.to_thread(reservation.admit, num_bytes, most, counted)
         if used > most:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
     def remove_bytes(self, tenant: str, fewer: int) -> None:
         """Count so many bytes fewer: they were deleted since the last count."""
         if (known := self._counted.get(tenant)) is not None:
-            self._counted[tenant] = known[0], Standing(known[1].at, known[1].num_bytes - fewer)
+            self._counted[tenant] = known[0], StoredCount(known[1].at, known[1].num_bytes - fewer)
 
     async def stored_bytes(self, tenant: str) -> int:
         """Bytes in the store, those that are being written included."""
-        standing = await self._standing(tenant)
+        counted = await self._count_of(tenant)
         ledger = Ledger(self._store, tenant)
-        return standing.num_bytes + await asyncio.to_thread(ledger.written_since, standing.at)
+        return counted.num_bytes + await asyncio.to_thread(ledger.written_since, counted.at)
 
-    async def _standing(self, tenant: str) -> Standing:
-        counted_at, standing = self._counted.get(tenant, (0.0, None))
-        if standing is None or time.monotonic() - counted_at > _BYTES_TRUSTED_S:
+    async def _count_of(self, tenant: str) -> StoredCount:
+        counted_at, counted = self._counted.get(tenant, (0.0, None))
+        if counted is None or time.monotonic() - counted_at > _BYTES_TRUSTED_S:
             counted_at = time.monotonic()
-            standing = await asyncio.to_thread(Ledger(self._store, tenant).count)
-            self._counted[tenant] = counted_at, standing
-        return standing
+            counted = await asyncio.to_thread(Ledger(self._store, tenant).count)
+            self._counted[tenant] = counted_at, counted
+        return counted
 
 
 class WriteReservation:

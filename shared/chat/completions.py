@@ -150,7 +150,7 @@ class CompletionResponse(Answer):
 
 
 class ModelCard(Answer):
-    """`root` is where its files are; `parent` is the model beside which an adapter stands."""
+    """`root` is where its files are; `parent` is an adapter's base model."""
 
     id: str
     object: Literal["model"] = "model"

@@ -208,7 +208,7 @@ class ChatChunk(Answer):
 class ServedModel(Frozen):
     """One line of `GET /v1/models`: something that a tenant has published, and that completions are drawn from.
 
-    `id`: the name, which means its newest version, or `name:v3`. `parent`: the model beside which an adapter stands.
+    `id`: the name, which means its newest version, or `name:v3`. `parent`: an adapter's base model.
     """
 
     id: str

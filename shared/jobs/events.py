@@ -36,7 +36,7 @@ class Step(_Event):
 
 
 class Saved(_Event):
-    """A checkpoint is durable on the worker's disk: its manifest stands, with this hash."""
+    """A checkpoint is durable on the worker's disk: its manifest is written, with this hash."""
 
     event: Literal["saved"] = "saved"
     step: int

@@ -44,7 +44,7 @@ ProcessKey = WorkerKey | SamplerKey
 
 
 class WorkerRecord(Frozen):
-    """`worker.json`, written by the host at launch: whoever comes after a killed host finds and ends its worker.
+    """`worker.json`, written by the host at launch: by it the host after a killed one finds and ends its worker.
 
     A process is named by pid and start time (seconds since 1970): pids are used again. Every rank carries the
     environment variable `LONGSHORE_WORKER_ID=<worker_id>`. `pid` is 0 until the worker has been started.

@@ -101,7 +101,7 @@ class UnitsWriter:
     """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last."""
 
     def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED) -> None:
-        """`columns`: those that every unit will bring; the rest keep their defaults."""
+        """`columns`: those that every unit will have; the rest keep their defaults."""
         assert set(_REQUIRED) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder

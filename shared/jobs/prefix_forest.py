@@ -1,6 +1,6 @@
-"""A forest of sequences that begin alike: which parts they share, and where each token stands. Pure functions.
+"""Prefix trees of sequences: the parts that they share, and the place of each token. Pure functions.
 
-Sequences that share a prefix become a tree in which it stands once. Tokens stand depth first, a part between two
+Sequences that share a prefix become a tree that holds it once. Tokens are ordered depth first, a part between two
 branchings (a *node*) in one piece.
 
 Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence.

@@ -65,7 +65,7 @@ def read_run_events(
     """All events behind a cursor that stand in the store, at most `limit`, and the cursor to go on with.
 
     Raises:
-        InvalidInput: the cursor stands within a line.
+        InvalidInput: the cursor points into a line.
     """
     found: list[RunEvent] = []
     given = cursor
@@ -107,7 +107,7 @@ class _Piece:
 
 @dataclass
 class _Attempt:
-    """The objects that hold one attempt's log: `whole` alone counts once it stands."""
+    """The objects that hold one attempt's log: `whole` alone counts once it is there."""
 
     whole: ObjectInfo | None
     parts: list[ObjectInfo]

@@ -123,14 +123,14 @@ def check_parallelism(run: Run, settings: Settings, below: str = "") -> None:
     check_ranks(run.layout, settings.max_ranks, below)
     match run:
         case SFTRun(batch_size=int(examples)) | DPORun(batch_size=int(examples)):
-            told = f"batch_size {examples}"
+            examples_named = f"batch_size {examples}"
         case RLRun(rollouts=Rollouts() as rollouts):
             examples = rollouts.prompts_per_step * rollouts.group_size
-            told = f"the {examples} samples of a step"
+            examples_named = f"the {examples} samples of a step"
         case _:
             return
     if run.layout.dp > examples:
-        rule = f"dp={run.layout.dp} ranks would share out {told}: dp may be {examples} at most"
+        rule = f"dp={run.layout.dp} ranks would share out {examples_named}: dp may be {examples} at most"
         raise InvalidInput(rule, f"{below}layout.dp")
 
 

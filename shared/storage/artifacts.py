@@ -130,7 +130,7 @@ def refer(store: ObjectStore, key: str, manifest: Manifest) -> Artifact:
 
 
 def find(store: ObjectStore, key: str) -> Artifact | None:
-    """The artifact under a key, if its manifest stands."""
+    """Return the artifact under a key, if its manifest is there."""
     try:
         data = store.get_bytes(f"{key}/{MANIFEST}")
     except NotFound:
@@ -226,7 +226,7 @@ def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path) -> None:
 
 
 def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> None:
-    """Give a whole folder its name. A whole one that stands there is left alone: somebody may be reading it."""
+    """Give a whole folder its name. A whole one that has it already is left alone: somebody may be reading it."""
     try:
         new.rename(target)
         return

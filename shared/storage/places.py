@@ -76,7 +76,7 @@ class Places:
             raise InvalidInput(_NOT_YOURS, place)
 
     def own_key(self, uri: str) -> str | None:
-        """The key of our store that a store's URI stands for; None for one that lies elsewhere."""
+        """Return the key of our store that a store's URI means; None for one that lies elsewhere."""
         store, key = open_uri(uri, self._s3)
         if isinstance(store, S3Store):
             return self._object_key(store, key) or None

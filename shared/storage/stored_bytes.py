@@ -32,7 +32,7 @@ _ASKED, _HELD, _SETTLED = "asked", "held", "settled"
 
 
 @dataclass(frozen=True)
-class Standing:
+class StoredCount:
     """The bytes in the store by a count that began at `at`."""
 
     at: float
@@ -46,12 +46,12 @@ class Ledger:
         self._store = store
         self._tenant = tenant
 
-    def count(self) -> Standing:
-        """Uploads, what was published, and what runs have brought."""
+    def count(self) -> StoredCount:
+        """Count uploads, published adapters and models, and what runs have downloaded."""
         at = time.time()
         stored = sum(item.size for item in self._store.list(f"{paths.tenant_folder(self._tenant)}/"))
         brought = sum(int(_last(item.key)) for item in self._store.list(paths.brought(self._tenant)))
-        return Standing(at, stored + brought)
+        return StoredCount(at, stored + brought)
 
     def written_since(self, at: float) -> int:
         """Bytes that are being written, or were after a count began."""
@@ -70,7 +70,7 @@ class Ledger:
         return writers
 
     def bring(self, run_id: str, name: str, num_bytes: int) -> None:
-        """Put on record what a run has brought into the store outside its tenant's folder."""
+        """Put on record what a run has downloaded into the store outside its tenant's folder."""
         self._store.put_bytes(f"{paths.brought(self._tenant, run_id)}{name}/{num_bytes}", b"")
 
     def has_brought(self, run_id: str, name: str) -> bool:
@@ -97,7 +97,7 @@ class Reservation:
     def covers(self, num_bytes: int) -> bool:
         return num_bytes <= self.num_bytes and time.time() < self._renew_at
 
-    def admit(self, num_bytes: int, most: int, standing: Standing) -> int:
+    def admit(self, num_bytes: int, most: int, counted: StoredCount) -> int:
         """Hold so many bytes if with all others' they are at most `most`. Returns what they are with all others'.
 
         What was held before stays held if they are too many.
@@ -106,7 +106,7 @@ class Reservation:
         while True:
             asked = self._put(_ASKED, num_bytes, time.time() + _BELIEVED_S)
             try:
-                used = self._decide(num_bytes, most, standing, give_up_at)
+                used = self._decide(num_bytes, most, counted, give_up_at)
                 if used is not None and used <= most:
                     self.hold(num_bytes)
             finally:
@@ -115,14 +115,14 @@ class Reservation:
                 return used
             time.sleep(_PAUSE_S * (1 + random.random()))
 
-    def _decide(self, num_bytes: int, most: int, standing: Standing, give_up_at: float) -> int | None:
+    def _decide(self, num_bytes: int, most: int, counted: StoredCount, give_up_at: float) -> int | None:
         """Return the sum of all bytes; None where other writers ask too, and one of them comes first."""
         while True:
-            others = self._ledger.writers_since(standing.at)
+            others = self._ledger.writers_since(counted.at)
             others.pop(self._id, None)
-            used = standing.num_bytes + num_bytes + sum(max(other.values()) for other in others.values())
+            used = counted.num_bytes + num_bytes + sum(max(other.values()) for other in others.values())
             asking = [i for i, other in others.items() if max(other.values()) > _decided(other)]
-            without = standing.num_bytes + num_bytes + sum(map(_decided, others.values()))
+            without = counted.num_bytes + num_bytes + sum(map(_decided, others.values()))
             if used <= most or without > most or time.monotonic() > give_up_at:
                 return used
             if min(asking) < self._id:
@@ -176,8 +176,8 @@ class Room:
         """Bytes; None without a quota."""
         if self._most is None:
             return None
-        standing = self.ledger.count()
-        return max(0, self._most - standing.num_bytes - self.ledger.written_since(standing.at))
+        counted = self.ledger.count()
+        return max(0, self._most - counted.num_bytes - self.ledger.written_since(counted.at))
 
     @contextmanager
     def reserving(self, num_bytes: int, place: str) -> Iterator[None]:

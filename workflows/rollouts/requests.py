@@ -19,8 +19,8 @@ from shared.runs.status import Policy, RolloutData, StepStatus
 from shared.storage.paths import content_key
 from workflows import policies as limits
 
-_EVALUATION = 0  # stands for the number of a step where held-out prompts are sampled
-# Sequences that are drawn together. Part of what makes samples bit-identical, so not the host's affair.
+_EVALUATION = 0  # the number of a step where held-out prompts are sampled
+# Sequences that are drawn together. Samples are bit-identical for equal slots, so the host does not choose them.
 _MOST_SLOTS = 64
 
 

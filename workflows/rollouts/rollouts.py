@@ -101,7 +101,7 @@ class RolloutSource:
         self.sampling.release()
 
     async def _roll(self, step: int) -> Rolled:
-        """Sample, grade, group. One step is sampled at a time; what comes after goes on beside the next one."""
+        """Sample, grade, group. One step is sampled at a time; it is graded while the next one is sampled."""
         async with self._lock:
             began = workflow.time()
             sampled = await self._sample(

@@ -61,7 +61,7 @@ class CompletionWorkflow:
 
 @workflow.defn
 class TrackWorkflow:
-    """Follows a run for W&B, beside it, until some time after its result stands: a dead W&B holds no run up."""
+    """Follows a run for W&B until some time after its result is recorded: a dead W&B holds no run up."""
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
