@@ -151,9 +151,9 @@ def broken_rule(engine: EngineName, layout: Layout) -> str | None:
 
 def check_family(engine: EngineName, family: str) -> None:
     """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES."""
-    if engine == "fsdp" and family in _MEGATRON_ALONE:
-        known = ", ".join(name for name in FAMILIES if name not in _MEGATRON_ALONE)
-        raise InvalidInput(f"the engine fsdp trains {known}, not {family}: use megatron", "engine")
+    known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
+    if engine == "fsdp" and family not in known:
+        raise InvalidInput(f"the engine fsdp trains {', '.join(known)}, not {family}: use megatron", "engine")
 
 
 class _HasLayout(Protocol):
