@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -80,7 +81,7 @@ class DescribedApp(FastAPI):
 
 
 def _require_tags(part: Any) -> None:
-    """Each member of a tagged union has a default for its tag, and yet within the union the tag must be there."""
+    """Mark tags of unions as required: each member has a default for its tag, but within a union it must be sent."""
     match part:
         case {"oneOf": _, "discriminator": {"propertyName": tag}}:
             part.setdefault("required", [tag])
@@ -152,21 +153,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
     was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)
-    loops = [
-        asyncio.create_task(_repeat("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty))),
-        asyncio.create_task(_repeat("the list of runs stands still", _WATCH_EVERY_S, backend.watch.turn)),
-        asyncio.create_task(_repeat("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict)),
-        asyncio.create_task(
-            _repeat("webhooks wait", _WATCH_EVERY_S, lambda: backend.webhooks.send_outbox(backend.database))
-        ),
-        asyncio.create_task(_repeat("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve)),
-        asyncio.create_task(_repeat("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune)),
-        asyncio.create_task(_repeat("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune)),
-        asyncio.create_task(
-            _repeat("sent requests are remembered", _PRUNE_EVERY_S, lambda: submission.prune(backend.store))
-        ),
-        asyncio.create_task(_repeat("answers are remembered", _FORGET_EVERY_S, backend.inference.prune)),
-    ]
+    loops = [asyncio.create_task(_repeat(*each)) for each in _chores(backend, was_empty)]
     yield
     with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database
         await asyncio.wait_for(_nothing_in(app.state.in_hand), _LAST_ANSWERS_S)
@@ -174,6 +161,21 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
     await asyncio.to_thread(backend.database.close)
+
+
+def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
+    """Repeated work: the log's message while it fails, seconds between two times, and a function."""
+    return (
+        ("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty)),
+        ("the list of runs is not refreshed", _WATCH_EVERY_S, backend.watch.refresh),
+        ("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict),
+        ("webhooks wait", _WATCH_EVERY_S, partial(backend.webhooks.send_outbox, backend.database)),
+        ("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve),
+        ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
+        ("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune),
+        ("sent requests are remembered", _PRUNE_EVERY_S, partial(submission.prune, backend.store)),
+        ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
+    )
 
 
 async def _nothing_in(in_hand: set[object]) -> None:

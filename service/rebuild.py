@@ -126,7 +126,7 @@ class _Rebuild:
         self._in_transaction(partial(self._drop, table, known))
 
     def _read(self, record: _Record) -> Table | None:
-        """None for one that was deleted since it was listed, or never accepted, or cannot be read."""
+        """The row of a record; None for one that was deleted since it was listed, never accepted, or cannot be read."""
         try:
             return record.row()
         except NotFound:

@@ -19,7 +19,7 @@ class Access:
         self._places = Places(settings, store)
 
     def check(self, tenant: str, request: BaseModel) -> None:
-        """Blocking: paths are resolved.
+        """Check every string of a request. Blocking: paths are resolved.
 
         Raises:
             InvalidInput: a URI or a path leads to what is ours or another tenant's, whether that exists or not, or

@@ -1,1 +1,1 @@
-"""Every door of the web service: one folder an API, and what all requests pass."""
+"""The APIs of the web service, a folder each, and the middleware that all requests pass."""

@@ -119,19 +119,19 @@ class Schedules:
         return _view(record, known).model_copy(update={"actions": actions})
 
     async def pause(self, tenant: str, name: str, note: str | None = None) -> ScheduleView:
-        """Nothing is started until it is resumed; a run that is going on goes on."""
+        """Start nothing until it is resumed; a run that is going on continues."""
         return await self._set_paused(tenant, name, True, note)
 
     async def resume(self, tenant: str, name: str) -> ScheduleView:
         return await self._set_paused(tenant, name, False, None)
 
     async def trigger(self, tenant: str, name: str) -> ScheduleView:
-        """Act now, once, as at any of its times: its overlap rule holds, and so does that of unchanged data."""
+        """Start a run now, as at any of its times: its overlap rule and that of unchanged data hold."""
         await self._each(tenant, name, lambda handle: handle.trigger(rpc_timeout=PATIENCE))
         return await self.show(tenant, name)
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
-        """Act at the times of a span, as if it were then. Raises InvalidInput for more times than one request may."""
+        """Start runs for the times of a span, as if it were then. Raises InvalidInput for more times than one request may."""
         span.check_times((await asyncio.to_thread(self._read, tenant, name)).scheduled)
         times = ScheduleBackfill(
             start_at=datetime.fromtimestamp(span.begin, UTC),
@@ -142,7 +142,7 @@ class Schedules:
         return await self.show(tenant, name)
 
     async def delete(self, tenant: str, name: str) -> ScheduleView:
-        """Forget it. Its runs stay, and one that is going on goes on."""
+        """Delete a schedule. Its runs stay, and one that is going on continues."""
         async with self._locks.of(tenant, name):
             record = await asyncio.to_thread(self._read, tenant, name)
             async with self._temporal.client() as client:

@@ -29,7 +29,7 @@ class Connection:
 
     @classmethod
     def read(cls, root: Path) -> "Connection | None":
-        """None where no stack ever ran, or another user's did."""
+        """Read the file of a root; None where no stack ever ran, or another user's did."""
         path = _path(root)
         return cls(**json.loads(path.read_bytes())) if os.access(path, os.R_OK) else None
 

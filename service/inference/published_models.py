@@ -112,7 +112,7 @@ class PublishedModels:
         self._records: dict[str, RunRecord] = {}
 
     def list(self, tenant: str) -> list[ServedModel]:
-        """Each name once, with its newest version, in alphabetical order."""
+        """List each name once, with its newest version, in alphabetical order."""
         newest: dict[str, Published] = {}
         for kind in reversed(_KINDS):
             newest |= {found.name: found for found in self._versions(tenant, kind)}  # in order: the newest comes last
@@ -210,7 +210,7 @@ class PublishedModels:
         return self._records[run_id]
 
     def owner(self, tenant: str, found: Published) -> Owner:
-        """Which run made a version, and with which train step. Raises NotFound."""
+        """The run that made a version, and its train step. Raises NotFound."""
         claim = self._store.get_bytes(version_claim(tenant, found.kind, found.name, found.version))
         return Owner.model_validate_json(claim)
 

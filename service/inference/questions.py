@@ -83,7 +83,7 @@ class Inference:
         await asyncio.to_thread(self._published.delete_model, tenant, model_id)
 
     async def chat(self, tenant: str, asked: ChatRequest) -> ChatCompletion:
-        """The model's answer to messages; `stream` is the caller's affair.
+        """Answer messages with a model; `stream` is left to the caller.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.

@@ -96,7 +96,7 @@ class SamplerLeases:
         raise SamplerUnavailable("the sampler's workflow ended as often as it was started")
 
     async def _serve(self, client: Client, serving_id: str, patience_s: float) -> LeaseGrant | None:
-        """None when nobody heard: no workflow is there, or it just ended. Then one is started, if none is there."""
+        """Ask the serving workflow for its sampler; None where there is no workflow, or it has just ended."""
         handle = client.get_workflow_handle(serving_id)
         try:
             request = ServeRequest(patience_s=patience_s)

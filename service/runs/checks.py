@@ -16,7 +16,7 @@ from shared.runs.previews import Preview, PreviewRequest, PreviewStart
 PREVIEW_WORKFLOW, GRADER_WORKFLOW = "PreviewWorkflow", "GraderWorkflow"
 _PATIENCE = timedelta(minutes=5)
 _DEEPEST = 64
-"""Of JSON within a sample. Beyond about 200, what was read at the door is no longer read in a workflow."""
+"""Levels of JSON within a sample. Beyond about 200, a workflow cannot read what the service has read."""
 _PLACED = re.compile(r"(?P<place>grader[\w.]*): (?P<message>.*)", re.DOTALL)
 
 

@@ -68,7 +68,7 @@ class GroupTexts(Frozen):
 
 
 class RunFiles:
-    """Blocking: call it from a thread. Whoever asks has been found to own the run."""
+    """Reads a run's files. Blocking: call it from a thread. The caller has checked who owns the run."""
 
     def __init__(self, store: ObjectStore, s3: S3Settings) -> None:
         self._store = store

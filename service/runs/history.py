@@ -71,7 +71,7 @@ class Histories:
         self._kept: OrderedDict[str, RunHistory] = OrderedDict()
 
     async def of(self, run_id: str) -> RunHistory:
-        """A run's history up to now. Whoever asks has been found to own the run."""
+        """A run's history up to now. The caller has checked who owns the run."""
         history = self._kept.setdefault(run_id, RunHistory())
         self._kept.move_to_end(run_id)
         await history.read(self._reader, run_id)

@@ -51,7 +51,7 @@ class IndexedRun:
 
 
 class RunFilter(TypedDict, total=False):
-    """Which runs of a tenant: those of which all is true that is given. None is not given."""
+    """A filter of a tenant's runs: every condition that is given, and not None, must hold."""
 
     state: State | None
     api: str | None

@@ -46,7 +46,7 @@ _CLOSING_S = 5.0
 
 
 class _Idempotency(Frozen):
-    """Which run a key made, and of which request."""
+    """The run that an idempotency key made, and the hash of its request."""
 
     run_id: str
     request_sha256: str = Field(description="of the request's canonical JSON")

@@ -72,7 +72,7 @@ class RunStates:
         return run if status is None else await self._rows.change(run, status)
 
     async def _status(self, run: IndexedRun) -> RunStatus | None:
-        """None: nothing more is known than what the row says."""
+        """A run's status from its workflow or its result; None where nothing newer than the row is known."""
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(run.run_id)
             try:
@@ -156,7 +156,7 @@ class RunStates:
 
 
 async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
-    """None: nobody answers, or what answers cannot: code that is newer than the workflow's history, for one."""
+    """Query a workflow's status; None without an answer, as from code that is newer than the workflow's history."""
     try:
         status: RunStatus = await handle.query("status", result_type=RunStatus, rpc_timeout=QUERY_PATIENCE)
         return status

@@ -27,7 +27,7 @@ class Watch:
         self._places = asyncio.Semaphore(_CONCURRENT)
         self._foreign: set[str] = set()  # runs of another installation in this namespace of Temporal
 
-    async def turn(self) -> None:
+    async def refresh(self) -> None:
         """Bring rows up to date, those first that were changed longest ago.
 
         Raises:

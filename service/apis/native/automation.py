@@ -18,7 +18,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/webhooks", status_code=201)
 async def create_webhook(choice: JsonBody[WebhookChoice], backend: Backed, asking: Asking) -> NewWebhook:
-    """Tell an address of runs. Only this answer shows the secret that messages are signed with."""
+    """Send messages on runs to an address. Only this answer shows the secret that messages are signed with."""
     return await backend.webhooks.create(asking.tenant, asking.key_id, choice)
 
 
@@ -51,7 +51,7 @@ async def rotate_secret(
 
 @router.delete("/webhooks/{webhook_id}")
 async def delete_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> WebhookView:
-    """Forget a webhook and its deliveries."""
+    """Delete a webhook and its deliveries."""
     return await backend.webhooks.delete(asking.tenant, webhook_id)
 
 
@@ -71,7 +71,7 @@ async def ping_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -
 
 @router.post("/schedules", status_code=201)
 async def create_schedule(scheduled: JsonBody[ScheduledRun], backend: Backed, asking: Asking) -> ScheduleView:
-    """Start a run by the clock. The same request once more is the same schedule; 409 for another under its name."""
+    """Start runs at times. The same request once more is the same schedule; 409 for another under its name."""
     return await backend.schedules.create(asking.tenant, asking.key_id, scheduled)
 
 
@@ -83,13 +83,13 @@ async def list_schedules(backend: Backed, asking: Asking) -> tuple[ScheduleView,
 
 @router.get("/schedules/{name}")
 async def get_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """A schedule, when it acts next, and what it did last: runs started, or why not."""
+    """A schedule with its next times and its last actions: runs started, or the reason why not."""
     return await backend.schedules.show(asking.tenant, name)
 
 
 @router.delete("/schedules/{name}")
 async def delete_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """Forget a schedule. Its runs stay, and go on."""
+    """Delete a schedule. Its runs stay, and go on."""
     return await backend.schedules.delete(asking.tenant, name)
 
 
@@ -108,11 +108,11 @@ async def resume_schedule(name: Name, backend: Backed, asking: Asking) -> Schedu
 
 @router.post("/schedules/{name}/trigger", status_code=202)
 async def trigger_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """Act now, once, by its own rules of overlap and of unchanged data."""
+    """Start a run now, by its own rules of overlap and of unchanged data."""
     return await backend.schedules.trigger(asking.tenant, name)
 
 
 @router.post("/schedules/{name}/backfill", status_code=202)
 async def backfill_schedule(name: Name, span: JsonBody[Backfill], backend: Backed, asking: Asking) -> ScheduleView:
-    """Act at the times of a span in the past."""
+    """Start runs for the times of a span in the past."""
     return await backend.schedules.backfill(asking.tenant, name, span)

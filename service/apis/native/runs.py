@@ -46,7 +46,7 @@ class Health(Frozen):
 
 @open_router.get("/health", responses={503: {"model": Health}})
 async def health(backend: Backed) -> JSONResponse:
-    """Open to everybody, so it says nothing of runs."""
+    """The service's health, open to everybody, so without anything about runs."""
     temporal, store = await asyncio.gather(_check_temporal(backend), _check_store(backend))
     ok = temporal == store == "ok"
     body = Health(

@@ -532,7 +532,7 @@ async def test_a_quota_holds_for_schedules_as_for_what_is_sent(stack: Stack) -> 
     await _cancel(stack, first)
 
     async def seen() -> bool:
-        await backend.watch.turn()
+        await backend.watch.refresh()
         return (await backend.quotas.usage("small")).concurrent_runs == 0
 
     await eventually(seen, f"the end of {taken}'s run gives its place back")
