@@ -131,7 +131,7 @@ class Schedules:
         return await self.show(tenant, name)
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
-        """Start runs for the times of a span, as if it were then. Raises InvalidInput for more times than one request may."""
+        """Start runs for the times of a span, as if it were then. Raises InvalidInput for too many times."""
         span.check_times((await asyncio.to_thread(self._read, tenant, name)).scheduled)
         times = ScheduleBackfill(
             start_at=datetime.fromtimestamp(span.begin, UTC),

@@ -96,10 +96,11 @@ class FileForm(MultiPartParser):
     def on_headers_finished(self) -> None:
         super().on_headers_finished()
         part = self._current_part
-        if part.file is not None and part.field_name == self._file_field:
-            self._filename, part.file = part.file.filename, _HandedOn(self._sent)
+        is_file = part.field_name == self._file_field  # with a file name or without
+        if is_file and self._filename is None:
+            self._filename, part.file = (part.file and part.file.filename) or "", _HandedOn(self._sent)
             self._has_begun.set()
-        elif part.file is not None or part.field_name in self.fields:
+        elif is_file or part.file is not None or part.field_name in self.fields:
             raise MultiPartException(f"{part.field_name or 'a field without a name'} is not expected, or stands twice")
 
     def on_end(self) -> None:
