@@ -35,18 +35,21 @@ class RunHistory:
             last = self.steps[-1].step if self.steps else None
             self.steps += (await reader.steps(run_id, last, _ALL_STEPS)).steps
 
+    def step_metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of each optimizer step, in order of step."""
+        found = (item.event for item in self.events)
+        return dict(sorted({event.step: event.metrics for event in found if isinstance(event, Step)}.items()))
+
     def metrics(self) -> Metrics:
         """Every step's metrics and every evaluation."""
-        said = [item.event for item in self.events]
-        steps = {e.step: StepMetrics(step=e.step, metrics=e.metrics) for e in said if isinstance(e, Step)}
-        evaluations = {
-            e.step: EvaluationMetrics(step=e.step, metrics=e.metrics, samples=e.samples)
-            for e in said
-            if isinstance(e, Evaluated)
-        }
+        found = (item.event for item in self.events)
+        evaluated = {event.step: event for event in found if isinstance(event, Evaluated)}
         return Metrics(
-            steps=tuple(steps[step] for step in sorted(steps)),
-            evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
+            steps=tuple(StepMetrics(step=step, metrics=metrics) for step, metrics in self.step_metrics().items()),
+            evaluations=tuple(
+                EvaluationMetrics(step=step, metrics=event.metrics, samples=event.samples)
+                for step, event in sorted(evaluated.items())
+            ),
             train_steps=tuple(
                 TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
                 for step in self.steps
@@ -56,7 +59,7 @@ class RunHistory:
 
     def trained_tokens(self) -> int:
         """Tokens that steps were made of, each step once."""
-        return int(sum(step.metrics.get("tokens", 0.0) for step in self.metrics().steps))
+        return int(sum(metrics.get("tokens", 0.0) for metrics in self.step_metrics().values()))
 
     def saved_at(self) -> dict[int, float]:
         """When the checkpoint of each step was saved, in seconds since 1970."""

@@ -94,8 +94,8 @@ class Overviews:
         return line
 
     async def _losses(self, run_id: str) -> Sparkline:
-        steps = (await self._histories.of(run_id)).metrics().steps
-        losses = [step.metrics["loss"] for step in steps if "loss" in step.metrics]
+        steps = (await self._histories.of(run_id)).step_metrics().values()
+        losses = [metrics["loss"] for metrics in steps if "loss" in metrics]
         return Sparkline(name="loss", values=tuple(thinned(losses)))
 
     def _rewards(self, run_id: str) -> Sparkline:
