@@ -85,31 +85,28 @@ class _Reader:
 
     def names(self) -> Iterator[str]:
         """Every name of the object. Whoever takes one reads its value before the next."""
-        self._take("{")
-        if not self._takes("}"):
-            while True:
-                name = self.value()
-                if not isinstance(name, str):
-                    raise ValueError(f"a name is missing before character {self._at}")
-                self._take(":")
-                yield name
-                if self._takes("}"):
-                    break
-                self._take(",")
+        for _ in self._members("{", "}"):
+            name = self.value()
+            if not isinstance(name, str):
+                raise ValueError(f"a name is missing before character {self._at}")
+            self._take(":")
+            yield name
         self._skip()
         if self._at != len(self._text):
             raise ValueError(f"there is more behind it, from character {self._at} on")
 
     def items(self) -> Iterator[Any]:
         """Every item of the list that comes next."""
-        self._take("[")
-        if self._takes("]"):
-            return
-        while True:
+        for _ in self._members("[", "]"):
             yield self.value()
-            if self._takes("]"):
-                return
-            self._take(",")
+
+    def _members(self, opening: str, closing: str) -> Iterator[None]:
+        self._take(opening)
+        more = not self._takes(closing)
+        while more:
+            yield
+            if more := not self._takes(closing):
+                self._take(",")
 
     def value(self) -> Any:
         self._skip()
