@@ -1,32 +1,85 @@
-"""The help of `longshore`: its many commands under headings, each with the first sentence of its own help."""
+"""The commands of `longshore`: under which heading its help lists each, and the module that has it.
 
-from typing import TYPE_CHECKING
+A module is imported when one of its commands is asked for: `longshore ls` loads nothing of `submit`.
+"""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from typer._click import Context, HelpFormatter
+    from typer._click import Command, Context, HelpFormatter
 
+# Heading: {command: module of service.cli.commands}.
 HEADINGS = {
-    "Before a run": ("validate", "preview", "estimate", "grader", "files"),
-    "Start runs": ("submit", "step", "finish", "schedule"),
-    "Look at runs": ("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints", "webhook"),
-    "Change runs, fetch what they published": ("pause", "cancel", "resume", "retry", "download"),
-    "Services, keys, tenants": ("login", "logout", "whoami", "usage", "keys", "tenants", "audit", "config"),
-    "This machine": ("dev", "doctor", "db"),
+    "Before a run": {
+        "validate": "data",
+        "preview": "data",
+        "estimate": "estimate",
+        "grader": "graders",
+        "files": "files",
+    },
+    "Start runs": {"submit": "submit", "step": "rl", "finish": "rl", "schedule": "schedules"},
+    "Look at runs": {
+        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),
+        "webhook": "webhooks",
+    },
+    "Change runs, fetch what they published": dict.fromkeys(("pause", "cancel", "resume", "retry", "download"), "runs"),
+    "Services, keys, tenants": {
+        **{"login": "sign_in", "logout": "sign_in"},
+        **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit"), "account"),
+        "config": "sign_in",
+    },
+    "This machine": dict.fromkeys(("dev", "doctor", "db"), "stack"),
 }
+_MODULES = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
 _LONGEST = 200
+
+
+class LazyCommands(Mapping[str, "Command"]):
+    """The `commands` of a Typer group, each made when it is first asked for.
+
+    Args:
+        names: in the order in which help and completion list them.
+        make: the command of a name.
+    """
+
+    def __init__(self, names: Iterable[str], make: "Callable[[str], Command]") -> None:
+        self._names = tuple(names)
+        self._make = make
+        self._made: dict[str, Command] = {}
+
+    def __getitem__(self, name: str) -> "Command":
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class HeadedHelp(TyperGroup):
     """Lists commands as HEADINGS has them. (Typer's own headings need Rich, which takes long to load.)"""
 
-    def list_commands(self, ctx: "Context") -> list[str]:
-        """Those of the headings, then others: also in the order that a shell completes them in."""
-        headed = [name for names in HEADINGS.values() for name in names if name in self.commands]
-        return headed + [name for name in self.commands if name not in headed]
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = LazyCommands(_MODULES, _loaded)  # type: ignore[assignment]
 
     def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
         for heading, names in HEADINGS.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(_LONGEST)) for name in names])
+
+
+def _loaded(name: str) -> "Command":
+    """A command of its module's `app`, or the app itself where that is the group of this name."""
+    group = typer.main.get_group(import_module(f"service.cli.commands.{_MODULES[name]}").app)
+    return group if group.name == name else group.commands[name]

@@ -6,19 +6,6 @@ from typing import Annotated
 
 import typer
 
-from service.cli import estimate
-from service.cli.commands import account as account_commands
-from service.cli.commands import data as data_commands
-from service.cli.commands import db as db_commands
-from service.cli.commands import files as file_commands
-from service.cli.commands import graders as grader_commands
-from service.cli.commands import rl as rl_commands
-from service.cli.commands import runs as run_commands
-from service.cli.commands import schedules as schedule_commands
-from service.cli.commands import sign_in as sign_in_commands
-from service.cli.commands import stack as stack_commands
-from service.cli.commands import submit as submit_commands
-from service.cli.commands import webhooks as webhook_commands
 from service.cli.completion import profile_names
 from service.cli.connection import Globals, Json
 from service.cli.exits import FAILED, INTERRUPTED, Stop
@@ -48,6 +35,14 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"longshore {version('longshore')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _globals(
     context: typer.Context,
@@ -63,24 +58,11 @@ def _globals(
             autocompletion=profile_names,
         ),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     context.obj = Globals(as_json, api_url, api_key, profile)
-
-
-stack_commands.register(app)
-app.add_typer(submit_commands.app, name="submit")
-run_commands.register(app)
-rl_commands.register(app, submit_commands.app)
-data_commands.register(app)
-estimate.register(app)
-sign_in_commands.register(app)
-account_commands.register(app)
-app.add_typer(sign_in_commands.app, name="config")
-app.add_typer(grader_commands.app, name="grader")
-app.add_typer(file_commands.app, name="files")
-app.add_typer(db_commands.app, name="db")
-app.add_typer(schedule_commands.app, name="schedule")
-app.add_typer(webhook_commands.app, name="webhook")
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ class Lora(Frozen):
     """Low-rank adapters beside the named linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * alpha / rank."""
 
     kind: Literal["lora"] = "lora"
-    rank: int = Field(default=16, ge=1, le=1024)
-    alpha: float = Field(default=32.0, gt=0)
-    targets: tuple[Linear, ...] = Field(default=LINEARS, min_length=1)
+    rank: int = Field(default=16, ge=1, le=1024, description="rank of the two factors")
+    alpha: float = Field(default=32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
+    targets: tuple[Linear, ...] = Field(default=LINEARS, min_length=1, description="linears with an adapter")
 
     @property
     def scale(self) -> float:
@@ -29,7 +29,7 @@ class Lora(Frozen):
 
 
 class Full(Frozen):
-    """Every weight is trained."""
+    """Train every weight."""
 
     kind: Literal["full"] = "full"
 

@@ -25,13 +25,13 @@ class Layout(Frozen):
     `ep * etp` divides `tp * cp * dp`. Optimizer state is split over all ranks that hold the same weights.
     """
 
-    tp: Degree = 1
-    sp: bool = False
-    pp: Degree = 1
-    cp: Degree = 1
-    ep: Degree = 1
-    etp: Degree = 1
-    dp: Degree = 1
+    tp: Degree = Field(default=1, description="tensor-parallel ranks")
+    sp: bool = Field(default=False, description="sequence parallelism: needs tp of at least 2")
+    pp: Degree = Field(default=1, description="pipeline stages")
+    cp: Degree = Field(default=1, description="context-parallel ranks")
+    ep: Degree = Field(default=1, description="expert-parallel ranks")
+    etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
+    dp: Degree = Field(default=1, description="data-parallel ranks")
 
     @model_validator(mode="after")
     def _total_is_bounded(self) -> Self:

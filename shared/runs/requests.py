@@ -27,15 +27,21 @@ Format = Literal[
     "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
 ]
 PAIR_FORMATS = ("preference", "openai_preference")
+# Descriptions that several kinds of runs share.
+_PEAK = "the highest learning rate, after the warm-up"
+_DECAY = "AdamW's decoupled weight decay"
+_CLIP = "bound of the global gradient norm; 0 for none"
+_SEED = "seed of the data's order and of fresh adapter weights"
+_DTYPE = "precision of weights and activations"
 
 
 class DatasetSource(Frozen):
     """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
 
     uri: str = Field(min_length=1, max_length=2048)
-    format: Format = "auto"
-    prompt_field: str | None = None
-    completion_field: str | None = None
+    format: Format = Field(default="auto", description="how rows are written; auto: told by the first rows")
+    prompt_field: str | None = Field(default=None, description="the field that holds the prompt; else rows are chats")
+    completion_field: str | None = Field(default=None, description="the field that holds the answer")
 
 
 def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
@@ -85,29 +91,31 @@ class _DatasetRun(Frozen):
     eval_dataset: DatasetSource | None = None
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
-    epochs: float | None = Field(default=None, gt=0, le=1000)
-    steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the data")
+    steps: int | None = Field(default=None, ge=1, le=10_000_000, description="optimizer steps, instead of epochs")
     batch_size: int | None = Field(default=None, ge=1, description="examples a step")
-    batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most")
+    batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most, instead of batch_size")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     max_lost_fraction: float = Field(
         default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
     )
-    learning_rate: float = Field(gt=0, le=10)
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, ge=0)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    engine: EngineName = Field(default="megatron", description="fsdp: data parallel alone")
+    learning_rate: float = Field(gt=0, le=10, description=_PEAK)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="linear", description="the learning rate after the warm-up"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
+    clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
+    seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: Dtype = "float32"
+    dtype: Dtype = Field(default="float32", description=_DTYPE)
     eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
-    sample_tokens: int = Field(default=64, ge=1, le=1024)
+    sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
-    keep_checkpoints: int = Field(default=2, ge=1, le=1000)
+    keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="checkpoints that stay, the newest")
 
     @model_validator(mode="after")
     def _one_length_one_batch(self) -> Self:
@@ -136,10 +144,10 @@ class SFTRun(_DatasetRun):
     """Supervised fine-tuning, as a user asks for it."""
 
     kind: Literal["sft"] = "sft"
-    dataset: ExamplesSource
-    eval_dataset: ExamplesSource | None = None
-    too_long: Literal["drop", "truncate"] = "drop"
-    learning_rate: float = Field(default=1e-4, gt=0, le=10)
+    dataset: ExamplesSource = Field(description="examples")
+    eval_dataset: ExamplesSource | None = Field(default=None, description="held-out examples")
+    too_long: Literal["drop", "truncate"] = Field(default="drop", description="what happens to longer examples")
+    learning_rate: float = Field(default=1e-4, gt=0, le=10, description=_PEAK)
 
 
 class DPORun(_DatasetRun):
@@ -149,10 +157,12 @@ class DPORun(_DatasetRun):
     """
 
     kind: Literal["dpo"] = "dpo"
-    dataset: PairsSource
-    eval_dataset: PairsSource | None = None
+    dataset: PairsSource = Field(description="preference pairs")
+    eval_dataset: PairsSource | None = Field(default=None, description="held-out pairs")
     too_long: Literal["drop"] = "drop"
-    learning_rate: float = Field(default=1e-5, gt=0, le=10)
+    batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair: its prompt and both answers")
+    learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
     beta: float = Field(default=0.1, gt=0, le=1000, description="strength of the pull towards the reference")
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
     reference: str | None = Field(
@@ -169,10 +179,12 @@ DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
 class HeldOut(Frozen):
     """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
 
-    prompts: PromptsSource
-    every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
-    samples_per_prompt: int = Field(default=1, ge=1, le=1024)
-    temperature: float = Field(default=0.0, ge=0, le=10, description="0: greedy")
+    prompts: PromptsSource = Field(description="held-out prompts, sampled and graded before and after")
+    every_steps: int = Field(
+        default=0, ge=0, description="train steps from one evaluation to the next; 0: only before and after"
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, le=1024, description="samples of each held-out prompt")
+    temperature: float = Field(default=0.0, ge=0, le=10, description="of held-out samples; 0: greedy")
     target: float | None = Field(
         default=None, allow_inf_nan=False, description="mean grade at which the run ends, with the step that reached it"
     )
@@ -192,25 +204,34 @@ class Rollouts(Frozen):
     """
 
     prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
-    grader: Grader
+    grader: Grader = Field(description="what grades samples, in OpenAI's fields (docs/graders.md)")
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
-    epochs: float | None = Field(default=None, gt=0, le=1000)
-    steps: int | None = Field(default=None, ge=1, le=1_000_000)
-    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), max_length=16)
-    off_policy_steps: int = Field(default=0, ge=0, le=64, description="sampled ahead while training; 0: on-policy")
+    epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the prompts, instead of steps")
+    steps: int | None = Field(default=None, ge=1, le=1_000_000, description="train steps of the run's own rollouts")
+    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), max_length=16, description="text that ends a sample"
+    )
+    off_policy_steps: int = Field(
+        default=0, ge=0, le=64, description="steps sampled ahead while training; 0: on-policy"
+    )
     sampler_url: str | None = Field(
         default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
     )
-    max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="prompts too long to be answered")
+    max_lost_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="refuse when more prompts than this are too long to be answered"
+    )
     probe_bound: float | None = Field(
         default=None,
         gt=0,
         description="nats between sampler and trainer over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
     )
     max_ungraded_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="of a step's samples; those are left out, and the run fails beyond"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of a step's samples without a grade: they are left out, and the run fails beyond it",
     )
     shuffle_rewards: bool = Field(
         default=False, description="a control experiment: rewards change places within their group, and say nothing"
@@ -243,13 +264,17 @@ class RLRun(Frozen):
         default=1.0,
         gt=0,
         le=10,
-        description="that trajectories are sampled at: the trainer divides its logits by it too",
+        description="at which trajectories are sampled; the trainer divides its logits by it too",
     )
     algorithm: Preset | None = Field(
         default=None,
         description="a paper's loss and advantages (docs/losses.md); fields that are given below change them",
     )
-    loss: PolicyLoss = Field(default=PPO(), discriminator="kind")
+    loss: PolicyLoss = Field(
+        default=PPO(),
+        discriminator="kind",
+        description="the loss; beside an algorithm, the fields that differ from the paper's",
+    )
     advantages: AdvantageKind = Field(
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, or each trajectory's own"
     )
@@ -267,18 +292,20 @@ class RLRun(Frozen):
     epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
-    learning_rate: float = Field(default=1e-5, gt=0, le=10)
+    learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up; constant afterwards")
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, ge=0)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    engine: EngineName = Field(default="megatron", description="fsdp: data parallel alone")
+    weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
+    clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
+    seed: int = Field(default=0, ge=0, lt=2**63, description=_SEED)
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
     layout: Layout = Layout()
-    dtype: Dtype = "float32"
+    dtype: Dtype = Field(default="float32", description=_DTYPE)
     between_steps: Literal["offload", "keep"] = Field(
-        default="offload", description="whether the waiting worker gives the device's memory back"
+        default="offload", description="offload: a worker that waits gives the device's memory back"
     )
-    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="until a worker without a step is given back")
+    idle_s: float = Field(
+        default=60.0, ge=0, le=86_400, description="seconds until a worker without a step is given back"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -12,18 +12,15 @@ from service.cli.main import app
 
 @pytest.mark.parametrize("options", [demo.BASE_RUN, demo.RADIO_RUN])
 def test_options_are_those_of_the_command(options: list[str]) -> None:
-    from service.cli.commands.submit import _checked, _trainable  # the command's own check, before anything is sent
+    from service.cli.commands.submit import checked_run  # the command's own check, before anything is sent
+    from service.cli.run_options import given, options_of
+    from shared.runs.requests import SFTRun
 
     command = typer.main.get_command(app).commands["submit"].commands["sft"]  # type: ignore[attr-defined]
-    context = command.make_context("sft", ["--model", "m", "--dataset", "d", *options])
-    given = context.params
-    assert (given["full"], given["lora_rank"]) in ((True, None), (False, 16))
-    fields = {
-        name: given[name] for name in ("name", "epochs", "batch_size", "learning_rate", "max_tokens", "num_samples")
-    }
-    trainable = _trainable(given["full"], given["lora_rank"], given["lora_alpha"], given["lora_targets"])
-    data = {"dataset": {"uri": "d"}, "eval_dataset": {"uri": "e"}}
-    run = _checked("sft", {**fields, **data, "model": "m", "trainable": trainable})
+    context = command.make_context("sft", ["--model", "org/m", "--dataset", "d", "--eval-dataset", "e", *options])
+    values = given(context)
+    assert (context.params["full"], values.get("lora_rank")) in ((True, None), (False, 16))
+    run = checked_run("sft", options_of(SFTRun), values)
     assert run.num_samples >= demo.NUM_SHOWN
 
 

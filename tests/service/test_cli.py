@@ -9,14 +9,11 @@ import subprocess
 import termios
 import time
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from service.cli.commands.submit import EngineChoice
 from shared.contract import Fence
 from shared.jobs.events import Step
-from shared.jobs.layout import EngineName
 from shared.runs.status import RunStatus
 from shared.storage import artifacts
 from shared.storage.paths import RunKeys
@@ -133,7 +130,7 @@ def test_an_unknown_run_ends_with_102(service: Service) -> None:
         (["--samples", "20"], "--samples: "),
         (["--lora-targets", "q_proj,x_proj"], "--lora-targets: "),
         (["--epochs", "1"], "exactly one of epochs and steps"),
-        (["--full", "--lora-rank", "4"], "--full trains every weight"),
+        (["--full", "--lora-rank", "4"], "--full excludes --lora-rank"),
         (["--prompt-field", "q"], "go together"),
         (["--model", "./nowhere"], "--model: there is no folder ./nowhere"),
         (["--dataset", "nowhere.jsonl"], "--dataset: there is no file nowhere.jsonl"),
@@ -216,7 +213,6 @@ def test_every_option_reaches_the_run(service: Service, options) -> None:
 
 
 def test_an_engine_is_chosen(service: Service, options) -> None:
-    assert {choice.value for choice in EngineChoice} == set(get_args(EngineName))
     for command in (options, ["submit", "rl", "--model", "org/tiny"]):
         run = service.cli("get", service.cli(*command, "--engine", "fsdp", "--dp", "2").stdout.strip(), "--json").json
         assert (run["run"]["engine"], run["run"]["layout"]["dp"]) == ("fsdp", 2)
@@ -276,7 +272,7 @@ def test_a_run_of_its_own_rollouts_has_what_its_options_say(service: Service, tm
         (("--prompts", "p.jsonl", "--grader", '{"type": "x"}', "--steps", "1"), "--grader: "),
         (("--wait",), "--wait goes with --prompts"),
         (("--layout", "tp2-zz2"), "'zz2' is no degree"),
-        (("--layout", "tp2", "--tp", "2"), "--layout has all degrees"),
+        (("--layout", "tp2", "--tp", "2"), "--layout excludes --tp"),
     ],
 )
 def test_rollouts_that_cannot_be_are_refused_before_anything_is_sent(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from activities.packing.pack import PackRequest, write_plan
-from service.cli.estimate import course_of
+from service.cli.commands.estimate import course_of
 from service.cli.exits import Stop
 from service.cli.output.durations import seconds_of, span
 from service.cli.output.live import Bar

@@ -25,6 +25,9 @@ keys = typer.Typer(
 tenants = typer.Typer(
     help="Who shares this installation, and their quotas.", no_args_is_help=True, rich_markup_mode=None
 )
+app = typer.Typer(rich_markup_mode=None)
+app.add_typer(keys, name="keys")
+app.add_typer(tenants, name="tenants")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
 Title = Annotated[str, typer.Option(help="What it is for, in words.")]
 ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Runs that have not ended.")]
@@ -32,21 +35,14 @@ GpuHours = Annotated[float | None, typer.Option(min=0, help="Of its runs of the 
 StoredBytes = Annotated[int | None, typer.Option(min=0, help="Of its uploads and of what it published.")]
 
 
-class ScopeName(StrEnum):
+class ScopeName(StrEnum):  # Typer takes no list of a Literal
     read = "read"
     write = "write"
     inference = "inference"
     admin = "admin"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    for command in (whoami, usage, audit):
-        app.command()(command)
-    app.add_typer(keys, name="keys")
-    app.add_typer(tenants, name="tenants")
-
-
+@app.command()
 def whoami(context: typer.Context, as_json: Json = False) -> None:
     """Say which service commands talk to, as whom, and with which scopes."""
     with connect(context) as client:
@@ -58,12 +54,14 @@ def whoami(context: typer.Context, as_json: Json = False) -> None:
         print(f"{who_in_words(who)} at {url}")
 
 
+@app.command()
 def usage(context: typer.Context, as_json: Json = False) -> None:
     """What your tenant uses, beside its quotas."""
     with connect(context) as client:
         _print_usage(context, client.ask("GET", "/usage"), as_json)
 
 
+@app.command()
 def audit(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
@@ -86,7 +84,8 @@ def create(
     context: typer.Context,
     title: Title = "",
     scope: Annotated[
-        list[ScopeName] | None, typer.Option(help="May be repeated; read, write and inference if absent.")
+        list[ScopeName] | None,
+        typer.Option(help="May be repeated; read, write and inference if absent."),
     ] = None,
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
     as_json: Json = False,

@@ -6,24 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.commands.submit import (
-    CompletionField,
-    Dataset,
-    Format,
-    FormatName,
-    MaxTokens,
-    Model,
-    PromptField,
-    TooLong,
-    Truncation,
-    model_uri,
-    naming_options,
-    uploaded,
-    usage,
-)
+from service.cli.commands.submit import checked, model_uri, naming_options, uploaded
 from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import FAILED
 from service.cli.output.render import console, print_json, print_table
+from service.cli.run_options import fields_of, given, options_of, run_command, run_model
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -31,30 +18,21 @@ if TYPE_CHECKING:
     from service.cli.client import Client
     from shared.runs.previews import Preview, PreviewRequest
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    app.command()(validate)
-    app.command()(preview)
+app = typer.Typer(rich_markup_mode=None)
+# The options of `submit sft` that say how a dataset is read.
+_FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
 
 
-def validate(
-    context: typer.Context,
-    model: Model,
-    dataset: Dataset,
-    format: Format = FormatName.auto,
-    prompt_field: PromptField = None,
-    completion_field: CompletionField = None,
-    max_tokens: MaxTokens = 2048,
-    too_long: Truncation = TooLong.drop,
-    as_json: Json = False,
-) -> None:
-    """Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it."""
-    reading = (format, prompt_field, completion_field)
-    with connect(context) as client:
-        asked = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=0)
-        with asked as request, naming_options(request.model_uri):
-            found = client.validate(request)
+@run_command(
+    app,
+    "sft",
+    "validate",
+    "Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it.",
+    _FIELDS,
+)
+def validate(context: typer.Context, as_json: Json = False) -> None:
+    with connect(context) as client, _request(context, client, num_rows=0) as request:
+        found = client.validate(request)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json", exclude={"rows"}))
     else:
@@ -63,24 +41,20 @@ def validate(
         raise typer.Exit(FAILED)
 
 
+@run_command(
+    app,
+    "sft",
+    "preview",
+    "Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧.",
+    _FIELDS,
+)
 def preview(
     context: typer.Context,
-    model: Model,
-    dataset: Dataset,
-    format: Format = FormatName.auto,
-    prompt_field: PromptField = None,
-    completion_field: CompletionField = None,
-    max_tokens: MaxTokens = 2048,
-    too_long: Truncation = TooLong.drop,
     num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Rows to show.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧."""
-    reading = (format, prompt_field, completion_field)
-    with connect(context) as client:
-        asked = _request(client, model, dataset, reading, max_tokens, too_long, num_rows=num_rows)
-        with asked as request, naming_options(request.model_uri):
-            found = client.preview(request)
+    with connect(context) as client, _request(context, client, num_rows) as request:
+        found = client.preview(request)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json"))
         return
@@ -89,34 +63,23 @@ def preview(
 
 
 @contextmanager
-def _request(
-    client: "Client",
-    model: str,
-    dataset: str,
-    reading: tuple[FormatName, str | None, str | None],
-    max_tokens: int,
-    too_long: TooLong,
-    num_rows: int,
-) -> "Iterator[PreviewRequest]":
-    """The request of both commands; a local dataset is uploaded once its options are known to be right.
+def _request(context: typer.Context, client: "Client", num_rows: int) -> "Iterator[PreviewRequest]":
+    """The request of the options; a local dataset is uploaded once they are known to be right.
 
     What was uploaded for the look alone is deleted after it.
     """
-    from pydantic import ValidationError
-
     from shared.runs.previews import PreviewRequest
 
-    format, prompt_field, completion_field = reading
-    source = {"format": format.value, "prompt_field": prompt_field, "completion_field": completion_field}
-    fields = {"model_uri": model_uri(model), "max_tokens": max_tokens, "too_long": too_long.value, "num_rows": num_rows}
+    options = options_of(run_model("sft"), _FIELDS)
+    fields = fields_of(options, given(context)) | {"num_rows": num_rows}
+    source = fields.pop("dataset")
+    fields["model_uri"] = model_uri(fields.pop("model"))
+    checked(PreviewRequest, fields | {"source": source}, options)
+    file = uploaded(client, source["uri"], "--dataset")
+    uri = file["uri"] if file else source["uri"]
     try:
-        PreviewRequest.model_validate(fields | {"source": source | {"uri": dataset}})
-    except ValidationError as error:
-        raise usage(error) from None
-    file = uploaded(client, dataset, "--dataset")
-    uri = file["uri"] if file else dataset
-    try:
-        yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
+        with naming_options(fields["model_uri"], options):
+            yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
     finally:
         if file and file["is_new"]:
             client.ask("DELETE", f"/files/{file['file_id']}")

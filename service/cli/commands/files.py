@@ -18,6 +18,7 @@ Examples:
 """
 FileId = Annotated[str, typer.Argument(metavar="FILE", help="Its id, as `longshore files ls` shows it.")]
 app = typer.Typer(
+    name="files",
     help="Files in the store: upload, list, fetch, remove.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -11,7 +11,7 @@ import typer
 from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import FAILED, USAGE, Stop
 from service.cli.output.render import plain, print_json, print_table, say
-from service.cli.rollout_options import grader_of
+from service.cli.run_options import json_of
 
 if TYPE_CHECKING:
     from shared.grading.graders import Grader
@@ -27,7 +27,11 @@ GraderFile = Annotated[
     str, typer.Argument(metavar="GRADER", help="In OpenAI's fields: a JSON file, or the JSON itself (docs/graders.md).")
 ]
 app = typer.Typer(
-    help="Try a grader on samples, before a run.", no_args_is_help=True, rich_markup_mode=None, epilog=_EXAMPLES
+    name="grader",
+    help="Try a grader on samples, before a run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog=_EXAMPLES,
 )
 
 
@@ -74,7 +78,7 @@ def _checked(given: str) -> "Grader":
     from shared.grading.graders import parse_grader
 
     try:
-        return parse_grader(grader_of(given, "GRADER"))
+        return parse_grader(json_of(given, "GRADER"))
     except InvalidInput as error:
         raise Stop(str(error), USAGE, "docs/graders.md has the fields of each kind") from None
 

@@ -1,10 +1,9 @@
 """Commands about runs that exist."""
 
 import time
-from enum import StrEnum
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,47 +31,29 @@ if TYPE_CHECKING:
 
 _LONGEST_REASON = 72
 _GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean"}  # what a list shows of how runs do
+State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
     str,
     typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids),
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
+app = typer.Typer(rich_markup_mode=None)
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
 
 
-class StateName(StrEnum):
-    running = "running"
-    paused = "paused"
-    succeeded = "succeeded"
-    failed = "failed"
-    cancelled = "cancelled"
-
-
-class KindName(StrEnum):
-    sft = "sft"
-    dpo = "dpo"
-    rl = "rl"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    looking = (ls, get, watch, logs, events, steps, metrics, checkpoints)
-    for command in (*looking, pause, cancel, resume, retry, download):
-        app.command()(command)
-
-
+@app.command()
 def ls(
     context: typer.Context,
-    state: Annotated[StateName | None, typer.Option(help="These alone.")] = None,
-    kind: Annotated[KindName | None, typer.Option(help="These alone.")] = None,
+    state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
+    kind: Annotated[Literal["sft", "dpo", "rl"] | None, typer.Option(help="Runs of this kind only.")] = None,
     words: Annotated[str | None, typer.Option("--search", help="That stand in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     as_json: Json = False,
 ) -> None:
     """List runs, newest first."""
     with connect(context) as client:
-        page = client.runs(limit, state.value if state else None, kind=kind.value if kind else None, words=words)
+        page = client.runs(limit, state, kind=kind, words=words)
         places = client.places() if not wants_json(context, as_json) and any(map(_waits, page.runs)) else {}
     if wants_json(context, as_json):
         print_json([outcome(view) for view in page.runs])
@@ -101,6 +82,7 @@ def ls(
         say(f"there are more: --limit shows up to 200, {limit} now")
 
 
+@app.command()
 def get(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """Show a run."""
     with connect(context) as client:
@@ -114,6 +96,7 @@ def get(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
         print_details(view)
 
 
+@app.command()
 def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_json: Json = False) -> None:
     """Follow a run to its end. Ctrl-C leaves; the run goes on."""
     from service.cli.commands.submit import finish
@@ -122,6 +105,7 @@ def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_jso
         finish(client, client.run(run_id), wait=True, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
+@app.command()
 def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """What happened, in lines for people."""
     from service.runs.views import last_lines, log_line
@@ -136,6 +120,7 @@ def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
             _left(f"longshore logs -f {run_id}")
 
 
+@app.command()
 def events(
     context: typer.Context,
     run_id: RunId,
@@ -153,6 +138,7 @@ def events(
             _left(f"longshore events -f {run_id}" + (f" --after {after}" if after else ""))
 
 
+@app.command()
 def steps(context: typer.Context, run_id: RunId, follow: Follow = False, as_json: Json = False) -> None:
     """The train steps of an RL run: their rewards, what was published, what went wrong.
 
@@ -180,6 +166,7 @@ def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
         _left(f"longshore steps -f {run_id}")
 
 
+@app.command()
 def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """The metrics that people look for, of every step and evaluation; with --json, all."""
     from service.runs.views import brief, looked_for
@@ -200,6 +187,7 @@ def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> Non
         print_step_metrics(found.train_steps)
 
 
+@app.command()
 def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """Checkpoints that stand in the store."""
     with connect(context) as client:
@@ -210,6 +198,7 @@ def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) ->
         print_table(("step", "written by", "uri"), ((str(c.step), c.fence.label, c.artifact.uri) for c in found))
 
 
+@app.command()
 def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """End a run: at its next step, with a checkpoint, or at once where it does not train."""
     with connect(context) as client:
@@ -220,6 +209,7 @@ def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None
         say(f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there")
 
 
+@app.command()
 def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """End a run at its next step, with a checkpoint, to go on later. Paused, it takes no place in a quota."""
     with connect(context) as client:
@@ -230,6 +220,7 @@ def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
         say(f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there")
 
 
+@app.command()
 def resume(
     context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
 ) -> None:
@@ -241,6 +232,7 @@ def resume(
         finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
+@app.command()
 def retry(
     context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
 ) -> None:
@@ -252,6 +244,7 @@ def retry(
         finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
+@app.command()
 def download(
     context: typer.Context,
     run_id: RunId,

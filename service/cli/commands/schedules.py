@@ -1,12 +1,11 @@
 """`longshore schedule`: runs that are started by the clock."""
 
 from datetime import UTC, datetime
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.connection import Globals, Json, connect, wants_json
+from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import USAGE, Stop
 from service.cli.output.durations import seconds_of
 from service.cli.output.render import ago, print_json, print_table, say
@@ -15,16 +14,9 @@ if TYPE_CHECKING:
     from service.automation.schedule_views import ScheduleView
     from shared.runs.requests import Run
 
+Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
-app = typer.Typer(help="Start runs by the clock.", no_args_is_help=True, rich_markup_mode=None)
-
-
-class OverlapName(StrEnum):
-    skip = "skip"
-    buffer_one = "buffer_one"
-    buffer_all = "buffer_all"
-    allow_all = "allow_all"
-    cancel_other = "cancel_other"
+app = typer.Typer(name="schedule", help="Start runs by the clock.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -35,7 +27,7 @@ def create(
     cron: Annotated[str | None, typer.Option(help='As "0 2 * * *": minute, hour, day, month, weekday.')] = None,
     every: Annotated[str | None, typer.Option(help="Instead of --cron: 90m, 6h or 1d.")] = None,
     timezone: Annotated[str, typer.Option(help="Of --cron, as Europe/Berlin.")] = "UTC",
-    overlap: Annotated[OverlapName, typer.Option(help="When the run before is still going on.")] = OverlapName.skip,
+    overlap: Annotated[Overlap, typer.Option(help="When the run before has not ended.")] = "skip",
     catch_up: Annotated[str, typer.Option(help="A time missed by more, as by an outage, is left out.")] = "10m",
     continues: Annotated[
         bool, typer.Option("--continue", help="Train on from the last published version of the run's --name.")
@@ -58,7 +50,7 @@ def create(
         "cron": cron,
         "every_s": None if every is None else seconds_of(every, "--every"),
         "timezone": timezone,
-        "overlap": overlap.value,
+        "overlap": overlap,
         "catch_up_s": seconds_of(catch_up, "--catch-up"),
         "continues": continues,
         "even_unchanged": even_unchanged,
@@ -120,14 +112,14 @@ def backfill(
     name: ScheduleName,
     begin: Annotated[datetime, typer.Option("--from", help="In UTC, as 2026-01-31T02:00:00.")],
     end: Annotated[datetime, typer.Option("--to", help="In UTC; at most 31 days later.")],
-    overlap: Annotated[OverlapName, typer.Option(help="Between these actions.")] = OverlapName.buffer_all,
+    overlap: Annotated[Overlap, typer.Option(help="Between these runs.")] = "buffer_all",
     as_json: Json = False,
 ) -> None:
     """Act at the times of a span in the past, one after another."""
     span = {
         "begin": begin.replace(tzinfo=UTC).timestamp(),
         "end": end.replace(tzinfo=UTC).timestamp(),
-        "overlap": overlap.value,
+        "overlap": overlap,
     }
     _tell(context, name, "backfill", as_json, json=span)
 
@@ -145,20 +137,11 @@ def rm(context: typer.Context, name: ScheduleName, as_json: Json = False) -> Non
 
 def _run_of(context: typer.Context, command: list[str]) -> "Run":
     """The run that a submit command would start. Its files are uploaded, and all its options checked."""
-    from dataclasses import replace
-
-    from service.cli.commands import submit as submit_commands
+    from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
-        raise Stop("after -- stands what to start: -- submit sft, dpo or rl, and their options", USAGE)
-    given: Globals = context.obj
-    taken: list[Run] = []
-    submit = typer.main.get_command(submit_commands.app)
-    obj = replace(given, take_run=taken.append)
-    submit.main(args=command[1:], prog_name="longshore submit", standalone_mode=False, obj=obj)
-    if not taken:  # it showed its help
-        raise typer.Exit
-    return taken[0]
+        raise Stop("after -- goes what to start: -- submit sft, dpo or rl, and their options", USAGE)
+    return run_of(context, command[1:], "longshore submit")
 
 
 def _checked(fields: dict[str, Any]) -> Any:

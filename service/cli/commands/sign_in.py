@@ -22,15 +22,12 @@ ProfileName = Annotated[
     str | None,
     typer.Option("--profile", help="Its name; may stand before the command, too.", autocompletion=profile_names),
 ]
-app = typer.Typer(help="Settings, and profiles of services.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None)
+config = typer.Typer(help="Settings, and profiles of services.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config, name="config")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    app.command(epilog=_LOGIN_EXAMPLES)(login)
-    app.command()(logout)
-
-
+@app.command(epilog=_LOGIN_EXAMPLES)
 def login(
     context: typer.Context,
     url: Annotated[
@@ -92,6 +89,7 @@ def _warn_if_hidden(name: str, profile: "Profile") -> None:
         say(f"commands here do not use it by themselves: {origin} wins; longshore --profile {name} … does")
 
 
+@app.command()
 def logout(context: typer.Context, profile_name: ProfileName = None, as_json: Json = False) -> None:
     """Forget a profile's key on this machine: the current one's, or that of --profile. The key itself stays valid."""
     from service.cli.profiles import Profiles
@@ -113,7 +111,7 @@ def who_in_words(who: dict[str, Any]) -> str:
     return f"{key} of tenant {who['tenant']} ({', '.join(sorted(who['scopes']))})"
 
 
-@app.command()
+@config.command()
 def show(
     context: typer.Context,
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
@@ -144,7 +142,7 @@ def show(
     print_table(columns, [(v.name, plain(v.value), plain(v.origin))[: len(columns)] for v in values])
 
 
-@app.command()
+@config.command()
 def profiles(context: typer.Context, as_json: Json = False) -> None:
     """List the services that were logged in to; * is the current one."""
     from service.cli.profiles import Profiles
@@ -164,7 +162,7 @@ def profiles(context: typer.Context, as_json: Json = False) -> None:
         print_table(("profile", "service", "key", ""), ([plain(str(cell)) for cell in row] for row in cells))
 
 
-@app.command()
+@config.command()
 def use(context: typer.Context, name: Annotated[str, typer.Argument(help="A profile.")], as_json: Json = False) -> None:
     """Make a profile the current one."""
     from service.cli.profiles import Profiles

@@ -1,7 +1,12 @@
-"""Commands about the stack: run it on this machine, and look whether it is well."""
+"""Commands about this machine: run the stack, check it, and mend the service's database.
 
+The commands of `db` open the database and the store themselves, without the service.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,15 +14,18 @@ from service.cli.connection import Json, address, read_settings, wants_json
 from service.cli.exits import FAILED, USAGE, Stop
 from service.cli.output.render import print_json, say
 
+if TYPE_CHECKING:
+    from service.database.engine import Database
+    from service.rebuild import Differences
+    from shared.storage.store import ObjectStore
+
+app = typer.Typer(rich_markup_mode=None)
+db = typer.Typer(help="The service's database.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(db, name="db")
 Root = Annotated[Path | None, typer.Option(help="Where the stack keeps its state; LONGSHORE_ROOT, or ~/.longshore.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to an app."""
-    app.command()(dev)
-    app.command()(doctor)
-
-
+@app.command()
 def dev(
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="End the stack of this root.")] = False,
@@ -49,6 +57,7 @@ def dev(
         raise Stop(str(error)) from None
 
 
+@app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Check this machine and the service, and say what to do about what is wrong."""
     from service.cli.doctor import checks
@@ -65,3 +74,77 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
         print_json([vars(check) for check in found])
     if any(check.verdict == "fail" for check in found):
         raise typer.Exit(FAILED)
+
+
+@db.command()
+def upgrade() -> None:
+    """Bring the tables to the newest revision. The service does so when it starts."""
+    from service.database import migrate
+
+    with _opened() as (_, database):
+        migrate.upgrade(database)
+        say(f"the database is at revision {migrate.newest()}")
+
+
+@db.command()
+def rebuild(context: typer.Context, as_json: Json = False) -> None:
+    """Build tenants, keys, files and runs again from the store. The audit log stays as it is.
+
+    The service may run meanwhile. Runs that go on are brought up to date by it.
+    """
+    from service.database import migrate
+    from service.rebuild import rebuild
+
+    with _opened() as (store, database):
+        migrate.upgrade(database)
+        _tell(rebuild(store, database), wants_json(context, as_json), "the database says what the store says")
+
+
+@db.command()
+def check(context: typer.Context, as_json: Json = False) -> None:
+    """Compare the database with the store, and change nothing. Fails when they differ."""
+    from service.database import migrate
+    from service.rebuild import rebuild
+
+    with _opened() as (store, database):
+        with database.connection() as connection:
+            found, wanted = migrate.revision(connection), migrate.newest()
+        if found != wanted:
+            message = f"the database is at revision {found}, this version needs {wanted}"
+            raise Stop(message, advice="longshore db upgrade")
+        differences = rebuild(store, database, only_look=True)
+        _tell(differences, wants_json(context, as_json), "the database says what the store says")
+    if differences.any:
+        raise typer.Exit(FAILED)
+
+
+def _tell(found: "Differences", as_json: bool, all_well: str) -> None:
+    if as_json:
+        print_json({**vars(found)})
+        return
+    say("read from the store: " + (", ".join(f"{number} {table}" for table, number in found.read.items()) or "nothing"))
+    for word, counts in (("missing", found.missing), ("outdated", found.outdated), ("not in the store", found.unknown)):
+        for table, number in counts.items():
+            print(f"{table}: {number} {word}")
+    for text in found.unreadable:
+        print(f"unreadable: {text}")
+    if not found.any:
+        say(all_well)
+
+
+@contextmanager
+def _opened() -> "Iterator[tuple[ObjectStore, Database]]":
+    """The store and the database of this machine's settings. Their errors end the command in a plain line."""
+    from service.database.engine import open_database
+    from shared.errors import LongshoreError
+    from shared.storage.store import open_store
+
+    settings = read_settings()
+    try:
+        database = open_database(settings)
+        try:
+            yield open_store(settings.store, settings.s3), database
+        finally:
+            database.close()
+    except LongshoreError as error:
+        raise Stop(str(error), advice="longshore doctor") from error

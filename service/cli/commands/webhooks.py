@@ -10,7 +10,7 @@ from service.cli.output.durations import seconds_of
 from service.cli.output.render import ago, print_json, print_table, say
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id, as `longshore webhook ls` shows it.")]
-app = typer.Typer(help="Tell an address of runs.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(name="webhook", help="Tell an address of runs.", no_args_is_help=True, rich_markup_mode=None)
 _COLUMNS = ("webhook", "url", "events", "")
 
 

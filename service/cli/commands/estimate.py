@@ -5,13 +5,12 @@ took for a token: where there is none, nothing is guessed.
 """
 
 import math
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.connection import Globals, Json, connect, wants_json
+from service.cli.connection import Json, connect, wants_json
 from service.cli.exits import FAILED, USAGE, Stop
 from service.cli.output.durations import span
 from service.cli.output.render import plain, print_json, print_table, say
@@ -27,6 +26,7 @@ Examples:
   longshore estimate sft -m org/model -d train.jsonl --epochs 3
   longshore estimate dpo -m org/model -d pairs.jsonl --batch-tokens 65536
 """
+app = typer.Typer(rich_markup_mode=None)
 _MEASURED_RUNS = 3
 _LOOKED_AT = 100
 
@@ -50,14 +50,10 @@ class Throughput:
     is_alike: bool
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to an app."""
-    app.command(
-        epilog=_EXAMPLES,
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
-    )(estimate)
-
-
+@app.command(
+    epilog=_EXAMPLES,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
+)
 def estimate(
     context: typer.Context,
     command: Annotated[
@@ -130,6 +126,8 @@ def measured_throughput(client: "Client", run: "DatasetRun") -> Throughput | str
     Returns:
         Why nothing was measured, where nothing was.
     """
+    from statistics import median
+
     page = client.runs(_LOOKED_AT, "succeeded", kind=run.kind, words=run.model[-128:])
     same = [view for view in page.runs if view.run.model == run.model and view.run.trainable.kind == run.trainable.kind]
     alike = [view for view in same if _machine(view.run) == _machine(run)]
@@ -150,6 +148,8 @@ def _machine(run: "Run") -> tuple[object, ...]:
 
 def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
     """Tokens a second of each of the newest runs that measured any."""
+    from statistics import median
+
     found: dict[str, float] = {}
     for view in views:
         rates = [
@@ -164,19 +164,12 @@ def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
 
 def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
     """The run that the command would start. Its files are uploaded, and all its options checked."""
-    from service.cli.commands import submit as submit_commands
+    from service.cli.commands.submit import run_of
 
     if command[0] not in ("sft", "dpo"):
         advice = "an RL run takes as long as its rollouts: `longshore steps RUN` shows what its steps take"
         raise Stop("estimate knows runs on a dataset: sft and dpo, with the options of longshore submit", USAGE, advice)
-    given: Globals = context.obj
-    taken: list[Run] = []
-    submit = typer.main.get_command(submit_commands.app)
-    obj = replace(given, take_run=taken.append)
-    submit.main(args=command, prog_name="longshore estimate", standalone_mode=False, obj=obj)
-    if not taken:  # it showed its help
-        raise typer.Exit
-    run = taken[0]
+    run = run_of(context, command, "longshore estimate")
     assert run.kind != "rl"
     return run
 

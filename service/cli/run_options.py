@@ -1,0 +1,362 @@
+"""Make the options of `longshore submit` from the fields of the run models (shared/runs/requests.py).
+
+A field's option has the field's name; nested fields have their own names without those of the models around them.
+Type, default, choices, bounds and help are the field's. The tables below hold the few names that differ.
+"""
+
+import inspect
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+from service.cli.exits import USAGE, Stop
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+    from typer._click import Command, Context, Parameter
+
+# Options that are not named as their fields are.
+NAMES = {
+    "warmup_steps": "warmup",
+    "num_samples": "samples",
+    "idle_s": "idle",
+    "rollouts.epochs": "prompt-epochs",
+    "rollouts.held_out.every_steps": "eval-every",
+    "rollouts.held_out.samples_per_prompt": "eval-samples",
+    "rollouts.held_out.target": "target",
+}
+_PREFIXES = {"held_out": "eval-"}
+_SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
+# The value that a submitted run has where neither the option nor its alternative is given.
+UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
+# Fields of a DatasetSource that its validators refuse in a kind of run.
+_NOT_READ = {"dpo": ("prompt_field", "completion_field"), "rl": ("completion_field",)}
+# value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
+# kind: one of a union's kinds, or JSON; grader: JSON, or a file of it; layout: a label; variant: a flag for a kind.
+Form = Literal["value", "names", "source", "reading", "kind", "grader", "layout", "variant"]
+
+
+@dataclass(frozen=True)
+class RunOption:
+    """A field as an option.
+
+    Args:
+        path: where its value stands in the request.
+        flag: its name on the command line, without dashes.
+        parsed_as: what Typer makes of its text: str, int, float, bool, a Literal, or a list of str.
+        kind: the variant of a union that the field belongs to, or that the option stands for.
+    """
+
+    path: tuple[str, ...]
+    flag: str
+    parsed_as: Any
+    form: Form = "value"
+    default: Any = None
+    is_required: bool = False
+    help: str = ""
+    bounds: str = ""
+    kind: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """The name of the command's parameter."""
+        return self.flag.replace("-", "_")
+
+    @property
+    def field(self) -> str:
+        """The dotted name of the field."""
+        return ".".join(self.path)
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The place that an error of pydantic names: within a union, the variant's kind is part of it."""
+        return (*self.path[:-1], self.kind, self.path[-1]) if self.kind else self.path
+
+
+def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunOption, ...]:
+    """The options of a run model, in the order of its fields.
+
+    Args:
+        only: the model's own fields that are wanted; all if empty.
+    """
+    found = list(_walk(model, (), "", is_required=True))
+    found = [option for option in found if not only or option.path[0] in only]
+    if any(option.form == "source" for option in found):
+        found += _reading(str(model.model_fields["kind"].default))
+    return tuple(found)
+
+
+class RunCommand(TyperCommand):
+    """A command with the options of a run model, which is imported when they are needed: the help of a group lists
+    the command without them.
+
+    Args:
+        make: the command with its options.
+    """
+
+    def __init__(self, make: "Callable[[], Command]", **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._make = cache(make)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: "Context | None" = None, **extra: Any
+    ) -> "Context":
+        return self._make().make_context(info_name, args, parent, **extra)
+
+    def get_params(self, ctx: "Context") -> "list[Parameter]":
+        return self._make().get_params(ctx)
+
+
+def run_command(
+    app: typer.Typer, kind: str, name: str, help: str, only: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], None]:
+    """Add a function to an app as a command that also has the options of a kind of run: `given` reads them.
+
+    Args:
+        only: as for `options_of`.
+    """
+
+    def add(function: Callable[..., None]) -> None:
+        def make() -> "Command":
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            alone.command(name=name, help=help)(_with_options(function, options_of(run_model(kind), only)))
+            return typer.main.get_command(alone)
+
+        app.command(name=name, help=help, cls=partial(RunCommand, make))(function)  # type: ignore[arg-type]
+
+    return add
+
+
+def run_model(kind: str) -> "type[BaseModel]":
+    """The model that a request of this kind is checked by."""
+    from shared.runs.requests import DPORun, RLRun, SFTRun
+
+    models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "rl": RLRun}
+    return models[kind]
+
+
+def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:
+    """Give a function parameters for the options, with which it is not called."""
+    context, *own = inspect.signature(command, eval_str=True).parameters.values()
+    made = [inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, **_typed(option)) for option in options]
+    names = {option.parameter for option in options}
+
+    @wraps(command)
+    def called(**values: Any) -> None:
+        command(**{name: value for name, value in values.items() if name not in names})
+
+    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    called.__signature__ = inspect.Signature([context, *made, *own])  # type: ignore[attr-defined]
+    return called
+
+
+def given(context: typer.Context) -> dict[str, Any]:
+    """The values of the parameters that stand on the command line: of the others, the models have the defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def fields_of(
+    options: Sequence[RunOption], values: Mapping[str, Any], uri_of: Callable[[str, str], str] = lambda uri, flag: uri
+) -> dict[str, Any]:
+    """The request of the options that were given, not checked.
+
+    Args:
+        values: those that were given, by their parameters.
+        uri_of: the URI of a file or URI that was given with an option of this name.
+
+    Raises:
+        Stop: two options exclude each other, or a value cannot be read.
+    """
+    told = [option for option in options if option.parameter in values]
+    reading = {option.path[-1]: values[option.parameter] for option in told if option.form == "reading"}
+    fields: dict[str, Any] = {}
+    wholes: dict[tuple[str, ...], RunOption] = {option.path: option for option in told if option.form != "reading"}
+    for option in wholes.values():
+        into = fields
+        for depth, name in enumerate(option.path[:-1], 1):
+            if whole := wholes.get(option.path[:depth]):
+                raise Stop(f"--{whole.flag} excludes --{option.flag}", USAGE, "--help lists the options")
+            into = into.setdefault(name, {})
+        if option.kind and option.form != "variant":
+            into["kind"] = option.kind
+        into[option.path[-1]] = _read(option, values[option.parameter], reading, uri_of)
+    return fields
+
+
+def option_at(options: Sequence[RunOption], place: Sequence[int | str]) -> RunOption | None:
+    """The option that a place in the request belongs to; None for a place above all options."""
+    placed = [option for option in options if option.form != "variant"]
+    found = [option for option in placed if tuple(place[: len(option.place)]) == option.place]
+    return max(found, key=lambda option: len(option.place), default=None)
+
+
+def json_of(text: str, flag: str) -> Any:
+    """The JSON that was given, as itself or as the name of a file. Raises Stop where there is none."""
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except OSError as error:
+        raise Stop(f"{flag}: {text}: {error.strerror}", USAGE) from None
+    except ValueError as error:
+        raise Stop(f"{flag}: no JSON: {error}", USAGE) from None
+
+
+def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
+    for name, field in model.model_fields.items():
+        yield from _options(field, (*path, name), prefix, is_required and field.is_required())
+
+
+def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
+    from shared.jobs.layout import Layout
+    from shared.runs.requests import DatasetSource
+
+    type_ = _plain_type(field.annotation)
+    option = _option(field, path, prefix, is_required)
+    variants = [each for each in get_args(type_) if hasattr(each, "model_fields")]
+    if get_origin(type_) is Literal and len(get_args(type_)) == 1:
+        return
+    if type_ is DatasetSource:
+        words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
+        yield replace(option, form="source", help=words)
+    elif field.discriminator and field.is_required():
+        yield replace(option, form="grader", help=f"{option.help}: JSON, or a file of it")
+    elif field.discriminator and all(set(each.model_fields) == {"kind"} for each in _others(variants, field.default)):
+        yield from _variants(field, variants, path)
+    elif field.discriminator:
+        kinds = ", ".join(str(each.model_fields["kind"].default) for each in variants)
+        words = f"{option.help}. One of {kinds}, or a JSON object with `kind` and its fields"
+        yield replace(option, form="kind", default=field.default.kind, help=words)
+    elif hasattr(type_, "model_fields"):
+        if type_ is Layout:
+            yield replace(option, form="layout", default=None, help="All degrees at once, such as tp2-sp-pp2-dp2")
+        kind = type_.model_fields.get("kind")
+        below = f"{kind.default}-" if kind else _PREFIXES.get(path[-1], "")
+        yield from _walk(type_, path, below, is_required)
+    else:
+        yield option
+
+
+def _others(models: Sequence[Any], default: object) -> list[Any]:
+    return [model for model in models if not isinstance(default, model)]
+
+
+def _variants(field: "FieldInfo", models: Sequence[Any], path: tuple[str, ...]) -> Iterator[RunOption]:
+    """Options of a union whose other kinds have no fields: the default's under its kind, a flag for each other."""
+    for option in _walk(type(field.default), path, f"{field.default.kind}-", is_required=False):
+        yield replace(option, kind=field.default.kind)
+    for model in _others(models, field.default):
+        kind = model.model_fields["kind"].default
+        yield RunOption(path, kind, bool, "variant", default=False, help=inspect.cleandoc(model.__doc__), kind=kind)
+
+
+def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> RunOption:
+    name = ".".join(path)
+    type_, form = _plain_type(field.annotation), "value"
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if get_origin(type_) is tuple:
+        item = _plain_type(get_args(type_)[0])
+        type_, form = (str, "names") if get_origin(item) is Literal else (list[item], "value")  # type: ignore[valid-type]
+        default = ",".join(default or ()) or None if form == "names" else None
+    elif type_ not in (int, float, bool) and get_origin(type_) is not Literal:
+        type_ = str
+    return RunOption(
+        path,
+        NAMES.get(name) or prefix + path[-1].replace("_", "-"),
+        type_,
+        form,  # type: ignore[arg-type]
+        default,
+        is_required,
+        field.description or "",
+        _bounds(field),
+    )
+
+
+def _reading(kind: str) -> Iterator[RunOption]:
+    from shared.runs.requests import DatasetSource
+
+    for name, field in DatasetSource.model_fields.items():
+        if name != "uri" and name not in _NOT_READ.get(kind, ()):
+            yield replace(_option(field, ("dataset", name), "", is_required=False), form="reading")
+
+
+def _plain_type(annotation: Any) -> Any:
+    """A type without None and without what is annotated to it."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        elif get_origin(annotation) in (Union, types.UnionType):
+            left = [each for each in get_args(annotation) if each is not type(None)]
+            if len(left) > 1:
+                return annotation
+            annotation = left[0]
+        else:
+            return annotation
+
+
+def _bounds(field: "FieldInfo") -> str:
+    """The bounds of a number in words."""
+    limits = {
+        name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)
+    }
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    if set(limits) == {"ge", "le"}:
+        return f"{_number(limits['ge'])} to {_number(limits['le'])}"
+    return ", ".join(f"{words[name]} {_number(limit)}" for name, limit in limits.items())
+
+
+def _number(number: float) -> str:
+    if isinstance(number, int) and number >= 2**62 and number & (number - 1) == 0:
+        return f"2^{number.bit_length() - 1}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def _typed(option: RunOption) -> dict[str, Any]:
+    """The default and the annotation of the option's parameter."""
+    words = option.help[:1].upper() + option.help[1:]
+    words += f" ({option.bounds})" if option.bounds else ""
+    if option.default is None and option.field in UNLESS:
+        value, other = UNLESS[option.field]
+        words += f"; {value:g} if --{other.replace('_', '-')} is absent too"
+    words += "; may be repeated" if option.parsed_as == list[str] else ""
+    words = words.removesuffix(".") + "." if words else ""
+    flags = [f"--{option.flag}", *([_SHORT[option.field]] if option.field in _SHORT else [])]
+    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words)]  # type: ignore[name-defined]
+    default = inspect.Parameter.empty if option.is_required else option.default
+    return {"annotation": annotation, "default": default}
+
+
+def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Callable[[str, str], str]) -> Any:
+    flag = f"--{option.flag}"
+    match option.form:
+        case "names":
+            return value.split(",")
+        case "source":
+            return {"uri": uri_of(value, flag), **reading}
+        case "kind":
+            return json_of(value, flag) if value.lstrip().startswith("{") else {"kind": value}
+        case "grader":
+            return json_of(value, flag)
+        case "layout":
+            return _layout(value)
+        case "variant":
+            return {"kind": option.kind}
+        case _:
+            return value
+
+
+def _layout(label: str) -> dict[str, Any]:
+    from shared.errors import InvalidInput
+    from shared.jobs.layout import Layout
+
+    try:
+        return Layout.from_label(label).model_dump()
+    except InvalidInput as error:
+        raise Stop(f"--{error}", USAGE) from None
