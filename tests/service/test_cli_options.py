@@ -30,7 +30,8 @@ HISTORICAL = {
     "submit dpo": f"{_ALL} {_DATASET} --beta --label-smoothing --reference",
     "submit rl": f"""{_ALL} --advantages --algorithm --between-steps --broken --equal-rewards --eval-every
 --eval-prompts --eval-samples --eval-temperature --grader --group-size --idle --loss --max-completion-tokens
---max-staleness --mini-batches --off-policy-steps --prompt-epochs --prompt-field --prompts --prompts-per-step --sampler-url --shuffle-rewards
+--max-staleness --mini-batches --off-policy-steps --prompt-epochs --prompt-field --prompts --prompts-per-step
+--sampler-url --shuffle-rewards
 --stop --target --temperature""",
     "validate": _READ,
     "preview": f"{_READ} --rows",
