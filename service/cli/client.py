@@ -34,7 +34,7 @@ _PREVIEW_TIMEOUT_S = 310.0
 
 
 class Client:
-    """Calls of the API, as models. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
+    """Call the native API. Errors are `Stop`s: 404 with its own exit code, an absent service `Unreachable`."""
 
     def __init__(
         self, api_url: str, api_key: str | None, patience_s: float = 2.0, timeout_s: float = _TIMEOUT_S
@@ -79,7 +79,7 @@ class Client:
         )
 
     def steps(self, run_id: str, after: int | None = None) -> Iterator[StepStatus]:
-        """Every train step on record after a number, or from the first."""
+        """Read every recorded train step after a number, or from the first."""
         while True:
             params = {} if after is None else {"after": after}
             page = StepPage.model_validate(self._retried("GET", f"/runs/{run_id}/steps", params=params))
@@ -89,7 +89,7 @@ class Client:
                 return
 
     def steps_to_the_end(self, run_id: str) -> Iterator[StepStatus]:
-        """Train steps as they come on record, until the run ends."""
+        """Read train steps as they are recorded, until the run ends."""
         after: int | None = None
         while True:
             ended = self.run(run_id).state != "running"  # asked first: what is read next is then complete
@@ -143,7 +143,7 @@ class Client:
         return _checkpoints.validate_python(self._retried("GET", f"/runs/{run_id}/checkpoints"))
 
     def events_to_the_end(self, run_id: str, after: str | None, follow: bool) -> Iterator[RunEvent]:
-        """Events after a cursor: those that there are, or all until the run ends."""
+        """Read events after a cursor: those that there are, or all until the run ends."""
         while True:
             ended = self.run(run_id).state != "running"  # asked first: what is read next is then complete
             page = self.events(run_id, after, _LONG_POLL_S if follow and not ended else 0)
@@ -153,7 +153,7 @@ class Client:
                 return
 
     def download(self, run_id: str, tar: Path) -> None:
-        """Everything that a run published, as a tar."""
+        """Fetch everything that a run published, as a tar."""
         self.save(f"/runs/{run_id}/download", tar)
 
     def save(self, path: str, target: Path) -> None:
@@ -167,7 +167,7 @@ class Client:
         return str(self.upload_file(path)["uri"])
 
     def upload_file(self, path: Path) -> dict[str, Any]:
-        """Stream a file into the store. Returns its record; `is_new`: whether it did not stand there before."""
+        """Stream a file into the store. Returns its record; `is_new` is false if the store had it before."""
         with path.open("rb") as file:
             body = iter(lambda: file.read(_CHUNK_BYTES), b"")
             headers = {"content-length": str(path.stat().st_size)}
@@ -188,7 +188,7 @@ class Client:
         return Preview.model_validate(answer)
 
     def grade(self, grader: "Grader", sample: dict[str, Any] | None) -> dict[str, Any]:
-        """A sample's grade, or the reason why it has none; without a sample, whether the grader can be used."""
+        """Grade a sample, or say why it has no grade; without a sample, check that the grader can be used."""
         body = {"grader": grader.model_dump(mode="json"), "sample": sample}
         grade: dict[str, Any] = self._call("POST", "/graders/run", json=body, timeout=_PREVIEW_TIMEOUT_S)
         return grade
@@ -219,17 +219,17 @@ class Client:
         return call(method, path, **options)
 
     def places(self) -> dict[str, int]:
-        """The places in the installation's queue of the tenant's runs that wait for a worker, from 1."""
+        """Return the queue positions, from 1, of the tenant's runs that wait for a worker."""
         return dict(self._retried("GET", "/overview")["waiting"])
 
     def health(self) -> dict[str, Any]:
-        """Also when the service is degraded. Raises Unreachable when nobody answers."""
+        """Return the health report, of a degraded service too. Raises Unreachable when nothing answers."""
         with self._translated():
             answer: dict[str, Any] = self._http.get("/api/v1/health").json()
         return answer
 
     def _retried(self, method: str, path: str, **options: Any) -> Any:
-        """Calls that may be repeated, repeated for a while when the service is away."""
+        """Make a call that may be repeated, and repeat it for a while when the service is away."""
         end = time.monotonic() + self._patience_s
         while True:
             try:
@@ -279,7 +279,7 @@ def _schedule(answer: Any) -> "ScheduleView":
 
 
 def _problem(answer: httpx.Response) -> Stop:
-    """An error's body as the end of the command."""
+    """Turn the body of an error into the error that ends the command."""
     try:
         rule, place = (answer.json()["error"][name] for name in ("message", "place"))
     except (ValueError, KeyError, TypeError):
@@ -312,7 +312,7 @@ def _problem(answer: httpx.Response) -> Stop:
 
 
 def _where_to_look(path: str) -> str:
-    """Which command lists what there is of a kind."""
+    """Name the command that lists the resources of a kind."""
     kinds = {"files": "files", "keys": "keys", "tenants": "tenants", "schedules": "schedule", "webhooks": "webhook"}
     kind = path.removeprefix("/api/v1/").partition("/")[0]
     command = f"longshore {kinds[kind]} ls" if kind in kinds else "longshore ls"
@@ -320,7 +320,7 @@ def _where_to_look(path: str) -> str:
 
 
 def _plain_name(path: Path) -> str:
-    """A file's name in the characters that a store takes; the ending stays, for it says the format."""
+    """Replace the characters of a file name that a store refuses. The suffix stays: it tells the format."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in path.name)
     return plain.lstrip(".-")[-128:] or "data"
 

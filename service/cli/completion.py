@@ -1,6 +1,6 @@
-"""What the shell completes beside names of commands and options: ids of runs, names of profiles.
+"""Shell completion of run ids and profile names.
 
-A completion that cannot be made is none: it says nothing of errors.
+Errors give an empty completion, and no message.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ _PATIENCE_S = 2.0
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Ids of the newest runs, each with its state and name. (Typer takes those that begin so.)"""
+    """Return the ids of the newest runs, each with its state and name. (Typer keeps those that match.)"""
     from service.cli.client import Client
     from service.cli.connection import Globals, address
     from service.cli.exits import Stop

@@ -1,5 +1,5 @@
-"""Which service a command talks to: flag > profile that is named > environment > project file > profile that was logged
-in to > user file > the dev stack of this root.
+"""Find the service that a command talks to, from the first of: flag, named profile, environment, project file, profile
+of the last login, user file, dev stack of this root.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class Address:
 
 @dataclass(frozen=True)
 class _Place:
-    """What one place says. `is_bound`: its key is for its own address alone."""
+    """The URL and key that one place gives. `is_bound`: its key is only sent to its own URL."""
 
     url: str | None
     key: str | None
@@ -52,7 +52,7 @@ class _Place:
 
 
 def connect(context: typer.Context, patience_s: float = 2.0) -> "Client":
-    """A client of the service that this command should talk to, and how long it bears that the service is away."""
+    """Return a client of the service that this command talks to. `patience_s`: as for Client."""
     from service.cli.client import Client
 
     found = address(context.obj)
@@ -60,7 +60,7 @@ def connect(context: typer.Context, patience_s: float = 2.0) -> "Client":
 
 
 def address(given: Globals) -> Address:
-    """The URL and key of the service, each from the first place that has one."""
+    """Find the URL and key of the service, each in the first place that has one."""
     settings = read_settings()
     places = list(_places(given, settings))
     url, url_origin = next(((p.url, p.origin) for p in places if p.url), (settings.api_url, "default"))
@@ -92,7 +92,7 @@ def _places(given: Globals, settings: "Settings") -> Iterator[_Place]:
 
 
 def read_settings() -> "Settings":
-    """The settings, or a plain line about the one that is wrong."""
+    """Read the settings. Raises Stop, which names the setting that is wrong."""
     from pydantic import ValidationError
 
     from service.cli.exits import USAGE, Stop
@@ -109,6 +109,6 @@ def read_settings() -> "Settings":
 
 
 def wants_json(context: typer.Context, here: bool) -> bool:
-    """`--json` may stand before the command or after it."""
+    """Tell whether `--json` was given, before the command or after it."""
     given: Globals = context.obj
     return here or given.as_json

@@ -1,4 +1,4 @@
-"""The checks of `longshore doctor`: each is one line, with what to do when it is not well."""
+"""The checks of `longshore doctor`. Each prints one line, and advice where it fails."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ _ENOUGH_DISK_BYTES = 5 << 30
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and how it is."""
+    """The result of a check."""
 
     name: str
     verdict: Literal["ok", "warn", "fail"]
@@ -31,7 +31,7 @@ class Check:
 
 
 def checks(settings: Settings, api_url: str, api_key: str | None) -> Iterator[Check]:
-    """Every check, one after the other: none ends the others."""
+    """Run all checks in order. A check that fails does not stop the others."""
     looks: tuple[Callable[[], Check], ...] = (
         _python,
         lambda: _packages("control packages", _CONTROL_PACKAGES),

@@ -1,4 +1,4 @@
-"""How the command ends: exit codes, and errors as one or two plain lines."""
+"""Exit codes, and the errors that end a command with one or two plain lines."""
 
 DONE = 0
 USAGE = 2
@@ -34,7 +34,7 @@ class Stop(Exception):
 
 
 class Refused(Stop):
-    """The service cannot use what was sent. `place`: the field, where it named one; `rule`: what it says of it."""
+    """The service refused a request. `place`: the field, if it named one; `rule`: the rule that it breaks."""
 
     def __init__(self, rule: str, place: str | None) -> None:
         self.rule = rule
@@ -43,4 +43,4 @@ class Refused(Stop):
 
 
 class Unreachable(Stop):
-    """The service does not answer, or says that it cannot at the moment. Worth another try."""
+    """The service does not answer, or says that it cannot at the moment. The call may be tried again."""

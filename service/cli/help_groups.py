@@ -1,9 +1,10 @@
-"""The commands of `longshore`: under which heading its help lists each, and the module that has it.
+"""The headings of `longshore --help`, and the module that defines each command.
 
 A module is imported when one of its commands is asked for: `longshore ls` loads nothing of `submit`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -81,5 +82,10 @@ class HeadedHelp(TyperGroup):
 
 def _loaded(name: str) -> "Command":
     """A command of its module's `app`, or the app itself where that is the group of this name."""
-    group = typer.main.get_group(import_module(f"service.cli.commands.{_MODULES[name]}").app)
+    group = _group(_MODULES[name])
     return group if group.name == name else group.commands[name]
+
+
+@cache
+def _group(module: str) -> TyperGroup:
+    return typer.main.get_group(import_module(f"service.cli.commands.{module}").app)

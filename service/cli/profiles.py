@@ -1,4 +1,4 @@
-"""Services that somebody has logged in to, by name: addresses and keys, in a file that its owner alone can read."""
+"""Profiles: the URLs and keys of services that the user logged in to, in a file that only its owner can read."""
 
 import os
 import sys
@@ -22,14 +22,14 @@ class Profile(Frozen):
 
 
 class Profiles(Frozen):
-    """`credentials.json` in the user's configuration folder. `current`: the one that commands use by themselves."""
+    """`credentials.json` in the user's configuration folder. `current`: the profile that commands use by default."""
 
     current: str | None = None
     profiles: dict[str, Profile] = Field(default_factory=dict)
 
     @classmethod
     def read(cls) -> "Profiles":
-        """Raises Stop for a file that is not ours."""
+        """Read the file, or return no profiles if there is none. Raises Stop for a file of another format."""
         path = credentials_path()
         try:
             data = path.read_bytes()
@@ -43,7 +43,7 @@ class Profiles(Frozen):
             raise Stop(f"{path} cannot be read: {error.errors()[0]['msg']}", USAGE, f"rm {path}, and log in") from None
 
     def write(self) -> None:
-        """Readable by its owner alone, from its first byte on."""
+        """Write the file, readable by its owner only from its first byte on."""
         previous = os.umask(0o077)
         try:
             path = credentials_path()
@@ -53,7 +53,7 @@ class Profiles(Frozen):
             os.umask(previous)
 
     def named(self, name: str) -> Profile:
-        """Raises Stop when there is none of this name."""
+        """Return a profile. Raises Stop if there is none of this name."""
         if name not in self.profiles:
             there_are = f"there are {', '.join(sorted(self.profiles))}" if self.profiles else "there is none"
             advice = f"longshore --profile {name} login makes it"
@@ -61,7 +61,7 @@ class Profiles(Frozen):
         return self.profiles[name]
 
     def having(self, name: str, profile: Profile) -> "Profiles":
-        """With a profile, which is the current one from now on."""
+        """Return the profiles with this one added as the current one."""
         return Profiles(current=name, profiles={**self.profiles, name: profile})
 
     def without(self, name: str) -> "Profiles":

@@ -1,4 +1,4 @@
-"""Where each setting of this machine has its value from, and what may be shown of it."""
+"""Find where each setting of this machine comes from, and the part of its value that may be shown."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _LEAST_SHOWN = 12
 
 @dataclass(frozen=True)
 class SettingValue:
-    """A setting by its dotted name. `value` may be shown: of secrets it has the beginning."""
+    """A setting by its dotted name. `value` may be shown: secrets are cut to their beginning."""
 
     name: str
     value: str | None
@@ -30,7 +30,7 @@ class SettingValue:
 
 
 def layers() -> list[tuple[str, Mapping[str, Any]]]:
-    """What the environment and each file say, by the place that says it: the first wins."""
+    """Return the values of the environment and of each file, by place. The first place wins."""
     return [
         ("environment", EnvSettingsSource(Settings)()),
         (f"./{PROJECT_FILE}", TomlConfigSettingsSource(Settings, PROJECT_FILE)()),
@@ -39,21 +39,21 @@ def layers() -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def setting_values(settings: Settings) -> Iterator[SettingValue]:
-    """Every setting, in the order of their definition."""
+    """Return every setting, in the order of definition."""
     said = layers()
     for name, value in _flat(settings, ()):
         yield SettingValue(".".join(name), shown(name[-1], value), _origin(name, said))
 
 
 def variable(*name: str) -> str:
-    """The environment variable that set a setting: its own, or that of the group that it is in."""
+    """Return the environment variable that set a setting: its own, or that of its group."""
     known = {variable.upper() for variable in os.environ}
     wanted = [_PREFIX + "__".join(name[:length]).upper() for length in range(len(name), 0, -1)]
     return next((each for each in wanted if each in known), wanted[0])
 
 
 def shown(name: str, value: object) -> str | None:
-    """A value as it may be shown: of a key its prefix, of an address no password."""
+    """Return a value as it may be shown: the prefix of a key, a URL without its password."""
     if value is None:
         return None
     is_secret = isinstance(value, SecretStr) or _SECRET.search(name) is not None
@@ -67,7 +67,7 @@ def shown(name: str, value: object) -> str | None:
 
 
 def prefix(key: str) -> str:
-    """The part of a key by which its holder recognises it."""
+    """Return the part of a key by which its holder recognises it."""
     if ours := _OUR_KEY.match(key):
         return f"{ours[1]}…"
     return f"{key[:4]}…" if len(key) >= _LEAST_SHOWN else "…"

@@ -1,4 +1,4 @@
-"""Downloads: a tar from the service, unpacked beside its target, checked against the manifest, and renamed."""
+"""Download what a run published: unpack the tar beside its target, check it against the manifest, rename it."""
 
 import shutil
 import tarfile

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from activities.packing.pack import PackRequest, write_plan
-from service.cli.commands.estimate import course_of
+from service.cli.commands.estimate import length_of
 from service.cli.exits import Stop
 from service.cli.output.durations import seconds_of, span
 from service.cli.output.live import Bar
@@ -142,7 +142,7 @@ def test_an_estimate_has_the_steps_and_tokens_that_packing_makes(
 ) -> None:
     length = {"epochs": epochs} if epochs is not None else {"steps": 7}
     tokens_U = np.array(num_tokens)
-    found = course_of(sft(batch_size=batch_size, max_tokens=64, **length), len(tokens_U), int(tokens_U.sum()))
+    found = length_of(sft(batch_size=batch_size, max_tokens=64, **length), len(tokens_U), int(tokens_U.sum()))
     units = Artifact(uri="file:///units", sha256="0" * 64)
     request = PackRequest(units=units, seed=0, batch_size=batch_size, bin_tokens=64, **length)
     header = write_plan(tokens_U, request, tmp_path_factory.mktemp("plan"))
@@ -154,6 +154,6 @@ def test_an_estimate_has_the_steps_and_tokens_that_packing_makes(
 def test_steps_of_tokens_are_nearly_told() -> None:
     rng = np.random.default_rng(0)
     tokens_U = rng.integers(8, 64, 1000)
-    found = course_of(sft(epochs=2, batch_tokens=1024, max_tokens=64), len(tokens_U), int(tokens_U.sum()))
+    found = length_of(sft(epochs=2, batch_tokens=1024, max_tokens=64), len(tokens_U), int(tokens_U.sum()))
     assert not found.is_exact and found.tokens == 2 * tokens_U.sum()
     assert found.steps == pytest.approx(2 * tokens_U.sum() / 1024, rel=0.05)

@@ -1,4 +1,4 @@
-"""`whoami`, `usage`, `audit`, `keys` and `tenants`: who asks, what they may, and what they use."""
+"""`whoami`, `usage`, `audit`, `keys` and `tenants`: identity, quotas and use."""
 
 import time
 from enum import StrEnum
@@ -17,22 +17,22 @@ Examples:
   longshore keys revoke key-0123456789ab
 """
 keys = typer.Typer(
-    help="API keys of your tenant: make, list, revoke.",
+    help="Create, list and revoke API keys of your tenant.",
     no_args_is_help=True,
     rich_markup_mode=None,
     epilog=_KEYS_EXAMPLES,
 )
 tenants = typer.Typer(
-    help="Who shares this installation, and their quotas.", no_args_is_help=True, rich_markup_mode=None
+    help="Manage the tenants of this installation, and their quotas.", no_args_is_help=True, rich_markup_mode=None
 )
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
-Title = Annotated[str, typer.Option(help="What it is for, in words.")]
+Title = Annotated[str, typer.Option(help="A description.")]
 ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Runs that have not ended.")]
-GpuHours = Annotated[float | None, typer.Option(min=0, help="Of its runs of the last 30 days.")]
-StoredBytes = Annotated[int | None, typer.Option(min=0, help="Of its uploads and of what it published.")]
+GpuHours = Annotated[float | None, typer.Option(min=0, help="GPU hours of the last 30 days.")]
+StoredBytes = Annotated[int | None, typer.Option(min=0, help="Bytes of uploads and published artifacts.")]
 
 
 class ScopeName(StrEnum):  # Typer takes no list of a Literal
@@ -44,7 +44,7 @@ class ScopeName(StrEnum):  # Typer takes no list of a Literal
 
 @app.command()
 def whoami(context: typer.Context, as_json: Json = False) -> None:
-    """Say which service commands talk to, as whom, and with which scopes."""
+    """Show the service that commands talk to, your key, tenant and scopes."""
     with connect(context) as client:
         who = client.ask("GET", "/whoami")
         url = client.api_url
@@ -56,7 +56,7 @@ def whoami(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def usage(context: typer.Context, as_json: Json = False) -> None:
-    """What your tenant uses, beside its quotas."""
+    """Show what your tenant uses, and its quotas."""
     with connect(context) as client:
         _print_usage(context, client.ask("GET", "/usage"), as_json)
 
@@ -65,10 +65,12 @@ def usage(context: typer.Context, as_json: Json = False) -> None:
 def audit(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
-    everybody: Annotated[bool, typer.Option("--everybody", help="Of all tenants: for the first one's admins.")] = False,
+    everybody: Annotated[
+        bool, typer.Option("--everybody", help="Of all tenants; for admins of the first tenant.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """What was changed or refused, newest first. Needs the scope admin."""
+    """Show the audit log: what was changed or refused, newest first. Needs the scope admin."""
     with connect(context) as client:
         page = client.ask("GET", "/audit", params={"limit": limit, "everybody": everybody})
     if wants_json(context, as_json):
@@ -90,7 +92,7 @@ def create(
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key. It is shown this once."""
+    """Create a key. It is shown only once."""
     body: dict[str, Any] = {"title": title}
     if scope:
         body["scopes"] = [each.value for each in scope]
@@ -103,7 +105,7 @@ def create(
 
 @keys.command(name="ls")
 def ls_keys(context: typer.Context, as_json: Json = False) -> None:
-    """List keys, newest first, by what may be shown of them."""
+    """List keys, newest first: of each its beginning only."""
     with connect(context) as client:
         found = client.ask("GET", "/keys")
     if wants_json(context, as_json):
@@ -121,7 +123,7 @@ def ls_keys(context: typer.Context, as_json: Json = False) -> None:
         )
         for k in found
     )
-    print_table(("key", "title", "begins with", "scopes", "made", "used", ""), rows)
+    print_table(("key", "title", "prefix", "scopes", "created", "last used", ""), rows)
 
 
 @keys.command()
@@ -130,7 +132,7 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `longshore keys ls` shows it.")],
     as_json: Json = False,
 ) -> None:
-    """End a key for good."""
+    """Revoke a key for good."""
     with connect(context) as client:
         ended = client.ask("DELETE", f"/keys/{key_id}")
     if wants_json(context, as_json):
@@ -149,7 +151,7 @@ def create_tenant(
     stored_bytes: StoredBytes = None,
     as_json: Json = False,
 ) -> None:
-    """Make a tenant and its first key, an admin's, which is shown this once."""
+    """Create a tenant and its first key, an admin's, which is shown only once."""
     body = {"tenant": tenant, "title": title, "quotas": _quotas(concurrent_runs, gpu_hours, stored_bytes)}
     with connect(context) as client:
         made = client.ask("POST", "/tenants", json=body)
@@ -163,7 +165,7 @@ def create_tenant(
 
 @tenants.command(name="ls")
 def ls_tenants(context: typer.Context, as_json: Json = False) -> None:
-    """List tenants, with the quotas that are their own."""
+    """List tenants, with their own quotas."""
     with connect(context) as client:
         found = client.ask("GET", "/tenants")
     if wants_json(context, as_json):
@@ -177,7 +179,7 @@ def ls_tenants(context: typer.Context, as_json: Json = False) -> None:
 
 @tenants.command(name="usage")
 def usage_of(context: typer.Context, tenant: TenantName, as_json: Json = False) -> None:
-    """What a tenant uses, beside its quotas."""
+    """Show what a tenant uses, and its quotas."""
     with connect(context) as client:
         _print_usage(context, client.ask("GET", f"/tenants/{tenant}/usage"), as_json)
 
@@ -191,7 +193,7 @@ def quotas(
     stored_bytes: StoredBytes = None,
     as_json: Json = False,
 ) -> None:
-    """Give a tenant quotas of its own, in the place of those that it had; the installation's hold for the others."""
+    """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
     with connect(context) as client:
         body = _quotas(concurrent_runs, gpu_hours, stored_bytes)
         client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)

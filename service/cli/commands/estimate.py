@@ -1,4 +1,4 @@
-"""`longshore estimate`: what a run on a dataset would come to, before it is started: tokens, steps, time.
+"""`longshore estimate`: the tokens, steps and time of a run on a dataset, before it is started.
 
 Tokens and steps are counted, as the run would count them. Time is what the tenant's own ended runs of the same model
 took for a token: where there is none, nothing is guessed.
@@ -32,8 +32,8 @@ _LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a run would do. `is_exact`: False where steps are filled with tokens, and their number is nearly this."""
+class RunLength:
+    """The length of a run. `is_exact`: False with batch_tokens, where the number of steps is approximate."""
 
     epochs: float
     steps: int
@@ -43,7 +43,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What was measured: the median over the steps of some runs. `is_alike`: they had the layout that the run has."""
+    """The median tokens per second of some runs. `is_alike`: they had the same layout, engine and precision."""
 
     tokens_per_s: float
     run_ids: tuple[str, ...]
@@ -61,7 +61,7 @@ def estimate(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say what a run would come to: tokens, steps, and time by what was measured.
+    """Estimate tokens, steps and time of a run, without starting it.
 
     A local dataset is uploaded, and its rows (the first 100,000) are counted. Exit code 100 if a run would refuse it.
     """
@@ -72,16 +72,16 @@ def estimate(
         with naming_options(run.model):
             counted = client.validate(_request(run))
         found = measured_throughput(client, run)
-    course = course_of(run, counted.report.num_kept, counted.report.num_tokens)
+    length = length_of(run, counted.report.num_kept, counted.report.num_tokens)
     measured, why_not = (None, found) if isinstance(found, str) else (found, None)
-    seconds = course.tokens / measured.tokens_per_s if measured else None
+    seconds = length.tokens / measured.tokens_per_s if measured else None
     if wants_json(context, as_json):
         document = {
             "problem": counted.problem,
             "is_complete": counted.is_complete,
             "examples": counted.report.num_kept,
             "dataset_tokens": counted.report.num_tokens,
-            **vars(course),
+            **vars(length),
             "tokens_per_s": measured.tokens_per_s if measured else None,
             "measured_on": list(measured.run_ids) if measured else [],
             "same_layout": measured.is_alike if measured else None,
@@ -90,7 +90,7 @@ def estimate(
         }
         print_json(document)
     else:
-        _print(run, counted, course, measured, seconds)
+        _print(run, counted, length, measured, seconds)
         if why_not is not None:
             advice = "submit a short run (--steps 5), then estimate again"
             say(f"how long: not measured yet, because {why_not}: {advice}")
@@ -98,10 +98,10 @@ def estimate(
         raise typer.Exit(FAILED)
 
 
-def course_of(run: "DatasetRun", num_examples: int, tokens: int) -> Course:
-    """Steps and tokens of a run on so many examples, of so many tokens together: packing's (activities/packing)."""
+def length_of(run: "DatasetRun", num_examples: int, tokens: int) -> RunLength:
+    """Compute the steps and tokens of a run on so many examples and tokens, as activities/packing does."""
     if not num_examples:
-        return Course(0.0, 0, 0, True)
+        return RunLength(0.0, 0, 0, True)
     if run.batch_size is not None:
         per_epoch = math.ceil(num_examples / run.batch_size)
     else:
@@ -113,18 +113,20 @@ def course_of(run: "DatasetRun", num_examples: int, tokens: int) -> Course:
         if not whole:
             rest = max(1, rest)
         partly = math.ceil(rest / run.batch_size) if run.batch_size else math.ceil(per_epoch * rest / num_examples)
-        return Course(run.epochs, whole * per_epoch + partly, round(tokens * (whole + rest / num_examples)), is_exact)
+        return RunLength(
+            run.epochs, whole * per_epoch + partly, round(tokens * (whole + rest / num_examples)), is_exact
+        )
     steps = run.steps or 0
     whole, left = divmod(steps, per_epoch)
     share = min(1.0, left * run.batch_size / num_examples) if run.batch_size else left / per_epoch
-    return Course(whole + share, steps, round(tokens * (whole + share)), is_exact)
+    return RunLength(whole + share, steps, round(tokens * (whole + share)), is_exact)
 
 
 def measured_throughput(client: "Client", run: "DatasetRun") -> Throughput | str:
-    """What the newest ended runs of the same kind and model measured: those of the same layout, where there are any.
+    """Measure the newest succeeded runs of the same kind and model: those of the same layout, if there are any.
 
     Returns:
-        Why nothing was measured, where nothing was.
+        The throughput, or the reason why there is none.
     """
     from statistics import median
 
@@ -147,7 +149,7 @@ def _machine(run: "Run") -> tuple[object, ...]:
 
 
 def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
-    """Tokens a second of each of the newest runs that measured any."""
+    """Return the median tokens per second of each of the newest runs that measured any."""
     from statistics import median
 
     found: dict[str, float] = {}
@@ -163,7 +165,7 @@ def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
 
 
 def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
-    """The run that the command would start. Its files are uploaded, and all its options checked."""
+    """Return the run that the command would start. Its options are checked, its files uploaded."""
     from service.cli.commands.submit import run_of
 
     if command[0] not in ("sft", "dpo"):
@@ -188,16 +190,16 @@ def _request(run: "DatasetRun") -> "PreviewRequest":
 
 
 def _print(
-    run: "DatasetRun", counted: "Preview", course: Course, measured: Throughput | None, seconds: float | None
+    run: "DatasetRun", counted: "Preview", length: RunLength, measured: Throughput | None, seconds: float | None
 ) -> None:
-    report, about = counted.report, "" if course.is_exact else "about "
+    report, about = counted.report, "" if length.is_exact else "about "
     unit = "pairs" if run.kind == "dpo" else "examples"
     rows = [
         (unit, f"{report.num_kept:,} of {report.num_rows:,} rows"),
         ("tokens a pass", f"{report.num_tokens:,}, {report.trained_fraction:.1%} trained"),
-        ("passes", f"{course.epochs:g}" if course.is_exact else f"{about}{course.epochs:.3g}"),
-        ("steps", f"{about}{course.steps:,}"),
-        ("tokens", f"{course.tokens:,}"),
+        ("passes", f"{length.epochs:g}" if length.is_exact else f"{about}{length.epochs:.3g}"),
+        ("steps", f"{about}{length.steps:,}"),
+        ("tokens", f"{length.tokens:,}"),
     ]
     if measured is not None and seconds is not None:
         rows.append(("tokens a second", f"{measured.tokens_per_s:,.0f}, measured on {', '.join(measured.run_ids)}"))

@@ -1,4 +1,4 @@
-"""`longshore files`: data sets and other files in the store."""
+"""`longshore files`: datasets and other files in the store."""
 
 import hashlib
 import tempfile
@@ -19,7 +19,7 @@ Examples:
 FileId = Annotated[str, typer.Argument(metavar="FILE", help="Its id, as `longshore files ls` shows it.")]
 app = typer.Typer(
     name="files",
-    help="Files in the store: upload, list, fetch, remove.",
+    help="Upload, list, download and delete files in the store.",
     no_args_is_help=True,
     rich_markup_mode=None,
     epilog=_EXAMPLES,
@@ -37,7 +37,7 @@ def ls(
         print_json(page["files"])
         return
     rows = ((f["file_id"], f["name"], f"{f['size']:,}", f["purpose"], ago(f["created_at"])) for f in page["files"])
-    print_table(("file", "name", "bytes", "purpose", "sent"), rows)
+    print_table(("file", "name", "bytes", "purpose", "uploaded"), rows)
     if page["has_more"]:
         say(f"there are more: --limit shows up to 1000, {limit} now")
 
@@ -48,7 +48,7 @@ def upload(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")],
     as_json: Json = False,
 ) -> None:
-    """Put files into the store. Prints a URI each, which --dataset takes; the same file again has the same."""
+    """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:
         if not path.is_file():
             raise Stop(f"there is no file {path}", USAGE)
@@ -79,7 +79,7 @@ def download(
     into: Annotated[Path | None, typer.Option(help="The file to make; ./NAME if absent.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Fetch a file, its hash checked."""
+    """Download a file, and check its hash."""
     with connect(context) as client:
         record = client.ask("GET", f"/files/{file_id}")
         target = into or Path(record["name"])

@@ -1,4 +1,4 @@
-"""`longshore grader`: try a grader on samples before a run pays for it."""
+"""`longshore grader`: try a grader on samples before a run."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def run(
     limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Samples to grade, from the first.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Grade samples where a run's would be graded. Exit code 100 when one has no grade."""
+    """Grade samples as a run would. Exit code 100 if one has no grade."""
     checked = _checked(grader)
     rows = list(_rows(samples, text, item, limit))
     with connect(context) as client:
@@ -63,7 +63,7 @@ def run(
 
 @app.command()
 def check(context: typer.Context, grader: GraderFile, as_json: Json = False) -> None:
-    """Say whether a grader can be used: its fields, templates and formula are read, its source is loaded."""
+    """Check a grader: parse its fields, templates and formula, and load its source."""
     checked = _checked(grader)
     with connect(context) as client:
         client.grade(checked, None)

@@ -31,7 +31,7 @@ def step(
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Train one file of trajectory groups, and publish the policy's next version.
+    """Train one file of trajectory groups, and publish the next version of the policy.
 
     Exit codes: 0 done (or queued, without --wait), 2 usage, 100 failed, 101 not finished within --timeout.
     """
@@ -59,7 +59,7 @@ def step(
 
 @app.command(name="finish")
 def finish_run(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """Tell an RL run that no more steps come: it ends after those that wait."""
+    """End an RL run after the steps that are queued."""
     with connect(context) as client:
         view = client.finish(run_id)
     if wants_json(context, as_json):

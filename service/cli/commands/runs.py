@@ -1,4 +1,4 @@
-"""Commands about runs that exist."""
+"""Commands that list, show, follow and change runs."""
 
 import time
 from pathlib import Path
@@ -47,7 +47,7 @@ def ls(
     context: typer.Context,
     state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
     kind: Annotated[Literal["sft", "dpo", "rl"] | None, typer.Option(help="Runs of this kind only.")] = None,
-    words: Annotated[str | None, typer.Option("--search", help="That stand in the id, the name or the model.")] = None,
+    words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +77,7 @@ def ls(
         )
         for view in page.runs
     )
-    print_table(("run", "state", "phase, or why", "step", "left", "loss/reward", "name", "submitted"), rows)
+    print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
     if page.has_more:
         say(f"there are more: --limit shows up to 200, {limit} now")
 
@@ -107,7 +107,7 @@ def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_jso
 
 @app.command()
 def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
-    """What happened, in lines for people."""
+    """Print what happened in a run, in readable lines."""
     from service.runs.views import last_lines, log_line
 
     with connect(context, patience_s=20 if follow else 2) as client:
@@ -125,10 +125,10 @@ def events(
     context: typer.Context,
     run_id: RunId,
     follow: Follow = False,
-    after: Annotated[str | None, typer.Option(help="The cursor of the last event that is known.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Lines of JSON, as without it.")] = True,
+    after: Annotated[str | None, typer.Option(help="Only events after this cursor.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="No effect: events are JSON anyway.")] = True,
 ) -> None:
-    """The workers' events, one JSON object a line."""
+    """Print the workers' events, one JSON object a line."""
     with connect(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.events_to_the_end(run_id, after, follow):
@@ -140,9 +140,9 @@ def events(
 
 @app.command()
 def steps(context: typer.Context, run_id: RunId, follow: Follow = False, as_json: Json = False) -> None:
-    """The train steps of an RL run: their rewards, what was published, what went wrong.
+    """List the train steps of an RL run: rewards, published versions, errors.
 
-    With --follow a line a step as it comes; with --json all that is known, with both an object a line.
+    With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
     as_json = wants_json(context, as_json)
     with connect(context, patience_s=20 if follow else 2) as client:
@@ -168,7 +168,7 @@ def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
 
 @app.command()
 def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """The metrics that people look for, of every step and evaluation; with --json, all."""
+    """Show the main metrics of every step and evaluation; with --json, all."""
     from service.runs.views import brief, looked_for
 
     with connect(context) as client:
@@ -189,7 +189,7 @@ def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> Non
 
 @app.command()
 def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """Checkpoints that stand in the store."""
+    """List the checkpoints in the store."""
     with connect(context) as client:
         found = client.checkpoints(run_id)
     if wants_json(context, as_json):
@@ -200,7 +200,7 @@ def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) ->
 
 @app.command()
 def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """End a run: at its next step, with a checkpoint, or at once where it does not train."""
+    """Cancel a run: at its next step, with a checkpoint, or at once if it does not train."""
     with connect(context) as client:
         view = client.cancel(run_id)
     if wants_json(context, as_json):
@@ -211,7 +211,7 @@ def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None
 
 @app.command()
 def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
-    """End a run at its next step, with a checkpoint, to go on later. Paused, it takes no place in a quota."""
+    """Pause a run at its next step, with a checkpoint. A paused run does not count in a quota."""
     with connect(context) as client:
         view = client.pause(run_id)
     if wants_json(context, as_json):
@@ -224,7 +224,7 @@ def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
 def resume(
     context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
 ) -> None:
-    """Go on with a paused, cancelled or failed run from its last checkpoint."""
+    """Resume a paused, cancelled or failed run from its last checkpoint."""
     from service.cli.commands.submit import finish
 
     with connect(context) as client:
@@ -236,7 +236,7 @@ def resume(
 def retry(
     context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
 ) -> None:
-    """Start a failed or cancelled run's request as a new run, from the beginning. Prints the new run's id."""
+    """Submit the request of a failed or cancelled run again, as a new run. Prints its id."""
     from service.cli.commands.submit import finish
 
     with connect(context) as client:
@@ -251,7 +251,7 @@ def download(
     into: Annotated[Path | None, typer.Option(help="The folder to make; ./RUN if absent.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Fetch what a run published, every file's hash checked."""
+    """Download what a run published, and check the hash of every file."""
     from service.cli.unpack import fetch
 
     target = into or Path(run_id)
@@ -272,14 +272,14 @@ def _waits(view: "RunView") -> bool:
 
 
 def _why(view: "RunView", place: int | None) -> str:
-    """What a run does, or the first words of why it failed."""
+    """Return the phase of a run, or the first words of why it failed."""
     if view.state == "running":
         return doing(view, place)
     return shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
 
 
 def _ending(view: "RunView", done: str, doing: str) -> str:
-    """What asking a run to end comes to: it trains to its next step; anything else is left at once."""
+    """Say when a run ends that was asked to: while it trains, at its next step; else at once."""
     if view.state != "running":
         return f"{view.run_id} {done}"
     when = "at its next step, with a checkpoint" if view.phase == "training" else "at once: no step runs"

@@ -1,4 +1,4 @@
-"""`longshore schedule`: runs that are started by the clock."""
+"""`longshore schedule`: start runs at set times."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
-app = typer.Typer(name="schedule", help="Start runs by the clock.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(name="schedule", help="Start runs at set times.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
 def create(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="What it is called.")],
+    name: Annotated[str, typer.Argument(help="The name of the schedule.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
     cron: Annotated[str | None, typer.Option(help='As "0 2 * * *": minute, hour, day, month, weekday.')] = None,
     every: Annotated[str | None, typer.Option(help="Instead of --cron: 90m, 6h or 1d.")] = None,
-    timezone: Annotated[str, typer.Option(help="Of --cron, as Europe/Berlin.")] = "UTC",
+    timezone: Annotated[str, typer.Option(help="Time zone of --cron, such as Europe/Berlin.")] = "UTC",
     overlap: Annotated[Overlap, typer.Option(help="When the run before has not ended.")] = "skip",
-    catch_up: Annotated[str, typer.Option(help="A time missed by more, as by an outage, is left out.")] = "10m",
+    catch_up: Annotated[str, typer.Option(help="Skip a time that was missed by more, as in an outage.")] = "10m",
     continues: Annotated[
-        bool, typer.Option("--continue", help="Train on from the last published version of the run's --name.")
+        bool, typer.Option("--continue", help="Start from the last published version of the run's --name.")
     ] = False,
     even_unchanged: Annotated[
-        bool, typer.Option("--even-unchanged", help="Also when the data is what the last run had.")
+        bool, typer.Option("--even-unchanged", help="Also if the data has not changed since the last run.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a schedule. What stands after `--` is a `longshore submit` command, checked now and started later.
+    """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
 
     Data that has not changed since the schedule's last run is not trained on again: `show` says so.
     """
@@ -72,12 +72,12 @@ def ls(context: typer.Context, as_json: Json = False) -> None:
         (view.scheduled.name, view.scheduled.run.kind, _when(view), _next(view), f"{view.num_actions}")
         for view in found
     )
-    print_table(("schedule", "run", "when", "next", "acted"), rows)
+    print_table(("schedule", "run", "when", "next", "triggered"), rows)
 
 
 @app.command()
 def show(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
-    """Show a schedule, when it acts next, and what it did last."""
+    """Show a schedule, its next time, and its last runs."""
     with connect(context) as client:
         view = client.schedule(name)
     _print(context, view, as_json)
@@ -87,22 +87,22 @@ def show(context: typer.Context, name: ScheduleName, as_json: Json = False) -> N
 def pause(
     context: typer.Context,
     name: ScheduleName,
-    note: Annotated[str | None, typer.Option(help="Why, for those who ask.")] = None,
+    note: Annotated[str | None, typer.Option(help="The reason, shown by `show`.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Start nothing until it is resumed."""
+    """Pause a schedule: it starts no runs until it is resumed."""
     _tell(context, name, "pause", as_json, params={"note": note} if note else {})
 
 
 @app.command()
 def resume(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
-    """Let a paused schedule act again."""
+    """Resume a paused schedule."""
     _tell(context, name, "resume", as_json)
 
 
 @app.command()
 def trigger(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
-    """Act now, once, by its own rules of overlap and of unchanged data."""
+    """Trigger a schedule now, once. Its rules about overlap and unchanged data hold."""
     _tell(context, name, "trigger", as_json)
 
 
@@ -115,7 +115,7 @@ def backfill(
     overlap: Annotated[Overlap, typer.Option(help="Between these runs.")] = "buffer_all",
     as_json: Json = False,
 ) -> None:
-    """Act at the times of a span in the past, one after another."""
+    """Start the runs of a period in the past."""
     span = {
         "begin": begin.replace(tzinfo=UTC).timestamp(),
         "end": end.replace(tzinfo=UTC).timestamp(),
@@ -126,7 +126,7 @@ def backfill(
 
 @app.command()
 def rm(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
-    """Remove a schedule. Its runs stay, and one that is going on goes on."""
+    """Delete a schedule. Its runs stay, also one that is running."""
     with connect(context) as client:
         view = client.delete_schedule(name)
     if wants_json(context, as_json):
@@ -136,7 +136,7 @@ def rm(context: typer.Context, name: ScheduleName, as_json: Json = False) -> Non
 
 
 def _run_of(context: typer.Context, command: list[str]) -> "Run":
-    """The run that a submit command would start. Its files are uploaded, and all its options checked."""
+    """Return the run that a submit command would start. Its options are checked, its files uploaded."""
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
@@ -171,7 +171,7 @@ def _print(context: typer.Context, view: "ScheduleView", as_json: bool) -> None:
     scheduled = view.scheduled
     print(f"{scheduled.name}: {scheduled.run.kind} {_when(view)}, overlap {scheduled.overlap}; next {_next(view)}")
     if view.num_overlapped or view.num_missed:
-        print(f"left out: {view.num_overlapped} while a run was going on, {view.num_missed} missed by an outage")
+        print(f"skipped: {view.num_overlapped} while a run was running, {view.num_missed} missed by an outage")
     rows = ((action.run_id or "", action.state, ago(action.at), action.reason or "") for action in view.actions)
     if view.actions:
         print_table(("run", "action", "when", "why"), rows)

@@ -1,4 +1,4 @@
-"""`login`, `logout` and `config`: which service commands talk to, and what this machine's settings are."""
+"""`login`, `logout` and `config`: profiles of services, and the settings of this machine."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +63,7 @@ def login(
 
 
 def _without_profile(given: Globals) -> Globals:
-    """A profile that is to be made says nothing yet."""
+    """Return the options without the profile, which does not exist yet."""
     return Globals(api_url=given.api_url, api_key=given.api_key)
 
 
@@ -82,7 +82,7 @@ def _asked_key(url: str) -> str:
 
 
 def _warn_if_hidden(name: str, profile: "Profile") -> None:
-    """A login that later commands do not see is not what its user wanted."""
+    """Warn if another place than the profile decides which service later commands talk to."""
     found = address(Globals())
     if (found.url, found.key) != (profile.api_url, profile.api_key):
         origin = found.url_origin if found.url != profile.api_url else found.key_origin
@@ -91,7 +91,7 @@ def _warn_if_hidden(name: str, profile: "Profile") -> None:
 
 @app.command()
 def logout(context: typer.Context, profile_name: ProfileName = None, as_json: Json = False) -> None:
-    """Forget a profile's key on this machine: the current one's, or that of --profile. The key itself stays valid."""
+    """Remove a profile from this machine: the current one, or that of --profile. Its key stays valid."""
     from service.cli.profiles import Profiles
 
     known = Profiles.read()
@@ -117,7 +117,7 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show this machine's settings; addresses as commands and the dev stack use them. Of secrets the beginning."""
+    """Show the settings of this machine; secrets are cut to their beginning."""
     from dataclasses import replace
 
     from service.cli.setting_origins import setting_values, shown

@@ -59,7 +59,7 @@ def dev(
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Check this machine and the service, and say what to do about what is wrong."""
+    """Check this machine and the service, and advise on what is wrong."""
     from service.cli.doctor import checks
 
     service = address(context.obj)
@@ -78,7 +78,7 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
 
 @db.command()
 def upgrade() -> None:
-    """Bring the tables to the newest revision. The service does so when it starts."""
+    """Migrate the tables to the newest revision. The service does so when it starts."""
     from service.database import migrate
 
     with _opened() as (_, database):
@@ -88,7 +88,7 @@ def upgrade() -> None:
 
 @db.command()
 def rebuild(context: typer.Context, as_json: Json = False) -> None:
-    """Build tenants, keys, files and runs again from the store. The audit log stays as it is.
+    """Rebuild tenants, keys, files and runs from the store. The audit log stays as it is.
 
     The service may run meanwhile. Runs that go on are brought up to date by it.
     """
@@ -134,7 +134,7 @@ def _tell(found: "Differences", as_json: bool, all_well: str) -> None:
 
 @contextmanager
 def _opened() -> "Iterator[tuple[ObjectStore, Database]]":
-    """The store and the database of this machine's settings. Their errors end the command in a plain line."""
+    """Open the store and the database of this machine's settings. Their errors end the command with a plain line."""
     from service.database.engine import open_database
     from shared.errors import LongshoreError
     from shared.storage.store import open_store

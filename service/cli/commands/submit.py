@@ -56,7 +56,7 @@ app = typer.Typer(
 
 
 def _starter(kind: str) -> Callable[..., None]:
-    """The function of a command that starts runs of a kind."""
+    """Return the function of the command that starts runs of a kind."""
 
     def start(
         context: typer.Context,
@@ -89,7 +89,7 @@ def checked_run(
     values: Mapping[str, Any],
     uri_of: Callable[[str, str], str] = lambda uri, flag: uri,
 ) -> "Run":
-    """The run that a command's options ask for.
+    """Return the run that the options of a command ask for.
 
     Args:
         values: of the options that were given, by their parameters.
@@ -107,7 +107,7 @@ def checked_run(
 
 
 def checked(model: "type[BaseModel]", fields: dict[str, Any], options: tuple[RunOption, ...]) -> "BaseModel":
-    """A request. Raises Stop: the first rule that it breaks, by the name of the option."""
+    """Validate a request. Raises Stop, which names the first option that is wrong, and its rule."""
     from pydantic import ValidationError
 
     try:
@@ -117,7 +117,7 @@ def checked(model: "type[BaseModel]", fields: dict[str, Any], options: tuple[Run
 
 
 def _usage(error: "ValidationError", options: tuple[RunOption, ...]) -> Stop:
-    """The first error in the words of the command line; an option that is missing before others that are wrong."""
+    """Turn a validation error into one about an option. A missing option goes before a wrong one."""
     from shared.field_rules import rule_in_words
 
     errors = error.errors()
@@ -134,7 +134,7 @@ def _wrong(option: RunOption | None, rule: str) -> Stop:
 
 @contextmanager
 def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[None]:
-    """Say what the service refuses of a request in the words of the command line. `model`: the one that was named."""
+    """Turn a refusal of the service into an error about an option. `model`: the model of the request."""
     from service.cli.exits import Refused
 
     try:
@@ -174,7 +174,7 @@ def start_run(
 
 
 def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run":
-    """The run that `longshore submit` would start with the arguments. Its files are uploaded, its options checked."""
+    """Return the run that `longshore submit` would start. Its options are checked, its files uploaded."""
     from dataclasses import replace
 
     taken: list[Run] = []
@@ -186,7 +186,7 @@ def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run
 
 
 def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None, as_json: bool) -> None:
-    """Follow a run if that was asked for, print how it stands, and end with the exit code of its state."""
+    """Follow a run if that was asked for, print its state, and exit with the code of the state."""
     from service.cli.output.follow import Detached, attach_again, follow
 
     if not wait:
@@ -211,7 +211,7 @@ def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | 
 
 
 def model_uri(model: str) -> str:
-    """A folder of this machine as file://; URIs and hub ids as they are."""
+    """Return the file:// URI of a local folder; URIs and hub ids as they are."""
     path = Path(model).expanduser()
     if "://" in model:
         return model
@@ -224,13 +224,13 @@ def model_uri(model: str) -> str:
 
 
 def dataset_uri(client: "Client", dataset: str, option: str) -> str:
-    """The URI of a file of this machine, uploaded; URIs as they are."""
+    """Upload a local file, and return its URI; URIs as they are."""
     file = uploaded(client, dataset, option)
     return str(file["uri"]) if file else dataset
 
 
 def uploaded(client: "Client", dataset: str, option: str) -> dict[str, Any] | None:
-    """The record of a file of this machine, uploaded; None for a URI. `is_new`: it was not in the store before."""
+    """Upload a local file, and return its record; None for a URI. `is_new`: it was not in the store before."""
     if "://" in dataset:
         return None
     path = Path(dataset).expanduser()

@@ -1,4 +1,4 @@
-"""`longshore webhook`: addresses that are told of runs."""
+"""`longshore webhook`: URLs that are notified of runs."""
 
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from service.cli.output.durations import seconds_of
 from service.cli.output.render import ago, print_json, print_table, say
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id, as `longshore webhook ls` shows it.")]
-app = typer.Typer(name="webhook", help="Tell an address of runs.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(name="webhook", help="Notify a URL of runs.", no_args_is_help=True, rich_markup_mode=None)
 _COLUMNS = ("webhook", "url", "events", "")
 
 
@@ -19,11 +19,11 @@ def create(
     context: typer.Context,
     url: Annotated[str, typer.Argument(help="https://host/path: what is sent there is signed.")],
     event: Annotated[
-        list[str] | None, typer.Option(help="Tell it these alone, as run.failed; may be repeated. All if absent.")
+        list[str] | None, typer.Option(help="Event to send, such as run.failed; may be repeated. All if absent.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a webhook. Its secret, by which the receiver checks signatures, is shown this once."""
+    """Create a webhook. Its secret, by which the receiver checks signatures, is shown only once."""
     with connect(context) as client:
         made = client.webhooks("POST", json={"url": url, "events": event or []})
     if wants_json(context, as_json):
@@ -38,24 +38,24 @@ def create(
 def update(
     context: typer.Context,
     webhook_id: WebhookId,
-    url: Annotated[str | None, typer.Option(help="Another address; what is on its way goes there too.")] = None,
+    url: Annotated[str | None, typer.Option(help="Another URL; pending deliveries go there too.")] = None,
     event: Annotated[
-        list[str] | None, typer.Option(help="Tell it these alone, in the place of those before; may be repeated.")
+        list[str] | None, typer.Option(help="Event to send, instead of those before; may be repeated.")
     ] = None,
-    all_events: Annotated[bool, typer.Option("--all-events", help="Tell it everything.")] = False,
+    all_events: Annotated[bool, typer.Option("--all-events", help="Send all events.")] = False,
     enabled: Annotated[
-        bool | None, typer.Option("--enable/--disable", help="Tell it anything at all.", show_default=False)
+        bool | None, typer.Option("--enable/--disable", help="Whether events are sent.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Change a webhook. What is not named stays, and so does its secret."""
+    """Change a webhook. What is not given stays, and so does its secret."""
     if event and all_events:
         raise Stop("--event and --all-events exclude each other", USAGE)
     events = [] if all_events else event or None
     asked = {"url": url, "events": events, "enabled": enabled}
     change = {name: value for name, value in asked.items() if value is not None}
     if not change:
-        raise Stop("say what is to be another: --url, --event, --all-events, --enable or --disable", USAGE)
+        raise Stop("give what is to change: --url, --event, --all-events, --enable or --disable", USAGE)
     with connect(context) as client:
         changed = client.webhooks("PATCH", f"/{webhook_id}", json=change)
     if wants_json(context, as_json):
@@ -73,7 +73,7 @@ def rotate(
     ] = "24h",
     as_json: Json = False,
 ) -> None:
-    """Give a webhook a new secret, shown this once."""
+    """Rotate the secret of a webhook. The new one is shown only once."""
     overlap_s = seconds_of(overlap, "--overlap")
     with connect(context) as client:
         made = client.webhooks("POST", f"/{webhook_id}/rotate", json={"overlap_s": overlap_s})
@@ -119,7 +119,7 @@ def ping(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -
 
 @app.command()
 def deliveries(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -> None:
-    """What became of messages, newest first."""
+    """List deliveries and their answers, newest first."""
     with connect(context) as client:
         found = client.webhooks("GET", f"/{webhook_id}/deliveries")
     if wants_json(context, as_json):

@@ -1,4 +1,4 @@
-"""Spans of time, as people write and read them."""
+"""Parse and format durations."""
 
 import re
 
@@ -8,7 +8,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def seconds_of(text: str, option: str) -> int:
-    """The seconds of 90s, 90m, 6h or 1d. Raises Stop, with the option's name."""
+    """Parse 90s, 90m, 6h or 1d into seconds. Raises Stop, with the option's name."""
     found = re.fullmatch(r"(\d{1,6})([smhd])", text)
     if found is None:
         raise Stop(f"{option}: {text!r} is no time: write it as 90m, 6h or 1d", USAGE)
@@ -16,7 +16,7 @@ def seconds_of(text: str, option: str) -> int:
 
 
 def span(seconds: float) -> str:
-    """In its two largest units: 3d 4h, 2h 10m, 4m 30s, 12s."""
+    """Format seconds in their two largest units: 3d 4h, 2h 10m, 4m 30s, 12s."""
     left = max(0, round(seconds))
     for (unit, length), (smaller, part) in (
         (("d", 86_400), ("h", 3600)),

@@ -1,4 +1,4 @@
-"""Following a run to its end. Leaving early never ends the run."""
+"""Follow a run to its end. Leaving early never ends the run."""
 
 import time
 from collections import deque
@@ -18,7 +18,7 @@ _AWAY_FOR_S = 120.0
 
 
 class Detached(Exception):
-    """The run was left before its end, at the user's wish or for want of time. Carries how it stood."""
+    """Following ended before the run did: by Ctrl-C, or after the timeout. Carries the last view of the run."""
 
     def __init__(self, view: "RunView", code: int) -> None:
         self.view = view
@@ -53,7 +53,7 @@ def attach_again(run_id: str) -> str:
 
 
 class _Followed:
-    """Where following stands: the newest view, what was read of events and steps, and since when nobody answers."""
+    """The state of following a run: its newest view, the events and steps read, and since when the service is away."""
 
     def __init__(self, client: "Client", view: "RunView") -> None:
         self.view = view
@@ -64,7 +64,7 @@ class _Followed:
         self._away_since: float | None = None
 
     def look(self, shown: Display) -> bool:
-        """One look at the service. True when the run has ended and all its events were shown."""
+        """Ask the service once, and show what is new. Returns True when the run has ended and all events were shown."""
         try:
             return self._look(shown)
         except Unreachable as error:

@@ -1,4 +1,4 @@
-"""A run while it is followed, on stderr: a line with a bar on a terminal, lines of a log elsewhere."""
+"""Show a run on stderr while it is followed: a progress bar on a terminal, log lines elsewhere."""
 
 import sys
 import time
@@ -36,12 +36,12 @@ class Display(Protocol):
 
 
 def display(view: "RunView") -> Display:
-    """A bar on a terminal, lines elsewhere."""
+    """Return a progress bar on a terminal, log lines elsewhere."""
     return Bar(view) if sys.stderr.isatty() else Lines(view)
 
 
 class Lines:
-    """One line a change of phase and an event; of steps, at most one a second."""
+    """Print a line for each phase and event; for steps, at most one a second."""
 
     _STEP_EVERY_S = 1.0
 
@@ -145,7 +145,7 @@ class Bar:
         yield Text(" " * _GAP, no_wrap=True, overflow="ellipsis").join(cell for cell in cells if cell)
 
     def _parts(self, width: int) -> tuple[str, float, list[str]]:
-        """What the line says at this width: what it does, the share of steps that is done, and the rest in order."""
+        """Return the parts of the line at this width: label, fraction of steps done, and the others in order."""
         from service.runs.views import glance, seconds_left
 
         view, now = self._view, time.time()
@@ -166,6 +166,6 @@ class Bar:
 
     @staticmethod
     def _bar_width(width: int, parts: Sequence[str]) -> int:
-        """What is left for the bar; nothing where that would be less than a bar."""
+        """Return the width left for the bar; 0 if it would be too short."""
         left = width - sum(len(part) + _GAP for part in parts if part)
         return min(_LONGEST_BAR, left) if left >= _LEAST_BAR else 0

@@ -1,4 +1,4 @@
-"""What people see on stdout: tables, a run's state and its details in words."""
+"""Print to stdout: JSON, tables, the state and details of a run."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ _AFTER = {
 
 
 def outcome(view: "RunView") -> dict[str, Any]:
-    """A run as the one JSON object that programs read."""
+    """Return a run as the JSON object that --json prints."""
     whole = view.model_dump(mode="json", exclude={"state", "step", "run", "kind"})
     return {
         "run_id": view.run_id,
@@ -58,7 +58,7 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """A line for people, out of the way of what programs read."""
+    """Print a line to stderr: stdout is for what programs read."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -70,7 +70,7 @@ def console() -> "Console":
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table whose first column is never cut, so that ids can be copied. Without any column's name, no header."""
+    """Print a table. Its first column is never cut, so that ids can be copied. Without column names, no header."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
@@ -90,19 +90,19 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def coloured(state: str) -> str:
-    """A state with its colour, in Rich's markup."""
+    """Return a state with its colour, in Rich's markup."""
     return f"[{_COLOURS[state]}]{state}[/]"
 
 
 def plain(text: str | None) -> str:
-    """A text of somebody's in a table's cell, with nothing in it taken for markup."""
+    """Escape a user's text for a table cell: nothing in it is taken for markup."""
     from rich.markup import escape
 
     return escape(text or "")
 
 
 def ago(moment: float) -> str:
-    """How long ago, in the largest unit."""
+    """Return how long ago a moment was, in the largest unit."""
     seconds = max(0, int(time.time() - moment))
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
@@ -111,7 +111,7 @@ def ago(moment: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Return a number of bytes in the largest unit."""
     for unit, length in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= length:
             return f"{num_bytes / length:.2f} {unit}"
@@ -119,7 +119,7 @@ def size(num_bytes: float) -> str:
 
 
 def summary(view: "RunView", place: int | None = None) -> str:
-    """How a run stands, in a few plain lines. `place`: in the queue for workers."""
+    """Return a few plain lines about the state of a run. `place`: its position in the queue for workers."""
     from service.runs.views import dropped, glance, seconds_left
 
     lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
@@ -141,19 +141,19 @@ def summary(view: "RunView", place: int | None = None) -> str:
 
 
 def doing(view: "RunView", place: int | None = None) -> str:
-    """The phase of a run that has not ended, with its place in the queue for workers where it has one."""
+    """Return the phase of a run that has not ended, with its position in the queue if it has one."""
     return view.phase.replace("_", " ") + (f", place {place} in the queue" if place is not None else "")
 
 
 def next_of(view: "RunView") -> str | None:
-    """What may be done about a run that has not come to a good end."""
+    """Return advice about a run that did not succeed."""
     kind = view.problem.kind if view.problem else ""
     advice = _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state)
     return advice.format(view.run_id) if advice else None
 
 
 def print_details(view: "RunView") -> None:
-    """Everything about a run that stands in its status, and the way that it took."""
+    """Print everything in the status of a run, and its phases."""
     run, owner = view.run, f", by {view.owner}" if view.owner else ""
     rows = [
         (

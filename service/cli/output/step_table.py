@@ -1,4 +1,4 @@
-"""Train steps of RL runs as people read them: many as a table, one as a line."""
+"""Print train steps of RL runs: as a table, or one as a line."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ _HEADERS = {"held-out": "held-\nout", "seconds": "seconds:\nsample/grade/\ntrain
 
 
 def print_steps(steps: Iterable["StepStatus"]) -> None:
-    """What became of each step, and what it measured."""
+    """Print the state and the metrics of each step."""
     from rich.markup import escape
 
     _print(
@@ -33,12 +33,12 @@ def print_steps(steps: Iterable["StepStatus"]) -> None:
 
 
 def print_step_metrics(rows: Iterable["TrainStepMetrics"]) -> None:
-    """What each step measured, alone."""
+    """Print the metrics of each step."""
     _print([{"train step": str(row.step), **_cells(row.metrics)} for row in rows])
 
 
 def step_line(step: "StepStatus") -> str:
-    """A step that has ended, as a line. It says train step: a worker's own lines count optimizer steps."""
+    """Return the line of a step that has ended. It says train step: a worker's own lines count optimizer steps."""
     parts: list[str] = [step.state] if step.state != "done" else []
     if step.same_as is None:  # else all of this was said of the other step
         cells = _cells(step.metrics)
@@ -50,7 +50,7 @@ def step_line(step: "StepStatus") -> str:
 
 
 def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The metrics that people look for, by their columns; nothing in those that the step did not measure."""
+    """Return the main metrics by column; empty where the step did not measure one."""
 
     def cell(name: str, form: str, before: str = "") -> str:
         return before + format(metrics[name], form) if name in metrics else ""
@@ -66,7 +66,7 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _seconds(found: Sequence[float | None]) -> str:
-    """What each part of a step took; a stroke for a part that is not the run's, or was not done."""
+    """Format the seconds of each part of a step; - for a part that was not done by the run."""
     if not any(found):
         return ""
     return "/".join("-" if s is None else f"{s:.0f}" if s >= 10 else f"{s:.1f}" for s in found)
@@ -83,6 +83,6 @@ def _remark(step: "StepStatus") -> str:
 
 
 def _print(rows: Sequence[Mapping[str, str]]) -> None:
-    """A table of the columns in which there is something."""
+    """Print a table without its empty columns."""
     names = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
     print_table([_HEADERS.get(name, name) for name in names], ([row[name] for name in names] for row in rows))

@@ -1,4 +1,4 @@
-"""How a run's time went: what it took, and its phases as people read them."""
+"""Format the duration and the phases of a run."""
 
 import time
 from collections import Counter
@@ -15,7 +15,7 @@ _A_MOMENT_S = 0.5
 
 
 def took(view: "RunView") -> str | None:
-    """How long a run takes, from its first start on, and how much of that nobody worked on it."""
+    """Return the duration of a run from its first start, and how much of it the run was stopped."""
     if view.started_at is None:
         return None
     spans = view.timeline
@@ -25,7 +25,7 @@ def took(view: "RunView") -> str | None:
 
 
 def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
-    """A run's phases in words, with when each began and ended: seconds since 1970, None for what goes on.
+    """Return the phases of a run in words, with begin and end: seconds since 1970, None for the one that goes on.
 
     A phase that only got another worker is one; a wait for a worker of a moment is none. What is done twice, for the
     dataset and for held-out rows, says for which.
