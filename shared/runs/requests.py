@@ -101,9 +101,7 @@ class _DatasetRun(Frozen):
         default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
     )
     learning_rate: float = Field(gt=0, le=10, description=_PEAK)
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="linear", description="the learning rate after the warm-up"
-    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
     clip_norm: float = Field(default=1.0, ge=0, description=_CLIP)
@@ -161,7 +159,7 @@ class DPORun(_DatasetRun):
     eval_dataset: PairsSource | None = Field(default=None, description="held-out pairs")
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
-    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair: its prompt and both answers")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, with both answers")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
     beta: float = Field(default=0.1, gt=0, le=1000, description="strength of the pull towards the reference")
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="the share of pairs held to be wrong")
@@ -213,15 +211,11 @@ class Rollouts(Frozen):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), max_length=16, description="text that ends a sample"
     )
-    off_policy_steps: int = Field(
-        default=0, ge=0, le=64, description="steps sampled ahead while training; 0: on-policy"
-    )
+    off_policy_steps: int = Field(default=0, ge=0, le=64, description="steps sampled ahead; 0: on-policy")
     sampler_url: str | None = Field(
         default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
     )
-    max_lost_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="refuse when more prompts than this are too long to be answered"
-    )
+    max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
     probe_bound: float | None = Field(
         default=None,
         gt=0,
@@ -303,9 +297,7 @@ class RLRun(Frozen):
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a worker that waits gives the device's memory back"
     )
-    idle_s: float = Field(
-        default=60.0, ge=0, le=86_400, description="seconds until a worker without a step is given back"
-    )
+    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
 
     @model_validator(mode="before")
     @classmethod
