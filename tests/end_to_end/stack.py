@@ -91,7 +91,7 @@ def started(root: Path, **settings: str) -> Iterator[Stack]:
         stack.cli("dev", "--stop", "--root", str(root))
 
 
-def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.05) -> T:
+def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.1) -> T:
     """Poll until the condition holds; its truthy answer is returned."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

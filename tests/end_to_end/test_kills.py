@@ -1,7 +1,9 @@
-"""Whatever is killed, the run completes by itself, and its adapter has the bits of an undisturbed run."""
+"""Whatever is killed, the run completes by itself, and its adapter has the bits of an undisturbed run.
+
+Kills at random moments: tests/chaos.
+"""
 
 import json
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -135,16 +137,6 @@ def test_a_kill_at_every_point_changes_nothing(
     run_id = _submit(stack, sft_options)
     for place, point in enumerate(POINTS):
         _kill(stack, run_id, point, VICTIMS[(turn + place) % len(VICTIMS)])
-    _assert_undisturbed(stack, run_id, undisturbed)
-
-
-def test_kills_at_random_moments_change_nothing(
-    stack: Stack, undisturbed: Answer, sft_options: list[str], chance: random.Random
-) -> None:
-    run_id = _submit(stack, sft_options)
-    for _ in range(3):
-        time.sleep(chance.uniform(1, 9))
-        kill(stack, chance.choice(VICTIMS), patience_s=0)
     _assert_undisturbed(stack, run_id, undisturbed)
 
 

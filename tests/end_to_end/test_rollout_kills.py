@@ -1,8 +1,9 @@
-"""Kills while a run samples, grades, trains and publishes: it ends by itself, with the bits of an undisturbed run."""
+"""Kills while a run samples, grades, trains and publishes: it ends by itself, with the bits of an undisturbed run.
+
+Kills at random moments: tests/chaos.
+"""
 
 import json
-import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from tests.end_to_end.victims import (
     sampler,
     sampler_host,
     temporal_server,
-    web_service,
 )
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,6 @@ KILLS: list[tuple[Point, Victim]] = [
     (grading, temporal_server),
     (publishing, sampler),  # before the proof of what is published
 ]
-VICTIMS: list[Victim] = [sampler, sampler_host, a_rank, gpu_host, control_host, web_service, temporal_server]
 
 
 def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
@@ -122,20 +121,4 @@ def test_kills_in_every_phase_change_nothing(
 
         wait_until(is_there, f"{point.__name__} after {number} steps", every_s=0.01)
         kill(fresh_stack, victim)
-    _assert_undisturbed(fresh_stack, run_id, undisturbed)
-
-
-def test_kills_at_random_moments_change_nothing(
-    fresh_stack: Stack,
-    undisturbed: Answer,
-    rollout_options: list[str],
-    chance: random.Random,
-) -> None:
-    """Under another name, the first step's samples are found, and all others are drawn anew."""
-    for left in fresh_stack.cli("ls", "--state", "running", "--json").json:  # it would keep the only sampler
-        fresh_stack.cli("cancel", left["run_id"], check=False)
-    run_id = fresh_stack.cli(*rollout_options).json["run_id"]
-    for _ in range(3):
-        time.sleep(chance.uniform(1, 8))
-        kill(fresh_stack, chance.choice(VICTIMS), patience_s=0)
     _assert_undisturbed(fresh_stack, run_id, undisturbed)

@@ -27,6 +27,7 @@ def test_a_run_whose_store_is_s3(
     with started(tmp_path / "stack", **settings) as stack:
         answer = stack.cli(*sft_options, "--wait", "--timeout", "600").json
         stack.cli("download", answer["run_id"], "--into", str(tmp_path / "adapter"))
+    assert stack.processes() == [], "stopped, it leaves no process"
     assert answer["adapter"].startswith(prefix)
     local = Path(undisturbed.json["adapter"].removeprefix("file://")) / "adapter_model.safetensors"
     store = open_store(prefix, s3_server.settings)

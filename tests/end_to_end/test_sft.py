@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.end_to_end.stack import Answer, Stack, wait_until
@@ -95,12 +94,3 @@ def test_an_archived_job_run_by_hand_gives_the_same_bits(stack: Stack, undisturb
     )
     adapters = sorted(tmp_path.rglob("adapter_model.safetensors"))
     assert sha256_file(adapters[-1]) == stack.adapter_sha256(undisturbed)
-
-
-def test_stop_leaves_no_process(tmp_path: Path) -> None:
-    from tests.end_to_end.stack import started
-
-    with started(tmp_path / "other") as other:
-        assert other.processes("service")
-    left = [p for p in other.processes() if p.pid != psutil.Process().pid]
-    assert left == []
