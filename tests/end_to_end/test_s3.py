@@ -27,7 +27,6 @@ def test_a_run_whose_store_is_s3(
     with started(tmp_path / "stack", **settings) as stack:
         answer = stack.cli(*sft_options, "--wait", "--timeout", "600").json
         stack.cli("download", answer["run_id"], "--into", str(tmp_path / "adapter"))
-    assert stack.processes() == [], "stopped, it leaves no process"
     assert answer["adapter"].startswith(prefix)
     local = Path(undisturbed.json["adapter"].removeprefix("file://")) / "adapter_model.safetensors"
     store = open_store(prefix, s3_server.settings)
@@ -45,6 +44,8 @@ def test_a_store_that_is_not_there_is_named(s3_server: S3Server, sft_options: li
     }
     with started(tmp_path / "stack", **settings) as stack:
         answer = stack.cli(*sft_options, "--wait", "--timeout", "600", check=False)
+        assert stack.processes("service")
+    assert stack.processes() == [], "stopped, it leaves no process"
     assert answer.code not in (0, 2)
     assert "s3://longshore/x" in answer.stderr
     assert "could not connect" in answer.stderr.lower()
