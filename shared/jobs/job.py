@@ -3,7 +3,7 @@
 Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
 """
 
-from typing import Annotated, Literal, Self, TypeGuard
+from typing import Annotated, Literal, Self, TypeGuard, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ from shared.contract import Artifact, Fence, Frozen
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
 
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LINEARS: tuple[Linear, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS: tuple[Linear, ...] = get_args(Linear)
 Dtype = Literal["float32", "bfloat16"]
 
 

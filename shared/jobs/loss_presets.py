@@ -1,13 +1,13 @@
 """Published algorithms by name: each is a loss of job.py and a kind of advantages."""
 
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from shared.jobs.job import CISPO, GSPO, PPO, Kl, PolicyLoss, Reinforce
 
 AdvantageKind = Literal["group_mean", "group_normalized", "leave_one_out", "batch_normalized", "given"]
 EqualRewards = Literal["drop", "keep"]
 Preset = Literal["reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
-PRESETS: tuple[Preset, ...] = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 
 def preset(name: Preset, max_completion_tokens: int) -> PolicyLoss:
