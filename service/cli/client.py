@@ -8,22 +8,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from service.cli.exits import FAILED, NOT_FOUND, Refused, Stop, Unreachable
-from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage
+from service.runs.views import EventPage, RunPage, RunView, StepPage
 from shared.runs.events import RunEvent
 from shared.runs.requests import Run
-from shared.runs.status import CheckpointRef, StepStatus
+from shared.runs.status import StepStatus
 
 if TYPE_CHECKING:
-    from service.automation.schedule_views import ScheduleView
     from shared.grading.graders import Grader
     from shared.runs.previews import Preview, PreviewRequest
-    from shared.runs.schedules import ScheduledRun
 
-Model = TypeVar("Model", bound=BaseModel)
-_checkpoints = TypeAdapter(tuple[CheckpointRef, ...])
+T = TypeVar("T")
 _CHUNK_BYTES = 1 << 20
 _RETRY_EVERY_S = 0.5
 _LONG_POLL_S = 10.0
@@ -61,28 +58,43 @@ class Client:
     ) -> None:
         self._http.close()
 
+    def get(self, path: str, model: type[T], **params: Any) -> T:
+        """Read a resource as its model. Parameters that are None are left out."""
+        given = {name: value for name, value in params.items() if value is not None}
+        return TypeAdapter(model).validate_python(self._retried("GET", path, params=given))
+
+    def post(self, path: str, model: type[T], *, is_repeatable: bool = False, **options: Any) -> T:
+        """Send a request, and return its answer as a model.
+
+        Args:
+            is_repeatable: sent twice it does the same as once, so it is repeated while the service is away.
+            options: as for httpx.
+        """
+        call = self._retried if is_repeatable else self._call
+        return TypeAdapter(model).validate_python(call("POST", path, **options))
+
+    def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Make any call, and return its parsed JSON: for small things that are shown as they are."""
+        call = self._retried if method == "GET" else self._call
+        return call(method, path, **options)
+
     def submit(self, run: Run, idempotency_key: str) -> RunView:
-        """Start a run of any kind. Tried again with the same key while the service is away: it makes one run."""
+        """Start a run of any kind. The same key makes one run."""
         headers = {"idempotency-key": idempotency_key}
-        return RunView.model_validate(
-            self._retried("POST", f"/runs/{run.kind}", json=run.model_dump(), headers=headers)
-        )
+        return self.post(f"/runs/{run.kind}", RunView, is_repeatable=True, json=run.model_dump(), headers=headers)
 
     def train_step(self, run_id: str, key: str, groups: str) -> StepStatus:
-        """Hand a step to an RL run. May be repeated: the same key is the same step."""
+        """Hand a step to an RL run. The same key is the same step."""
         body = {"key": key, "groups": groups}
-        return StepStatus.model_validate(self._retried("POST", f"/runs/{run_id}/steps", json=body))
+        return self.post(f"/runs/{run_id}/steps", StepStatus, is_repeatable=True, json=body)
 
     def step(self, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
-        return StepStatus.model_validate(
-            self._retried("GET", f"/runs/{run_id}/steps/{number}", params={"wait_s": wait_s})
-        )
+        return self.get(f"/runs/{run_id}/steps/{number}", StepStatus, wait_s=wait_s)
 
     def steps(self, run_id: str, after: int | None = None) -> Iterator[StepStatus]:
         """Read every recorded train step after a number, or from the first."""
         while True:
-            params = {} if after is None else {"after": after}
-            page = StepPage.model_validate(self._retried("GET", f"/runs/{run_id}/steps", params=params))
+            page = self.get(f"/runs/{run_id}/steps", StepPage, after=after)
             yield from page.steps
             after = page.next
             if not page.has_more:
@@ -100,47 +112,22 @@ class Client:
                 return
             time.sleep(_STEP_POLL_S)
 
-    def finish(self, run_id: str) -> RunView:
-        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/finish"))
-
     def run(self, run_id: str) -> RunView:
-        return RunView.model_validate(self._retried("GET", f"/runs/{run_id}"))
+        return self.get(f"/runs/{run_id}", RunView)
 
-    def runs(
-        self,
-        limit: int,
-        state: str | None,
-        after: str | None = None,
-        *,
-        kind: str | None = None,
-        words: str | None = None,
-    ) -> RunPage:
-        query = {"limit": limit, "state": state, "after": after, "kind": kind, "words": words}
-        params = {name: value for name, value in query.items() if value is not None}
-        return RunPage.model_validate(self._retried("GET", "/runs", params=params))
+    def runs(self, limit: int, state: str | None, **query: str | None) -> RunPage:
+        """List runs, newest first. `query`: after, kind, words."""
+        return self.get("/runs", RunPage, limit=limit, state=state, **query)
 
-    def cancel(self, run_id: str) -> RunView:
-        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/cancel"))
+    def change(self, run_id: str, verb: str) -> RunView:
+        """`cancel`, `pause`, `resume` or `finish` a run; `retry` starts its request as a new one."""
+        return self.post(f"/runs/{run_id}/{verb}", RunView)
 
-    def resume(self, run_id: str) -> RunView:
-        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/resume"))
-
-    def pause(self, run_id: str) -> RunView:
-        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/pause"))
-
-    def retry(self, run_id: str) -> RunView:
-        """Its request as a new run."""
-        return RunView.model_validate(self._call("POST", f"/runs/{run_id}/retry"))
+    def finish(self, run_id: str) -> RunView:
+        return self.change(run_id, "finish")
 
     def events(self, run_id: str, after: str | None, wait_s: float = 0) -> EventPage:
-        params = {"wait_s": wait_s} | ({"after": after} if after else {})
-        return EventPage.model_validate(self._retried("GET", f"/runs/{run_id}/events", params=params))
-
-    def metrics(self, run_id: str) -> Metrics:
-        return Metrics.model_validate(self._retried("GET", f"/runs/{run_id}/metrics"))
-
-    def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
-        return _checkpoints.validate_python(self._retried("GET", f"/runs/{run_id}/checkpoints"))
+        return self.get(f"/runs/{run_id}/events", EventPage, wait_s=wait_s, after=after)
 
     def events_to_the_end(self, run_id: str, after: str | None, follow: bool) -> Iterator[RunEvent]:
         """Read events after a cursor: those that there are, or all until the run ends."""
@@ -151,10 +138,6 @@ class Client:
             after = page.next or after
             if not page.events and (ended or not follow):
                 return
-
-    def download(self, run_id: str, tar: Path) -> None:
-        """Fetch everything that a run published, as a tar."""
-        self.save(f"/runs/{run_id}/download", tar)
 
     def save(self, path: str, target: Path) -> None:
         """Write an answer's body to a file."""
@@ -175,48 +158,17 @@ class Client:
             answer = self._sent("POST", "/files", params=params, content=body, headers=headers)
         return {**answer.json(), "is_new": answer.status_code == 201}
 
-    def preview(self, request: "PreviewRequest") -> "Preview":
+    def preview(self, request: "PreviewRequest", path: str = "/preview") -> "Preview":
+        """Read a dataset as a model will see it; with /validate, count its rows only."""
         from shared.runs.previews import Preview
 
-        answer = self._call("POST", "/preview", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
-        return Preview.model_validate(answer)
-
-    def validate(self, request: "PreviewRequest") -> "Preview":
-        from shared.runs.previews import Preview
-
-        answer = self._call("POST", "/validate", json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
-        return Preview.model_validate(answer)
+        return self.post(path, Preview, json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
 
     def grade(self, grader: "Grader", sample: dict[str, Any] | None) -> dict[str, Any]:
         """Grade a sample, or say why it has no grade; without a sample, check that the grader can be used."""
         body = {"grader": grader.model_dump(mode="json"), "sample": sample}
         grade: dict[str, Any] = self._call("POST", "/graders/run", json=body, timeout=_PREVIEW_TIMEOUT_S)
         return grade
-
-    def create_schedule(self, scheduled: "ScheduledRun") -> "ScheduleView":
-        """May be repeated: the same request is the same schedule."""
-        return _schedule(self._retried("POST", "/schedules", json=scheduled.model_dump()))
-
-    def schedules(self) -> "tuple[ScheduleView, ...]":
-        return tuple(_schedule(item) for item in self._retried("GET", "/schedules"))
-
-    def schedule(self, name: str) -> "ScheduleView":
-        return _schedule(self._retried("GET", f"/schedules/{name}"))
-
-    def tell_schedule(self, name: str, verb: str, **options: Any) -> "ScheduleView":
-        """`pause`, `resume`, `trigger` or `backfill` it."""
-        return _schedule(self._call("POST", f"/schedules/{name}/{verb}", **options))
-
-    def delete_schedule(self, name: str) -> "ScheduleView":
-        return _schedule(self._call("DELETE", f"/schedules/{name}"))
-
-    def webhooks(self, method: str = "GET", path: str = "", **options: Any) -> Any:
-        return self.ask(method, f"/webhooks{path}", **options)
-
-    def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Any call, as parsed JSON: of small things that are shown as they are."""
-        call = self._retried if method == "GET" else self._call
-        return call(method, path, **options)
 
     def places(self) -> dict[str, int]:
         """Return the queue positions, from 1, of the tenant's runs that wait for a worker."""
@@ -270,12 +222,6 @@ class Client:
             raise Unreachable(f"no Longshore service answers at {self.api_url}: {reason}", advice=advice) from None
         except ValueError:
             raise Stop(f"{self.api_url} is no Longshore service: its answer is no JSON") from None
-
-
-def _schedule(answer: Any) -> "ScheduleView":
-    from service.automation.schedule_views import ScheduleView
-
-    return ScheduleView.model_validate(answer)
 
 
 def _problem(answer: httpx.Response) -> Stop:

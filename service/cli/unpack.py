@@ -24,7 +24,7 @@ def fetch(client: "Client", run_id: str, target: Path) -> Manifest:
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         tar = temporary / "download.tar"
-        client.download(run_id, tar)
+        client.save(f"/runs/{run_id}/download", tar)
         with tarfile.open(tar) as archive:
             archive.extractall(temporary, filter="data")
         folder = temporary / run_id

@@ -32,7 +32,7 @@ _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
 )
 def validate(context: typer.Context, as_json: Json = False) -> None:
     with connect(context) as client, _request(context, client, num_rows=0) as request:
-        found = client.validate(request)
+        found = client.preview(request, "/validate")
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json", exclude={"rows"}))
     else:

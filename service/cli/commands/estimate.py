@@ -70,7 +70,7 @@ def estimate(
 
     with connect(context, patience_s=20) as client:
         with naming_options(run.model):
-            counted = client.validate(_request(run))
+            counted = client.preview(_request(run), "/validate")
         found = measured_throughput(client, run)
     length = length_of(run, counted.report.num_kept, counted.report.num_tokens)
     measured, why_not = (None, found) if isinstance(found, str) else (found, None)
@@ -152,10 +152,14 @@ def _speeds(client: "Client", views: "list[RunView]") -> dict[str, float]:
     """Return the median tokens per second of each of the newest runs that measured any."""
     from statistics import median
 
+    from service.runs.views import Metrics
+
     found: dict[str, float] = {}
     for view in views:
         rates = [
-            row.metrics["tokens_per_s"] for row in client.metrics(view.run_id).steps if "tokens_per_s" in row.metrics
+            row.metrics["tokens_per_s"]
+            for row in client.get(f"/runs/{view.run_id}/metrics", Metrics).steps
+            if "tokens_per_s" in row.metrics
         ]
         if rates:
             found[view.run_id] = median(rates)

@@ -169,10 +169,10 @@ def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
 @app.command()
 def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """Show the main metrics of every step and evaluation; with --json, all."""
-    from service.runs.views import brief, looked_for
+    from service.runs.views import Metrics, brief, looked_for
 
     with connect(context) as client:
-        found = client.metrics(run_id)
+        found = client.get(f"/runs/{run_id}/metrics", Metrics)
     if wants_json(context, as_json):
         print_json(found.model_dump(mode="json"))
         return
@@ -190,8 +190,10 @@ def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> Non
 @app.command()
 def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """List the checkpoints in the store."""
+    from shared.runs.status import CheckpointRef
+
     with connect(context) as client:
-        found = client.checkpoints(run_id)
+        found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
     if wants_json(context, as_json):
         print_json([c.model_dump(mode="json") for c in found])
     else:
@@ -202,7 +204,7 @@ def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) ->
 def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """Cancel a run: at its next step, with a checkpoint, or at once if it does not train."""
     with connect(context) as client:
-        view = client.cancel(run_id)
+        view = client.change(run_id, "cancel")
     if wants_json(context, as_json):
         print_json(outcome(view))
     else:
@@ -213,7 +215,7 @@ def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None
 def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
     """Pause a run at its next step, with a checkpoint. A paused run does not count in a quota."""
     with connect(context) as client:
-        view = client.pause(run_id)
+        view = client.change(run_id, "pause")
     if wants_json(context, as_json):
         print_json(outcome(view))
     else:
@@ -228,7 +230,7 @@ def resume(
     from service.cli.commands.submit import finish
 
     with connect(context) as client:
-        view = client.resume(run_id)
+        view = client.change(run_id, "resume")
         finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 
@@ -240,7 +242,7 @@ def retry(
     from service.cli.commands.submit import finish
 
     with connect(context) as client:
-        view = client.retry(run_id)
+        view = client.change(run_id, "retry")
         finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
 
 

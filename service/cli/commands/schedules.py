@@ -55,16 +55,21 @@ def create(
         "continues": continues,
         "even_unchanged": even_unchanged,
     }
+    from service.automation.schedule_views import ScheduleView
+
+    body = _checked(fields).model_dump()
     with connect(context, patience_s=20) as client:
-        view = client.create_schedule(_checked(fields))
+        view = client.post("/schedules", ScheduleView, is_repeatable=True, json=body)
     _print(context, view, as_json)
 
 
 @app.command()
 def ls(context: typer.Context, as_json: Json = False) -> None:
     """List schedules."""
+    from service.automation.schedule_views import ScheduleView
+
     with connect(context) as client:
-        found = client.schedules()
+        found = client.get("/schedules", tuple[ScheduleView, ...])
     if wants_json(context, as_json):
         print_json([view.model_dump(mode="json") for view in found])
         return
@@ -78,8 +83,10 @@ def ls(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def show(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
     """Show a schedule, its next time, and its last runs."""
+    from service.automation.schedule_views import ScheduleView
+
     with connect(context) as client:
-        view = client.schedule(name)
+        view = client.get(f"/schedules/{name}", ScheduleView)
     _print(context, view, as_json)
 
 
@@ -128,9 +135,9 @@ def backfill(
 def rm(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
     """Delete a schedule. Its runs stay, also one that is running."""
     with connect(context) as client:
-        view = client.delete_schedule(name)
+        view = client.ask("DELETE", f"/schedules/{name}")
     if wants_json(context, as_json):
-        print_json(view.model_dump(mode="json"))
+        print_json(view)
     else:
         say(f"schedule {name} is removed; its runs stay")
 
@@ -159,8 +166,10 @@ def _checked(fields: dict[str, Any]) -> Any:
 
 
 def _tell(context: typer.Context, name: str, verb: str, as_json: bool, **options: Any) -> None:
+    from service.automation.schedule_views import ScheduleView
+
     with connect(context) as client:
-        view = client.tell_schedule(name, verb, **options)
+        view = client.post(f"/schedules/{name}/{verb}", ScheduleView, **options)
     _print(context, view, as_json)
 
 

@@ -25,7 +25,7 @@ def create(
 ) -> None:
     """Create a webhook. Its secret, by which the receiver checks signatures, is shown only once."""
     with connect(context) as client:
-        made = client.webhooks("POST", json={"url": url, "events": event or []})
+        made = client.ask("POST", "/webhooks", json={"url": url, "events": event or []})
     if wants_json(context, as_json):
         print_json(made)
     else:
@@ -57,7 +57,7 @@ def update(
     if not change:
         raise Stop("give what is to change: --url, --event, --all-events, --enable or --disable", USAGE)
     with connect(context) as client:
-        changed = client.webhooks("PATCH", f"/{webhook_id}", json=change)
+        changed = client.ask("PATCH", f"/webhooks/{webhook_id}", json=change)
     if wants_json(context, as_json):
         print_json(changed)
     else:
@@ -76,7 +76,7 @@ def rotate(
     """Rotate the secret of a webhook. The new one is shown only once."""
     overlap_s = seconds_of(overlap, "--overlap")
     with connect(context) as client:
-        made = client.webhooks("POST", f"/{webhook_id}/rotate", json={"overlap_s": overlap_s})
+        made = client.ask("POST", f"/webhooks/{webhook_id}/rotate", json={"overlap_s": overlap_s})
     if wants_json(context, as_json):
         print_json(made)
     else:
@@ -88,7 +88,7 @@ def rotate(
 def ls(context: typer.Context, as_json: Json = False) -> None:
     """List webhooks."""
     with connect(context) as client:
-        found = client.webhooks()
+        found = client.ask("GET", "/webhooks")
     if wants_json(context, as_json):
         print_json(found)
         return
@@ -99,7 +99,7 @@ def ls(context: typer.Context, as_json: Json = False) -> None:
 def rm(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -> None:
     """Remove a webhook, its secret and its deliveries."""
     with connect(context) as client:
-        removed = client.webhooks("DELETE", f"/{webhook_id}")
+        removed = client.ask("DELETE", f"/webhooks/{webhook_id}")
     if wants_json(context, as_json):
         print_json(removed)
     else:
@@ -110,7 +110,7 @@ def rm(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -> 
 def ping(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -> None:
     """Send it a `ping`; `longshore webhook deliveries` says what it answered."""
     with connect(context) as client:
-        sent = client.webhooks("POST", f"/{webhook_id}/ping")
+        sent = client.ask("POST", f"/webhooks/{webhook_id}/ping")
     if wants_json(context, as_json):
         print_json(sent)
     else:
@@ -121,7 +121,7 @@ def ping(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -
 def deliveries(context: typer.Context, webhook_id: WebhookId, as_json: Json = False) -> None:
     """List deliveries and their answers, newest first."""
     with connect(context) as client:
-        found = client.webhooks("GET", f"/{webhook_id}/deliveries")
+        found = client.ask("GET", f"/webhooks/{webhook_id}/deliveries")
     if wants_json(context, as_json):
         print_json(found)
         return
