@@ -123,7 +123,7 @@ def test_what_the_command_line_refuses(cli: Cli) -> None:
         (create("--", *submit), "exactly one of --cron and --every"),
         (create("--every", "10 parsecs", "--", *submit), "90m, 6h or 1d"),
         (create("--every", "10s", "--", *submit), "every_s"),
-        (create("--every", "1d", "--", "train"), "after -- stands what to start"),
+        (create("--every", "1d", "--", "train"), "after -- goes what to start"),
         (create("--every", "1d", "--", *submit, "--learning-rat", "1"), "No such option"),
         (create("--every", "1d", "--", *submit, "--tp", "0"), "--tp"),
         (create("--every", "1d", "--", *submit, "--wait"), "nothing is started now"),

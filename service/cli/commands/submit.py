@@ -1,7 +1,7 @@
 """`longshore submit`: start a run. Its options are the fields of the run models (service/cli/run_options.py)."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,10 +122,16 @@ def _usage(error: "ValidationError", options: tuple[RunOption, ...]) -> Stop:
 
     errors = error.errors()
     for each in errors:
-        missing = option_at(options, each["loc"]) if each["type"] == "missing" else None
+        missing = _option_of(options, each["loc"]) if each["type"] == "missing" else None
         if missing and missing.place == each["loc"]:
             return Stop(f"--{missing.flag} is missing", USAGE, "--help lists the options")
-    return _wrong(option_at(options, errors[0]["loc"]), rule_in_words(errors[0]))
+    return _wrong(_option_of(options, errors[0]["loc"]), rule_in_words(errors[0]))
+
+
+def _option_of(options: tuple[RunOption, ...], place: Sequence[int | str]) -> RunOption | None:
+    """Return the option at a place of a run, or of a request to /validate or /preview."""
+    names = [_PREVIEWED.get(str(name), name) for name in place[:1]]
+    return option_at(options, [*names, *place[1:]])
 
 
 def _wrong(option: RunOption | None, rule: str) -> Stop:
@@ -145,8 +151,7 @@ def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[
             raise Stop(f"--model: {refused}", USAGE, "--help lists the options") from None
         if refused.place is None or refused.place == "Idempotency-Key":
             raise
-        first, *rest = refused.place.split(".")
-        raise _wrong(option_at(options, [_PREVIEWED.get(first, first), *rest]), refused.rule) from None
+        raise _wrong(_option_of(options, refused.place.split(".")), refused.rule) from None
 
 
 def start_run(
