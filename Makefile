@@ -36,7 +36,7 @@ check: lint
 		tests/service/test_parsers.py tests/service/test_openai_translation.py tests/service/test_art_translation.py \
 		tests/megatron_worker/head tests/megatron_worker/tensors tests/megatron_worker/training \
 		tests/megatron_worker/test_losses.py tests/megatron_worker/test_policy_losses.py tests/megatron_worker/test_dpo.py \
-		tests/megatron_worker/test_head.py tests/megatron_worker/test_protocol.py tests/megatron_worker/test_tree_attention.py \
+		tests/megatron_worker/test_head.py tests/megatron_worker/test_tree_attention.py \
 		tests/end_to_end/test_sft.py::test_a_run_ends_with_a_published_adapter
 
 test: setup
