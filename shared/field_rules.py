@@ -1,9 +1,9 @@
 """What a field's rule says in words, where pydantic would show its reader a regular expression or a riddle."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 _WORDS: dict[str, str] = {}
@@ -29,6 +29,29 @@ def only(*allowed: object, words: str) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def first_error(error: ValidationError, tags: Container[object] = ()) -> tuple[str, str]:
+    """The field (`a.0.b`; empty: the value as a whole) and the rule, in words, of pydantic's first error.
+
+    Args:
+        tags: parts of a location that name a member of a union and no field; they are left out.
+    """
+    first = error.errors(include_url=False)[0]
+    return ".".join(str(part) for part in first["loc"] if part not in tags), rule_in_words(first)
+
+
+def first_rule(error: ValidationError, tags: Container[object] = ()) -> str:
+    """`field: rule` of pydantic's first error, or the rule alone where it is of no field. Arguments: `first_error`."""
+    return ": ".join(part for part in first_error(error, tags) if part)
+
+
+def refused_value(error: ValidationError) -> str:
+    """`field = value cannot be used: rule` of pydantic's first error, for files whose field its user did not write."""
+    field, rule = first_error(error)
+    first = error.errors(include_url=False)[0]
+    given = "" if first["type"] == "missing" else f" = {first['input']!r:.80}"
+    return f"{field}{given} cannot be used: {rule}"
 
 
 def rule_in_words(error: Mapping[str, Any]) -> str:

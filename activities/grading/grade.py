@@ -18,6 +18,7 @@ from activities.heartbeat import beating
 from activities.scratch import scratch_folder
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 from shared.grading.graders import Grader, SampledItem, SampleGrade
 from shared.settings import Settings
 from shared.storage.artifacts import find, read_record, seal, stage, upload
@@ -256,10 +257,7 @@ def _sampled_item(row: Row) -> SampledItem:
     try:
         return SampledItem.model_validate(row.fields)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field_name = ".".join(str(step) for step in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise InvalidInput(f"{field_name}: {message}" if field_name else message, row.place) from error
+        raise InvalidInput(first_rule(error), row.place) from error
 
 
 def _result(store: ObjectStore, key: str, grades: Artifact) -> Graded:

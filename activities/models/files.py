@@ -10,6 +10,7 @@ from activities.models.safetensors_header import TensorEntry, read_header
 from activities.sources.models import Location, json_object
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.field_rules import refused_value
 from shared.jobs.layout import FAMILIES, ModelShape
 from shared.models.config import read_model_config
 from shared.settings import ConfinedSettings
@@ -96,9 +97,7 @@ def _read_config(location: Location) -> _Config:
     try:
         config = _Config.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise InvalidInput(f"{field} = {first['input']!r} cannot be used: {first['msg']}", place) from error
+        raise InvalidInput(refused_value(error), place) from error
     read_model_config(raw, place)
     return config
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
 _ITEM_BYTES = {
@@ -70,7 +71,7 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
         tensors.pop("__metadata__", None)
         entries = _entries.validate_python(tensors)
     except ValidationError as error:
-        raise InvalidInput(f"the safetensors header is damaged: {error.errors()[0]['msg']}", place) from error
+        raise InvalidInput(f"the safetensors header is damaged: {first_rule(error)}", place) from error
     for name, entry in entries.items():
         if not entry.is_consistent:
             raise InvalidInput(f"tensor {name} of dtype {entry.dtype} does not fit its place in the file", place)

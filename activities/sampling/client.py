@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,10 +27,8 @@ from shared.chat.completions import (
 )
 from shared.contract import Frozen
 from shared.errors import InvalidInput, SamplerUnavailable
+from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
-
-if TYPE_CHECKING:
-    pass
 
 M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
@@ -309,6 +307,4 @@ def _parsed(model: type[M], content: bytes, place: str) -> M:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidInput(f"the sampler's answer makes no sense: {where}: {first['msg']}", place) from error
+        raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", place) from error

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from activities.sources.hub_snapshot import HubId, snapshot
 from shared.contract import Artifact
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 from shared.settings import Settings
 from shared.storage.artifacts import files_of, find
 from shared.storage.places import Places, UserFolder
@@ -59,7 +60,7 @@ def json_object(data: bytes | str, place: str) -> dict[str, Any]:
     try:
         return _object.validate_json(data)
     except ValidationError as error:
-        raise InvalidInput(f"not valid: {error.errors()[0]['msg']}", place) from error
+        raise InvalidInput(f"not valid: {first_rule(error)}", place) from error
 
 
 def max_bytes_of(name: str) -> int:

@@ -12,6 +12,7 @@ from activities.trajectories.chat_trajectories import BrokenConversation, Conver
 from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 from shared.runs.requests import RLRun
 
 # What compares the rewards of a group says nothing of a group of one.
@@ -92,9 +93,7 @@ def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
         try:
             yield place, SentGroup.model_validate_json(line)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"] if part not in FORMS)
-            raise InvalidInput(f"{where}: {first['msg']}" if where else first["msg"], place) from None
+            raise InvalidInput(first_rule(error, FORMS), place) from None
 
 
 def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> GroupsRead:

@@ -10,6 +10,7 @@ from activities.formats.rows import Row
 from activities.tokenizing.tool_calls import with_parsed_calls
 from shared.chat.trajectories import ChatTrajectory, SampledTurn
 from shared.errors import InvalidInput
+from shared.field_rules import first_error
 
 PLACE = "messages"  # of a conversation alone; whoever asks knows its file and line
 
@@ -68,8 +69,8 @@ def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
     try:
         turn = SampledTurn.model_validate(sampling)
     except ValidationError as error:
-        first = error.errors()[0]
-        broken(".".join([place, *map(str, first["loc"])]), "logprobs", first["msg"])
+        field, rule = first_error(error)
+        broken(f"{place}.{field}", "logprobs", rule)
     if turn.logprobs is None:
         return turn
     tokens, ids = len(turn.logprobs.tokens), turn.token_ids

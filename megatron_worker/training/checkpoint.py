@@ -15,6 +15,7 @@ from megatron_worker.engine import Engine
 from megatron_worker.process.ranks import Control
 from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.field_rules import first_rule
 from shared.jobs.job import Job, JobPlan
 from shared.storage.artifacts import seal
 from shared.storage.paths import fsync_folder, write_atomically
@@ -112,7 +113,7 @@ def read_state(folder: Path) -> CheckpointState:
     except FileNotFoundError as error:
         raise CorruptArtifact("the checkpoint has no state.json", str(folder)) from error
     except ValidationError as error:
-        raise CorruptArtifact(f"no state of this schema: {error.errors()[0]['msg']}", str(path)) from error
+        raise CorruptArtifact(f"no state of this schema: {first_rule(error)}", str(path)) from error
 
 
 def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> None:

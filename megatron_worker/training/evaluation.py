@@ -18,6 +18,7 @@ from megatron_worker.sums import SUM, reported
 from megatron_worker.training.batches import PackedBatches, Sums
 from shared.contract import Frozen
 from shared.errors import CorruptArtifact
+from shared.field_rules import first_rule
 from shared.jobs.events import Sample
 from shared.jobs.job import DPO, CrossEntropy, Evaluation, Loss
 
@@ -164,6 +165,4 @@ def _parse(adapter: TypeAdapter[T], path: Path) -> T:
     except json.JSONDecodeError as error:
         raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CorruptArtifact(f"{where}: {first['msg']}", str(path)) from error
+        raise CorruptArtifact(first_rule(error), str(path)) from error

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationEr
 
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.field_rules import first_error
 from shared.grading.expressions import FUNCTIONS, MAX_EXPRESSION_CHARS, parse_expression
 from shared.grading.templates import parse_template
 
@@ -183,9 +184,8 @@ def parse_grader(fields: JsonValue, place: str = "grader") -> Grader:
     try:
         grader: Grader = _ADAPTER.validate_python(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        steps = [str(step) for step in first["loc"] if step not in GRADER_TYPES]
-        raise InvalidInput(first["msg"].removeprefix("Value error, "), ".".join([place, *steps])) from error
+        field, rule = first_error(error, GRADER_TYPES)
+        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from error
     return grader
 
 

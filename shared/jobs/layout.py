@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from shared.contract import Frozen
 from shared.errors import InvalidInput
+from shared.field_rules import first_error
 
 Degree = Annotated[int, Field(ge=1, le=4096)]
 EngineName = Literal["megatron", "fsdp"]
@@ -67,9 +68,8 @@ class Layout(Frozen):
         try:
             return cls.model_validate(degrees)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(["layout", *map(str, first["loc"])])
-            raise InvalidInput(first["msg"].removeprefix("Value error, "), place) from None
+            field, rule = first_error(error)
+            raise InvalidInput(rule, f"layout.{field}".rstrip(".")) from None
 
 
 class ModelShape(Frozen):

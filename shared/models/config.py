@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from shared.errors import InvalidInput
+from shared.field_rules import first_rule
 
 Size = Field(ge=1)
 
@@ -72,8 +73,7 @@ def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", place) from error
+        raise InvalidInput(first_rule(error), place) from error
     if problem := _not_computed(config):
         raise InvalidInput(problem, place)
     return config

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.errors import InvalidInput
+from shared.field_rules import refused_value
 from shared.jobs.job import LINEARS, Linear, Lora
 
 CONFIG = "adapter_config.json"
@@ -72,12 +73,7 @@ def lora_of(config: dict[str, Any], place: str) -> Lora:
     try:
         read = _Config.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        field, given = (
-            ".".join(map(str, first["loc"])),
-            "" if first["type"] == "missing" else f" = {first['input']!r:.80}",
-        )
-        raise InvalidInput(f"{field}{given} cannot be used: {first['msg']}", place) from error
+        raise InvalidInput(refused_value(error), place) from error
     if fields := _switched_on(read):
         value = (read.model_extra or {})[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import CorruptArtifact, NotFound
+from shared.field_rules import first_rule
 from shared.settings import S3Settings
 from shared.storage.paths import MANIFEST, content_key, fsync_folder, write_atomically
 from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
@@ -150,7 +151,7 @@ def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
-        raise CorruptArtifact(f"not a manifest: {error.errors()[0]['msg']}", place) from error
+        raise CorruptArtifact(f"not a manifest: {first_rule(error)}", place) from error
 
 
 def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
@@ -163,7 +164,7 @@ def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
     try:
         return kind.model_validate_json(store.get_bytes(key))
     except ValidationError as error:
-        problem = f"the file is damaged, it holds no {kind.__name__}: {error.errors()[0]['msg']}"
+        problem = f"the file is damaged, it holds no {kind.__name__}: {first_rule(error)}"
         raise CorruptArtifact(problem, uri_of(store, key)) from error
 
 

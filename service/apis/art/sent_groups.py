@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from shared.chat.trajectories import FORMS, SentGroup
 from shared.errors import InvalidInput
+from shared.field_rules import first_error
 
 GROUPS = "trajectory_groups"
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -65,9 +66,8 @@ def _line(group: Any, place: str) -> bytes:
     try:
         SentGroup.model_validate(group)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = [str(part) for part in first["loc"] if part not in FORMS]
-        raise InvalidInput(first["msg"], ".".join([place, *where])) from None
+        field, rule = first_error(error, FORMS)
+        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from None
     return json.dumps(group, separators=(",", ":")).encode() + b"\n"
 
 

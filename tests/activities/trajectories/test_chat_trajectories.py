@@ -248,7 +248,7 @@ BROKEN = {
     "beyond_its_end": ("differs", r"messages\.2\.logprobs: (\d+) tokens were sampled, and the conversation has (?!\1)"),
     "short_ids": ("length", r"messages\.2\.token_ids: it has 1 entries for \d+ logprobs"),
     "no_tokens": ("missing_logprobs", r"messages\.2\.logprobs: it names no token"),
-    "no_logprob": ("logprobs", r"messages\.2\.logprobs\.content\.1\.logprob: Field required"),
+    "no_logprob": ("logprobs", r"messages\.2\.logprobs\.content\.1\.logprob: this field is required"),
     "user_sampled": ("role", r"messages\.1\.logprobs: the message is the user's"),
     "nothing_sampled": ("nothing_sampled", "no assistant's turn has logprobs"),
     "no_role": ("messages", r"messages: messages\[0\]\.role must be one of"),
@@ -353,8 +353,8 @@ def test_groups_may_mix_both_forms_and_arts_json_is_read(
     [
         ({"messages": []}, "trajectories.0.messages: "),
         ({"additional_histories": [{"messages_and_choices": []}]}, "trajectories.0.additional_histories: "),
-        ({"rewards": 1}, "trajectories.0.rewards: Extra inputs"),
-        ({"token_ids": [1]}, "trajectories.0.token_ids: Extra inputs"),
+        ({"rewards": 1}, "trajectories.0.rewards: there is no such field"),
+        ({"token_ids": [1]}, "trajectories.0.token_ids: there is no such field"),
     ],
 )
 def test_a_conversation_of_another_shape_is_refused(tmp_path: Path, changes: dict[str, Any], rule: str) -> None:

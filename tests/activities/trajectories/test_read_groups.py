@@ -97,7 +97,7 @@ def test_given_advantages_must_be_given(tmp_path: Path) -> None:
     [
         ("[1]", "Input should be an object"),
         ('{"trajectories": []}', "trajectories"),
-        ('{"trajectories": [{"token_ids": [1]}]}', "trajectories.0.sampled: Field required"),
+        ('{"trajectories": [{"token_ids": [1]}]}', "trajectories.0.sampled: this field is required"),
         ('{"trajectories": 3, "x": 1}', "trajectories"),
         ("{", "Invalid JSON"),
     ],
