@@ -18,8 +18,9 @@ from typing import Literal
 from pydantic import SecretStr
 
 from activities.grading.grade import Grade, Graded, GradeRequest
-from activities.hosts.follow import LogReader
+from activities.host_context import HostContext
 from activities.hosts.step_metrics import job_metrics
+from activities.hosts.uploader import LogReader
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
 from activities.models.publish import Publish, PublishRequest
 from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter
@@ -70,7 +71,7 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
     state, paths = prepare(start, settings), HostPaths(settings.root_path)
     assert state.rollouts is not None
     key = rollout_requests.sampler_key(start, state.model)
-    with running(paths, key, SamplerCommand(paths.cache, settings.s3)) as sampler:
+    with running(paths, key, SamplerCommand(HostContext(settings))) as sampler:
         ready = SamplerReady.model_validate_json(sampler.paths.ready.read_bytes())
         own = SamplingSettings(url=ready.url, api_key=SecretStr(ready.api_key))
         loop = Loop(start, state, settings.model_copy(update={"sampling": own}))
@@ -87,23 +88,23 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
 def prepare(start: RLStart, settings: Settings) -> RLState:
     """Model, adapter and prompts: checked, brought and rendered."""
     run, rollouts = start.run, rollout_requests.rollouts_of(start.run)
-    resolved = ResolveModel(settings).resolve_model(
+    resolved = ResolveModel(HostContext(settings)).resolve_model(
         ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
     )
     adapter: Artifact | None = None
     if run.initial_adapter is not None:
         wanted = AdapterRequest(uri=run.initial_adapter, tenant=start.tenant, lora=run.trainable, shape=resolved.shape)
-        adapter = ResolveAdapter(settings).resolve_adapter(wanted).adapter
+        adapter = ResolveAdapter(HostContext(settings)).resolve_adapter(wanted).adapter
     reference: Artifact | None = None
     if (uri := reference_uri(run.loss)) is not None:
         named = AdapterRequest(uri=uri, tenant=start.tenant, shape=resolved.shape)
-        reference = ResolveAdapter(settings).resolve_adapter(named).adapter
+        reference = ResolveAdapter(HostContext(settings)).resolve_adapter(named).adapter
 
     def rendered(split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
         wanted = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
-        dataset = Download(settings).download(wanted).dataset
+        dataset = Download(HostContext(settings)).download(wanted).dataset
         request = rollout_requests.prompts_request(run, source, dataset, resolved.model)
-        return RenderPrompts(settings).render_prompts(request)
+        return RenderPrompts(HostContext(settings)).render_prompts(request)
 
     held_out = rendered("eval", rollouts.held_out.prompts) if rollouts.held_out else None
     return RLState(
@@ -133,7 +134,7 @@ class Loop:
         )
         sampled, graded = self._graded(samples)
         wanted = rollout_requests.groups_request(run, sampled.completions, graded.grades, number)
-        grouped = GroupSamples(self._settings).group_samples(wanted)
+        grouped = GroupSamples(HostContext(self._settings)).group_samples(wanted)
         step = StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, metrics=grouped.metrics)
         done = self._trained(step, worker)
         if rollout_requests.is_evaluated(run, number, is_last=number == data.num_steps):
@@ -151,14 +152,14 @@ class Loop:
         return rollout_requests.held_out_metrics(sampled, graded.summary)
 
     def _graded(self, samples: SampleRequest) -> tuple[Sampled, Graded]:
-        sampled = Sample(self._settings, self._samplers).sample(samples)
+        sampled = Sample(HostContext(self._settings), self._samplers).sample(samples)
         grader = rollout_requests.rollouts_of(self._start.run).grader
-        return sampled, Grade(self._settings).grade(GradeRequest(samples=sampled.samples, grader=grader))
+        return sampled, Grade(HostContext(self._settings)).grade(GradeRequest(samples=sampled.samples, grader=grader))
 
     def _trained(self, step: StepStatus, worker: WorkerProcess) -> StepStatus:
         """A step from its groups to its published adapter, which the sampler proves to serve."""
         start, state = self._start, self._state
-        packed = PackTrajectories(self._settings).pack_trajectories(
+        packed = PackTrajectories(HostContext(self._settings)).pack_trajectories(
             GroupsRequest(
                 run_id=start.run_id,
                 tenant=start.tenant,
@@ -177,7 +178,7 @@ class Loop:
         trained = job_metrics(plan.loss, (event.metrics for event in events if isinstance(event, Step)))
         [checkpoint] = [checkpoint_of(event) for event in events if isinstance(event, Saved)]
         [probed] = [event.logprobs for event in events if isinstance(event, Probed)]
-        published = Publish(self._settings).publish(
+        published = Publish(HostContext(self._settings)).publish(
             PublishRequest(
                 run_id=start.run_id,
                 run=start.run,
@@ -192,7 +193,7 @@ class Loop:
         adapter = Artifact(uri=published.uri, sha256=published.sha256)
         policy = Policy(after_step=step.step, version=state.policy_version + 1, adapter=adapter)
         proof = rollout_requests.proof(start, self._data, self._policies, policy, probed, _PLACE)
-        proved = ProveAdapter(self._settings, self._samplers).prove_adapter(proof)
+        proved = ProveAdapter(HostContext(self._settings), self._samplers).prove_adapter(proof)
         self._add(policy)
         self._state = state.model_copy(update=left)
         metrics |= {"probe_difference_max": proved.max_difference} | trained

@@ -23,14 +23,15 @@ from temporalio.worker import Worker, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxRestrictions
 
 from activities.confined import calls as confined
+from activities.host_context import HostContext
 from activities.hosts.lease import Lease
+from activities.hosts.progress import WorkflowSignals
 from activities.hosts.run_job import RunJob
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
 from activities.sampling.samplers import Samplers
-from activities.signals import WorkflowSignals
 from service.host_record import HostRecord
 from service.seals import SealedRunner
 from service.temporal import connect_once
@@ -99,16 +100,15 @@ async def connect(
             await asyncio.sleep(0.5)
 
 
-def control_activities(settings: Settings, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
+def control_activities(host: HostContext, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
     """Every activity that needs no accelerator. A gpu host loads none of their modules."""
     from activities.grading.grade import Grade
-    from activities.grading.grade_one import GradeOne
     from activities.models.publish import Publish
     from activities.models.resolve_adapter import ResolveAdapter
     from activities.models.resolve_model import ResolveModel
     from activities.packing.pack import Pack
+    from activities.records.checkpoints import FindCheckpoint
     from activities.records.deliver import Deliver
-    from activities.records.find_checkpoint import FindCheckpoint
     from activities.records.record_result import RecordResult
     from activities.records.record_step import RecordStep
     from activities.sources.download import Download
@@ -118,27 +118,27 @@ def control_activities(settings: Settings, answers: Complete, track: "Track") ->
     from activities.trajectories.group_samples import GroupSamples
     from activities.trajectories.pack_trajectories import PackTrajectories
 
-    record, steps, grade, deliver = RecordResult(settings), RecordStep(settings), Grade(settings), Deliver(settings)
+    record, steps, grade, deliver = RecordResult(host), RecordStep(host), Grade(host), Deliver(host)
     return [
         record.record_result,
         record.begin,
         steps.record_step,
         steps.recover_steps,
-        FindCheckpoint(settings).find_checkpoint,
-        Publish(settings).publish,
-        ResolveModel(settings).resolve_model,
-        ResolveAdapter(settings).resolve_adapter,
-        Download(settings).download,
-        Tokenize(settings).tokenize,
-        Pack(settings).pack,
-        RenderPrompts(settings).render_prompts,
+        FindCheckpoint(host).find_checkpoint,
+        Publish(host).publish,
+        ResolveModel(host).resolve_model,
+        ResolveAdapter(host).resolve_adapter,
+        Download(host).download,
+        Tokenize(host).tokenize,
+        Pack(host).pack,
+        RenderPrompts(host).render_prompts,
         grade.check_grader,
-        PackTrajectories(settings).pack_trajectories,
-        GroupSamples(settings).group_samples,
+        PackTrajectories(host).pack_trajectories,
+        GroupSamples(host).group_samples,
         grade.grade,
-        PreviewDataset(settings).preview,
-        GradeOne(settings).grade_one,
-        *sampling_activities(settings, Samplers(settings)),
+        PreviewDataset(host).preview,
+        grade.grade_one,
+        *sampling_activities(host, Samplers(host.settings)),
         answers.complete,
         deliver.deliver,
         deliver.give_up,
@@ -221,18 +221,19 @@ def sampler_workers(
 ) -> tuple[Worker, Worker]:
     """One lease at a time on the shape's sampler queue, and what is asked of it on `host_queue`, this host's own."""
     signals = WorkflowSignals(client, asyncio.get_running_loop())
-    lease = LeaseSampler(pool, settings, signals, host_queue).lease_sampler
+    host = HostContext(settings)
+    lease = LeaseSampler(pool, host, signals, host_queue).lease_sampler
     leases = _worker(client, settings.sampler_queue, threads, 1, [lease])
-    sampling = [*sampling_activities(settings, Samplers(settings, pool)), answers.complete]
+    sampling = [*sampling_activities(host, Samplers(settings, pool)), answers.complete]
     return leases, _worker(client, host_queue, threads, _SAMPLING_THREADS + _COMPLETION_THREADS, sampling)
 
 
-def sampling_activities(settings: Settings, samplers: Samplers) -> list[Callable[..., Any]]:
+def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
     """Activities that ask samplers: a sampler host asks its own, a control host asks servers behind a URL."""
     from activities.sampling.prove_adapter import ProveAdapter
     from activities.sampling.sample import Sample
 
-    return [Sample(settings, samplers).sample, ProveAdapter(settings, samplers).prove_adapter]
+    return [Sample(host, samplers).sample, ProveAdapter(host, samplers).prove_adapter]
 
 
 def _worker(
@@ -262,6 +263,7 @@ def _worker(
 
 async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = ranks_command) -> None:
     """Poll until `stopped`; then end what is in hand, and every worker process. `command` starts a gpu host's."""
+    host = HostContext(settings)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
         client = await connect(settings, interceptors=[record])
@@ -271,10 +273,10 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                 from activities.tracking.track import Track
 
                 confined.prepare()
-                answers = stack.enter_context(closing(Complete(settings, Samplers(settings))))
-                track = Track(settings)
+                answers = stack.enter_context(closing(Complete(host, Samplers(settings))))
+                track = Track(host)
                 stack.push_async_callback(track.close)
-                activities = control_activities(settings, answers, track)
+                activities = control_activities(host, answers, track)
                 await stack.enter_async_context(
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
@@ -285,9 +287,9 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                     await stack.enter_async_context(worker)
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
-                sampler = SamplerCommand(HostPaths(settings.root_path).cache, settings.s3)
+                sampler = SamplerCommand(host)
                 pool = await _pool(stack, settings, sampler)
-                answers = stack.enter_context(closing(Complete(settings, Samplers(settings, pool))))
+                answers = stack.enter_context(closing(Complete(host, Samplers(settings, pool))))
                 for worker in sampler_workers(client, settings, threads, pool, answers, record.queue):
                     await stack.enter_async_context(worker)
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)

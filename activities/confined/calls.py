@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, TypeVarTuple
 
 from pydantic import TypeAdapter
 
@@ -37,8 +37,8 @@ from shared.child_environment import child_environment
 from shared.errors import InvalidInput
 from shared.settings import ConfinedSettings
 
-AskT = TypeVar("AskT")
 AnswerT = TypeVar("AnswerT")
+Arguments = TypeVarTuple("Arguments")
 
 _MAX_FRAME_BYTES = 256 << 20
 _SLICE_S = 0.5  # a cancellation reaches a thread between two waits
@@ -51,12 +51,15 @@ Kind = Literal["short", "dataset", "grading"]
 
 
 def call(
-    function: Callable[[AskT], AnswerT], ask: AskT, settings: ConfinedSettings, *, kind: Kind = "short"
+    settings: ConfinedSettings,
+    function: Callable[[*Arguments], AnswerT],
+    *arguments: *Arguments,
+    kind: Kind = "short",
 ) -> AnswerT:
     """The result of a module's own function, called in a child, when there is a place for one more.
 
     Args:
-        function: of one annotated argument, which JSON can carry, and so its result.
+        function: its parameters and its result are annotated with types that JSON can carry.
         kind: `dataset` for what reads all of one, which leaves a place to others; `grading`, which mostly waits for
             judges, has places of its own.
 
@@ -65,18 +68,21 @@ def call(
         RuntimeError: somebody killed the child, or the function has a bug.
     """
     _, answer = types_of(function)
-    [frame] = _frames(function, ask, settings, kind)
+    [frame] = _frames(settings, function, arguments, kind)
     result: AnswerT = TypeAdapter(answer).validate_json(frame)
     return result
 
 
 def stream(
-    function: Callable[[AskT], Iterator[AnswerT]], ask: AskT, settings: ConfinedSettings, *, kind: Kind = "short"
+    settings: ConfinedSettings,
+    function: Callable[[*Arguments], Iterator[AnswerT]],
+    *arguments: *Arguments,
+    kind: Kind = "short",
 ) -> Generator[AnswerT, None, None]:
     """What a generator function yields in a child, as it comes. Raises as `call` does. Close it to end the child."""
     _, answer = types_of(function)
     adapter: TypeAdapter[AnswerT] = TypeAdapter(answer)
-    for frame in _frames(function, ask, settings, kind):
+    for frame in _frames(settings, function, arguments, kind):
         yield adapter.validate_json(frame)
 
 
@@ -85,8 +91,10 @@ def prepare() -> None:
     threading.Thread(target=_server.start, daemon=True).start()
 
 
-def _frames(function: Callable[..., Any], ask: Any, settings: ConfinedSettings, kind: Kind) -> Iterator[bytes]:
-    argument, _ = types_of(function)
+def _frames(
+    settings: ConfinedSettings, function: Callable[..., Any], arguments: tuple[Any, ...], kind: Kind
+) -> Iterator[bytes]:
+    asked, _ = types_of(function)
     limits = Limits(settings.memory_bytes, settings.step_cpu_s, settings.file_bytes)
     opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits.__dict__}
     with _places.one(settings, kind):
@@ -94,7 +102,7 @@ def _frames(function: Callable[..., Any], ask: Any, settings: ConfinedSettings, 
         child = _Child(data, status, settings)
         try:
             child.send(json.dumps(opening).encode())
-            child.send(TypeAdapter(argument).dump_json(ask))
+            child.send(TypeAdapter(asked).dump_json(arguments))
             yield from child.results()
         finally:
             child.close()

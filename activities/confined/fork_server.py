@@ -55,11 +55,13 @@ class Limits:
 
 
 def types_of(function: Callable[..., Any]) -> tuple[Any, Any]:
-    """The types of a function's one argument and of its result, or of what it yields."""
+    """The types of a function's arguments, as a tuple's, and of its result, or of what it yields."""
     hints = get_type_hints(function)
     answer = hints.pop("return")
-    [argument] = hints.values()
-    return argument, get_args(answer)[0] if get_origin(answer) in (Iterator, Generator) else answer
+    return types.GenericAlias(tuple, tuple(hints.values())), get_args(answer)[0] if get_origin(answer) in (
+        Iterator,
+        Generator,
+    ) else answer
 
 
 _sign: Callable[[str | None], None] | None = None
@@ -242,9 +244,9 @@ def _results(module: str, name: str, question: bytes) -> Iterator[bytes]:
     from pydantic import TypeAdapter
 
     function = getattr(importlib.import_module(module), name)
-    argument, answer = types_of(function)
+    asked, answer = types_of(function)
     adapter: TypeAdapter[Any] = TypeAdapter(answer)
-    result = function(TypeAdapter(argument).validate_json(question))
+    result = function(*TypeAdapter(asked).validate_json(question))
     if not isinstance(result, types.GeneratorType):
         result = [result]
     for each in result:

@@ -1,6 +1,7 @@
 """Grade: samples and a grader become grades, a line a sample, in the samples' order."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,16 +15,14 @@ from activities.confined import calls as confined
 from activities.confined.fork_server import sign
 from activities.formats.rows import Row, rows_of
 from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
-from activities.heartbeat import beating
-from activities.scratch import scratch_folder
+from activities.host_context import HostContext
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
-from shared.grading.graders import Grader, SampledItem, SampleGrade
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, content_key, graded, graded_part
-from shared.storage.store import ObjectStore, disk_errors, open_store
+from shared.grading.graders import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade
+from shared.storage.artifacts import read_record
+from shared.storage.paths import content_key, graded, graded_part
+from shared.storage.store import ObjectStore
 
 _VERSION = "grade-1"  # raise it when the same samples would get other grades
 _ROWS_A_PART = 64  # what a kill can cost: a part's grades stand in the store when the next one begins
@@ -64,10 +63,10 @@ class Graded(Frozen):
 
 
 class Grade:
-    """Needs settings for the store, for scratch space, and for what graders may do."""
+    """The activities `grade`, `check_grader` and `grade_one`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="grade")
     def grade(self, request: GradeRequest) -> Graded:
@@ -77,48 +76,37 @@ class Grade:
             InvalidInput: a row that is no sample; a grader that cannot be loaded, isolated or asked.
             StoreUnavailable: a scoring server or the store is away; finished grades are kept for the next try.
         """
-        store = open_store(self._settings.store, self._settings.s3)
-        key = graded(request.key)
-        if done := find(store, key):
-            return _result(store, key, done)
-        paths = HostPaths(self._settings.root_path)
-        with beating(), scratch_folder(paths.scratch, "grade") as scratch, disk_errors(scratch):
-            samples = stage(request.samples, paths.cache, self._settings.s3)
-            folder = scratch / "grades"
-            folder.mkdir()
-            parts = _Parts(store, request.key)
-            work = GradeWork(
-                samples=samples,
-                grader=request.grader,
-                means=GraderMeans.of(self._settings),
-                folder=scratch / "sandbox",
-                done=parts.known(),
-            )
-            with closing(confined.stream(graded_parts, work, self._settings.confined, kind="grading")) as found:
+        parts, settings = _Parts(self._host.store, request.key), self._host.settings
+
+        def write(folder: Path) -> None:
+            samples, means = self._host.stage(request.samples), GraderMeans.of(settings)
+            sandbox = folder / ".sandbox"  # hidden, so that it is no part of the artifact
+            asked = samples, request.grader, means, parts.known(), sandbox
+            with closing(confined.stream(settings.confined, graded_parts, *asked, kind="grading")) as found:
                 summary = _write_grades(found, parts, folder / GRADES)
             (folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
-            seal(folder)
-            result = _result(store, key, upload(store, key, folder))
-        _Parts(store, request.key).forget(summary.num_samples)
-        return result
+
+        key = graded(request.key)
+        grades = self._host.made_once(key, "grade", write)
+        summary = read_record(self._host.store, f"{key}/{SUMMARY}", GradeSummary)
+        parts.forget(summary.num_samples)
+        return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)
 
     @activity.defn(name="check_grader")
     def check_grader(self, grader: Grader) -> None:
         """Whether this grader could grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
-        scratch = HostPaths(self._settings.root_path).scratch
-        with beating(), scratch_folder(scratch, "grade") as folder:
-            work = OneGradeWork(grader=grader, means=GraderMeans.of(self._settings), folder=folder)
-            confined.call(grade_one_of, work, self._settings.confined)
+        self._grade_sample(grader, None)
 
+    @activity.defn(name="grade_one")
+    def grade_one(self, request: GradeOneRequest) -> OneGrade:
+        """Raises InvalidInput for a grader that cannot be loaded, isolated or asked."""
+        began = time.monotonic()
+        found = self._grade_sample(request.grader, request.sample)
+        return OneGrade(grade=found.grade, error=found.error, parts=found.parts, duration_s=time.monotonic() - began)
 
-class GradeWork(Frozen):
-    """Samples to grade. `folder`: for sandboxes; `done`: the first samples of parts that are graded already."""
-
-    samples: Path
-    grader: Grader
-    means: GraderMeans
-    folder: Path
-    done: frozenset[int]
+    def _grade_sample(self, grader: Grader, sample: SampledItem | None) -> SampleGrade:
+        with self._host.scratch("grade") as folder:
+            return self._host.confined(grade_sample, grader, GraderMeans.of(self._host.settings), folder, sample)
 
 
 class GradedPart(Frozen):
@@ -129,32 +117,30 @@ class GradedPart(Frozen):
     grades: tuple[SampleGrade, ...] | None = None
 
 
-def graded_parts(work: GradeWork) -> Iterator[GradedPart]:
-    """Part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does."""
-    rows, first = sampled_items(work.samples), 0
-    with open_grader(work.grader, work.means, work.folder) as grade_all:
+def graded_parts(
+    samples: Path, grader: Grader, means: GraderMeans, done: frozenset[int], sandbox: Path
+) -> Iterator[GradedPart]:
+    """Part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does.
+
+    Args:
+        done: the first samples of the parts that are graded already.
+        sandbox: a folder for the processes of python graders.
+    """
+    rows, first = sampled_items(samples), 0
+    with open_grader(grader, means, sandbox) as grade_all:
         while part := list(islice(rows, _ROWS_A_PART)):
             sign(part[0][0])
-            grades = None if first in work.done else tuple(_graded(part, grade_all))
+            grades = None if first in done else tuple(_graded(part, grade_all))
             yield GradedPart(first=first, num_samples=len(part), grades=grades)
             first += len(part)
 
 
-class OneGradeWork(Frozen):
-    """A sample to grade, or none: then the grader is only made ready."""
-
-    grader: Grader
-    means: GraderMeans
-    folder: Path
-    sample: SampledItem | None = None
-
-
-def grade_one_of(work: OneGradeWork) -> SampleGrade:
+def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: SampledItem | None) -> SampleGrade:
     """A grade, or why there is none; neither where there is no sample. Raises InvalidInput as `open_grader` does."""
-    with open_grader(work.grader, work.means, work.folder) as grade_all:
-        if work.sample is None:
+    with open_grader(grader, means, sandbox) as grade_all:
+        if sample is None:
             return SampleGrade(place="", grade=None)
-        return _graded([("", work.sample)], grade_all)[0]
+        return _graded([("", sample)], grade_all)[0]
 
 
 @dataclass(frozen=True)
@@ -258,8 +244,3 @@ def _sampled_item(row: Row) -> SampledItem:
         return SampledItem.model_validate(row.fields)
     except ValidationError as error:
         raise InvalidInput(first_rule(error), row.place) from error
-
-
-def _result(store: ObjectStore, key: str, grades: Artifact) -> Graded:
-    summary = read_record(store, f"{key}/{SUMMARY}", GradeSummary)
-    return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)

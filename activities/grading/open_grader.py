@@ -9,8 +9,7 @@ from typing import Self
 from activities.grading.outcome import NotGraded, Outcome, attempt
 from activities.grading.python_sandbox import PythonSandbox
 from activities.grading.score_model import ScoreModel
-from activities.grading.string_check import string_check
-from activities.grading.text_similarity import text_similarity
+from activities.grading.text_similarity import string_check, text_similarity
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.grading.expressions import Expression, ExpressionError, parse_expression

@@ -1,4 +1,4 @@
-"""How alike two texts are, from 0 to 1: pure functions, float64, case-sensitive but for ROUGE.
+"""String checks and text similarity, from 0 to 1: pure functions, float64, case-sensitive but for ROUGE and `ilike`.
 
 Words are runs of letters, digits and _, and every other sign that is not white space is a word of its own.
 """
@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 from activities.grading.outcome import NotGraded
 from shared.grading.graders import Metric
@@ -15,6 +16,20 @@ _MAX_CHARS = 100_000  # the comparison's time grows with the product of both len
 _WORD = re.compile(r"\w+|[^\w\s]")
 _ROUGE_WORD = re.compile(r"\w+")
 _MAX_ORDER = 4  # of BLEU's and GLEU's n-grams
+
+
+def string_check(operation: Literal["eq", "ne", "like", "ilike"], text: str, reference: str) -> float:
+    """1.0 where the operation holds, else 0.0. `ilike` compares case-folded texts."""
+    match operation:
+        case "eq":
+            holds = text == reference
+        case "ne":
+            holds = text != reference
+        case "like":
+            holds = reference in text
+        case "ilike":
+            holds = reference.casefold() in text.casefold()
+    return float(holds)
 
 
 def text_similarity(metric: Metric, text: str, reference: str) -> float:

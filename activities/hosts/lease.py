@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from temporalio import activity
 
 from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
+from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, tail
-from activities.signals import Signals
 from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, LongshoreError, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey

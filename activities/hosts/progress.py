@@ -1,11 +1,18 @@
-"""Telling the workflow how a job goes on: often enough to be of use, seldom enough for a history of bounded length."""
+"""Signals to the workflow that started an activity, and a job's progress as such signals: often enough to be of use,
+seldom enough for a history of bounded length."""
 
+import asyncio
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import Any, Protocol
+
+from temporalio import activity
+from temporalio.client import Client, WorkflowHandle
+from temporalio.service import RPCError
 
 from activities.hosts.step_metrics import JobMetrics, Metrics
-from activities.signals import Signals
 from shared.contract import Fence, Frozen
 from shared.jobs.events import Evaluated, Event, Started, Step
 from shared.jobs.job import JobPlan
@@ -15,6 +22,39 @@ from shared.runs.status import CheckpointRef
 _SHORTEST_S = 2.0
 _SHARE = 0.02
 _LONGEST_S = 300.0
+_SIGNAL_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Signals(Protocol):
+    """Tells the workflow of the current activity something. To be called from the activity's thread."""
+
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        """Begin to send one signal; False in the end if it did not arrive, which is no error of the activity's work."""
+        ...
+
+
+class WorkflowSignals:
+    """Signals through the host's Temporal client, which lives in the host's event loop."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        info = activity.info()
+        assert info.workflow_id is not None
+        handle = self._client.get_workflow_handle(info.workflow_id, run_id=info.workflow_run_id)
+        return asyncio.run_coroutine_threadsafe(_send(handle, name, message), self._loop)
+
+
+async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) -> bool:
+    try:
+        await asyncio.wait_for(handle.signal(name, message), _SIGNAL_TIMEOUT_S)
+    except (RPCError, TimeoutError) as error:
+        _log.warning("signal %s did not reach %s: %s", name, handle.id, error)
+        return False
+    return True
 
 
 class ProgressReport(Frozen):

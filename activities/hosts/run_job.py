@@ -8,14 +8,12 @@ from typing import Literal
 from temporalio import activity
 
 from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
-from activities.hosts.carry import Carrier
-from activities.hosts.follow import LogLine, LogReader
-from activities.hosts.progress import Progress
+from activities.hosts.progress import Progress, Signals
 from activities.hosts.step_metrics import Metrics
+from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, own
-from activities.signals import Signals
 from shared.contract import Fence, Frozen
 from shared.errors import WorkerLost
 from shared.jobs.events import Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
@@ -79,7 +77,7 @@ class RunJob:
             # Looked up under this lease: from its beginning on, no older one deletes checkpoints.
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
             attempt = _Attempt(worker, request, start, self._store, self._signals)
-            with beating(lambda: attempt.reader.offset), attempt.carrier:
+            with beating(lambda: attempt.reader.offset), attempt.uploader:
                 return attempt.run()
 
 
@@ -101,7 +99,7 @@ class _Attempt:
         self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
         self.job = _job(worker, request, start, self.outputs)
         self.reader = LogReader(Path(self.job.log_path))
-        self.carrier = Carrier(store, self.job, start)
+        self.uploader = Uploader(store, self.job, start)
         self.progress = Progress(request.plan, request.fence, _steps_before(store, request.plan, start), signals)
         self.probe: tuple[float, ...] = ()
         self.cancel = worker.paths.cancel(request.plan.job_id, request.fence)
@@ -110,7 +108,7 @@ class _Attempt:
 
     def run(self) -> JobResult:
         try:
-            self.carrier.job()
+            self.uploader.job()
             self._write_job()
             terminal = self._follow()
         except BaseException:
@@ -133,8 +131,8 @@ class _Attempt:
                 if isinstance(line.event, Terminal):
                     self.worker.holds_device = line.event.device == "held"
                     return line.event
-            self.carrier.tick()
-            self.progress.tick(self.carrier.durable)
+            self.uploader.tick()
+            self.progress.tick(self.uploader.durable)
             if not was_alive:
                 if self.kill_at is None:
                     raise WorkerLost(self.worker.obituary())
@@ -147,10 +145,10 @@ class _Attempt:
         event = line.event
         self.heard_at = time.monotonic()
         if isinstance(event, Saved):
-            self.carrier.checkpoint(event)
+            self.uploader.checkpoint(event)
         if isinstance(event, Probed):
             self.probe = event.logprobs
-        self.carrier.line(line, at_once=not isinstance(event, Step))
+        self.uploader.line(line, at_once=not isinstance(event, Step))
         self.progress.take(event)
 
     def _obey(self) -> None:
@@ -174,7 +172,7 @@ class _Attempt:
 
     def _settle(self, output: Path | None) -> None:
         """Everything into the store; what is local goes when it stands there."""
-        self.carrier.finish(output)
+        self.uploader.finish(output)
         shutil.rmtree(self.outputs, ignore_errors=True)
         self.cancel.unlink(missing_ok=True)
 
@@ -194,7 +192,7 @@ class _Attempt:
         return JobResult(
             outcome=outcome,
             step=step,
-            checkpoint=self.carrier.durable,
+            checkpoint=self.uploader.durable,
             metrics=self.progress.metrics,
             problem=problem,
             probe=self.probe,

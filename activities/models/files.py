@@ -4,16 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from activities.confined import calls as confined
 from activities.confined.fork_server import sign
+from activities.host_context import HostContext
 from activities.models.safetensors_header import TensorEntry, read_header
 from activities.sources.models import Location, json_object
-from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
 from shared.jobs.layout import FAMILIES, ModelShape
 from shared.models.config import read_model_config
-from shared.settings import ConfinedSettings
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -102,32 +100,22 @@ def _read_config(location: Location) -> _Config:
     return config
 
 
-class TokenizerWork(Frozen):
-    """A tokenizer.json, which may have a hundred million bytes, and the model's number of embeddings."""
-
-    text: str
-    place: str
-    vocab_size: int
-
-
-def check_tokenizer(location: Location, vocab_size: int, settings: ConfinedSettings) -> None:
+def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
     """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model has not."""
     data, place = location.read_whole("tokenizer.json"), location.place("tokenizer.json")
     location.read_json("tokenizer_config.json")
-    work = TokenizerWork(text=data.decode(errors="replace"), place=place, vocab_size=vocab_size)
-    confined.call(check_ids, work, settings)
+    host.confined(check_ids, data.decode(errors="replace"), place, vocab_size)
 
 
-def check_ids(work: TokenizerWork) -> None:
-    """Raises InvalidInput as `check_tokenizer` does."""
-    sign(work.place)
+def check_ids(text: str, place: str, vocab_size: int) -> None:
+    """For a confined process: a tokenizer.json may have a hundred million bytes. Raises as `check_tokenizer` does."""
+    sign(place)
     try:
-        largest = max(_token_ids(json_object(work.text, work.place)), default=0)
+        largest = max(_token_ids(json_object(text, place)), default=0)
     except (KeyError, TypeError) as error:
-        raise InvalidInput("this is no tokenizer of the tokenizers library", work.place) from error
-    if largest >= work.vocab_size:
-        problem = f"it has the id {largest}, but the model has only {work.vocab_size} embeddings"
-        raise InvalidInput(problem, work.place)
+        raise InvalidInput("this is no tokenizer of the tokenizers library", place) from error
+    if largest >= vocab_size:
+        raise InvalidInput(f"it has the id {largest}, but the model has only {vocab_size} embeddings", place)
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> list[int]:

@@ -3,22 +3,22 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from temporalio import activity
 
 from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.models.card import model_card
-from activities.scratch import scratch_folder
 from shared.contract import Artifact, Frozen
 from shared.errors import CorruptArtifact
 from shared.runs.requests import FIRST_TENANT, Run, RunId, Tenant
 from shared.runs.status import CheckpointRef
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import MANIFEST, HostPaths, published, published_version, version_claim, write_atomically
-from shared.storage.store import ObjectStore, disk_errors, open_store, open_uri
+from shared.storage.artifacts import read_record
+from shared.storage.paths import MANIFEST, published, published_version, version_claim, write_atomically
+from shared.storage.store import ObjectStore, open_uri
 
 Kind = Literal["adapters", "models"]
 # Of a base model's folder, these are the weights' own, and come from the checkpoint instead.
@@ -61,9 +61,8 @@ class Claim(Frozen):
 class Publish:
     """Puts an adapter, or a whole model after full fine-tuning, where users and servers find it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._paths = HostPaths(settings.root_path)
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="publish")
     def publish(self, request: PublishRequest) -> Published:
@@ -72,34 +71,27 @@ class Publish:
         Raises:
             CorruptArtifact: the checkpoint, or the published version, is not what its manifest says.
         """
-        store = open_store(self._settings.store, self._settings.s3)
         kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
         name = request.run.name or request.run_id
         with beating():
-            version = claim_version(store, request.tenant, kind, name, _claim_of(request))
+            version = claim_version(self._host.store, request.tenant, kind, name, _claim_of(request))
             key = published_version(request.tenant, kind, name, version)
-            artifact = find(store, key) or self._upload(store, key, request)
+            artifact = self._host.made_once(key, "publish", partial(self._fill, request))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
-    def _upload(self, store: ObjectStore, key: str, request: PublishRequest) -> Artifact:
-        with scratch_folder(self._paths.scratch, "publish") as folder, disk_errors(folder):
-            self._fill(folder, request)
-            seal(folder)
-            return upload(store, key, folder)
-
-    def _fill(self, folder: Path, request: PublishRequest) -> None:
-        checkpoint = stage(request.checkpoint.artifact, self._paths.cache, self._settings.s3)
+    def _fill(self, request: PublishRequest, folder: Path) -> None:
+        checkpoint = self._host.stage(request.checkpoint.artifact)
         _copy(checkpoint / "weights", folder, lambda name: True)
         if request.run.trainable.kind == "lora":
             _name_the_model(folder / "adapter_config.json", request.run.model)
         else:
-            model = stage(request.model, self._paths.cache, self._settings.s3)
+            model = self._host.stage(request.model)
             _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
         report = self._report(request.report_uri)
         write_atomically(folder / "README.md", model_card(request.run, request.metrics, report).encode())
 
     def _report(self, uri: str) -> dict[str, object]:
-        store, key = open_uri(uri, self._settings.s3)
+        store, key = open_uri(uri, self._host.settings.s3)
         try:
             report: dict[str, object] = json.loads(store.get_bytes(key))
         except ValueError as error:

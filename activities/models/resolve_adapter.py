@@ -7,10 +7,10 @@ from typing import Literal
 from temporalio import activity
 
 from activities.heartbeat import beating
-from activities.models.began_with import check_began_with
+from activities.host_context import HostContext
 from activities.models.files import read_tensors
+from activities.models.imports import check_began_with, import_files
 from activities.models.safetensors_header import TensorEntry
-from activities.sources.import_files import import_files
 from activities.sources.models import Location, locate
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
@@ -18,7 +18,6 @@ from shared.jobs.job import Lora
 from shared.jobs.layout import ModelShape
 from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
 from shared.runs.requests import RunId, Tenant
-from shared.settings import Settings
 
 _TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp(\.experts\.\d+)?)\.(?P<linear>\w+)"
@@ -49,10 +48,10 @@ class ResolvedAdapter(Frozen):
 
 
 class ResolveAdapter:
-    """Finds and checks adapters."""
+    """The activity `resolve_adapter`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="resolve_adapter")
     def resolve_adapter(self, request: AdapterRequest) -> ResolvedAdapter:
@@ -64,12 +63,12 @@ class ResolveAdapter:
         """
         with beating():
             check = partial(_check_config, request)
-            location = locate(request.uri, request.tenant, self._settings, (CONFIG, WEIGHTS), check)
+            location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
             _check_weights(location, lora, request.shape)
-            adapter = import_files(location, [CONFIG, WEIGHTS], self._settings, request.tenant)
+            adapter = import_files(location, [CONFIG, WEIGHTS], self._host, request.tenant)
             if request.run_id is not None:
-                check_began_with(request.role, adapter, request.uri, request.run_id, self._settings)
+                check_began_with(request.role, adapter, request.uri, request.run_id, self._host)
             return ResolvedAdapter(adapter=adapter, lora=lora)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from temporalio import activity
 
 from activities.heartbeat import beating
-from activities.models.began_with import check_began_with
+from activities.host_context import HostContext
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
@@ -15,18 +15,17 @@ from activities.models.files import (
     read_shape,
     weight_files,
 )
-from activities.sources.import_files import import_files
+from activities.models.imports import check_began_with, import_files
 from activities.sources.models import Location, locate
 from shared.jobs.layout import ModelShape, check_layout
 from shared.runs.start import ModelRequest, ResolvedModel
-from shared.settings import ConfinedSettings, Settings
 
 
 class ResolveModel:
-    """Finds and checks models."""
+    """The activity `resolve_model`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="resolve_model")
     def resolve_model(self, request: ModelRequest) -> ResolvedModel:
@@ -37,21 +36,21 @@ class ResolveModel:
             StoreUnavailable: S3 cannot be reached or refuses us.
         """
         with beating():
-            check = partial(_check_small_files, request, self._settings.confined)
-            location = locate(request.uri, request.tenant, self._settings, HUB_PATTERNS, check)
+            check = partial(_check_small_files, request, self._host)
+            location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
             shape = check(location)
             check_weights(location)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
-            model = import_files(location, names, self._settings, request.tenant)
+            model = import_files(location, names, self._host, request.tenant)
             if request.run_id is not None:
-                check_began_with("model", model, request.uri, request.run_id, self._settings)
+                check_began_with("model", model, request.uri, request.run_id, self._host)
             return ResolvedModel(model=model, shape=shape)
 
 
-def _check_small_files(request: ModelRequest, settings: ConfinedSettings, location: Location) -> ModelShape:
+def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> ModelShape:
     """All that can be said against a model before its weights are here."""
     shape = read_shape(location)
     check_layout(request.layout, shape, request.engine)
-    check_tokenizer(location, shape.vocab_size, settings)
+    check_tokenizer(location, shape.vocab_size, host)
     check_chat_template(location)
     return shape

@@ -9,17 +9,14 @@ import numpy as np
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.packing import bins as packing
 from activities.packing.bins import Indices
-from activities.scratch import scratch_folder
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.jobs.packed import PlanHeader, PlanWriter, Units
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, content_key, packed
-from shared.storage.store import ObjectStore, disk_errors, open_store
+from shared.storage.artifacts import read_record
+from shared.storage.paths import content_key, packed
 
 _VERSION = "pack-1"  # raise it when the same input gives another plan
 
@@ -65,25 +62,29 @@ class Packed(Frozen):
 
 
 class Pack:
-    """Needs settings for the store and for scratch space."""
+    """The activity `pack`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="pack")
     def pack(self, request: PackRequest) -> Packed:
         """Raises InvalidInput when a unit is longer than a bin or a batch."""
-        store = open_store(self._settings.store, self._settings.s3)
-        key = packed(request.key)
-        if done := find(store, key):
-            return _result(store, key, done)
-        paths = HostPaths(self._settings.root_path)
-        with beating(), scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
+
+        def write(folder: Path) -> None:
             # Packing needs no more of the units than where each one ends.
-            staged = stage(request.units, paths.cache, self._settings.s3, only=("units.json", "token_offsets.bin"))
+            staged = self._host.stage(request.units, only=("units.json", "token_offsets.bin"))
             write_plan(Units.read_lengths(staged), request, folder)
-            seal(folder)
-            return _result(store, key, upload(store, key, folder))
+
+        key = packed(request.key)
+        plan = self._host.made_once(key, "pack", write)
+        header = read_record(self._host.store, f"{key}/plan.json", PlanHeader)
+        return Packed(
+            plan=plan,
+            num_steps=header.num_steps,
+            num_bins=header.num_bins,
+            packing_efficiency=header.packing_efficiency,
+        )
 
 
 def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHeader:
@@ -148,13 +149,3 @@ def _endless(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
             yield from packing.steps_by_count(order_U, request.batch_size)
         elif request.batch_tokens is not None:
             yield from packing.steps_by_tokens(order_U, tokens_U, request.batch_tokens)
-
-
-def _result(store: ObjectStore, key: str, plan: Artifact) -> Packed:
-    header = read_record(store, f"{key}/plan.json", PlanHeader)
-    return Packed(
-        plan=plan,
-        num_steps=header.num_steps,
-        num_bins=header.num_bins,
-        packing_efficiency=header.packing_efficiency,
-    )

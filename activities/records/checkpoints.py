@@ -3,9 +3,14 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shared.contract import Fence
+from temporalio import activity
+
+from activities.heartbeat import beating
+from activities.host_context import HostContext
+from shared.contract import Fence, Frozen
 from shared.errors import CorruptArtifact, NotFound
 from shared.jobs.job import JobPlan
+from shared.runs.requests import RunId
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import Manifest, find, read_manifest, read_record, sha256_object
 from shared.storage.paths import MANIFEST, RunKeys
@@ -163,3 +168,40 @@ def _parse(key: str) -> Standing | None:
             return Standing(int(step.removeprefix("step-")), label, key.removesuffix(f"/{MANIFEST}"))
         case _:
             return None
+
+
+class FindCheckpointRequest(Frozen):
+    """Which run. `passed_over`: URIs of its checkpoints in which a worker found damage."""
+
+    run_id: RunId
+    passed_over: tuple[str, ...] = ()
+
+
+class ResumePoint(Frozen):
+    """`last_epoch` is 0 for a run that never had a lease. `damaged`: why newer checkpoints are not gone on from."""
+
+    checkpoint: CheckpointRef | None
+    last_epoch: int
+    damaged: tuple[str, ...] = ()
+
+
+class FindCheckpoint:
+    """Reads the store alone, so that it tells the same to every execution of the run."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+
+    @activity.defn(name="find_checkpoint")
+    def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
+        """The point to go on from; nothing and epoch 0 for a new run.
+
+        Raises:
+            CorruptArtifact: there are checkpoints, and every one of them is damaged.
+        """
+        store = self._host.store
+        with beating():
+            found = find_newest(store, request.run_id, request.passed_over)
+            if found.checkpoint is None and found.damaged:
+                raise CorruptArtifact(f"no sound checkpoint is left to go on from: {'; '.join(found.damaged)}")
+            epoch = last_epoch(store, request.run_id)
+            return ResumePoint(checkpoint=found.checkpoint, last_epoch=epoch, damaged=found.damaged)

@@ -15,13 +15,14 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.sources.http import open_connection
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings
 from shared.storage.paths import delivery_record, webhook_record
-from shared.storage.store import ObjectStore, open_store
+from shared.storage.store import ObjectStore
 
 _OPENED_BY = "webhooks.allow_private_addresses"
 _KEPT_ATTEMPTS = 20
@@ -58,9 +59,9 @@ class _Answer:
 class Deliver:
     """Tells webhooks."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        webhooks = settings.webhooks
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+        webhooks = host.settings.webhooks
         self._reach = DownloadSettings(
             allow_private_addresses=webhooks.allow_private_addresses, timeout_s=webhooks.timeout_s
         )
@@ -74,7 +75,7 @@ class Deliver:
             ApplicationError: the same, of a receiver that asks for more time than the retry policy gives it.
             InvalidInput: the receiver is where it may not be, or says that it is gone for good.
         """
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         with beating():
             webhook = _find(store, request)
             if webhook is None or not webhook.enabled:
@@ -94,7 +95,7 @@ class Deliver:
     @activity.defn(name="give_up_delivery")
     def give_up(self, request: DeliverRequest) -> None:
         """No more attempts are made."""
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         if _find(store, request) is not None:
             _write(store, request, _delivery(store, request).model_copy(update={"state": "failed"}))
 

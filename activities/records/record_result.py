@@ -5,15 +5,15 @@ from contextlib import suppress
 from temporalio import activity
 
 from activities.heartbeat import beating
+from activities.host_context import HostContext
 from shared.contract import Frozen
 from shared.errors import NotFound
 from shared.runs.requests import RunId
 from shared.runs.start import result_sha256
 from shared.runs.status import RunStatus
-from shared.settings import Settings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys
-from shared.storage.store import ObjectStore, open_store
+from shared.storage.store import ObjectStore
 
 
 class Recorded(Frozen):
@@ -48,12 +48,12 @@ class _Start(Frozen):
 class RecordResult:
     """Lets runs begin, and records how they end."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="record_result", no_thread_cancel_exception=True)
     def record_result(self, status: RunStatus) -> Recorded:
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         key = RunKeys(status.run_id).result
         with beating():
             store.put_bytes(key, status.model_dump_json(indent=1).encode())
@@ -66,7 +66,7 @@ class RecordResult:
 
         A resumed run has no result until it ends again; the one that it had is kept beside.
         """
-        store, keys = open_store(self._settings.store, self._settings.s3), RunKeys(request.run_id)
+        store, keys = self._host.store, RunKeys(request.run_id)
         with beating():
             mine, place = _Start(execution=request.execution), keys.start(request.start_id)
             is_new = store.put_if_absent(place, mine.model_dump_json().encode())

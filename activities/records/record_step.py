@@ -4,15 +4,15 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.records.checkpoints import discard_after
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunId
 from shared.runs.status import Policy, StepStatus
-from shared.settings import Settings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys
-from shared.storage.store import ObjectStore, open_store
+from shared.storage.store import ObjectStore
 
 
 class StepRecordRequest(Frozen):
@@ -43,14 +43,14 @@ class Recovered(Frozen):
 class RecordStep:
     """Writes a step's record, and finds the last ones again. A cancellation, which beats bring, cuts neither in two."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="record_step", no_thread_cancel_exception=True)
     def record_step(self, request: StepRecordRequest) -> None:
         """The record, then its key's: a key that is found has a whole record."""
         with beating():
-            store = open_store(self._settings.store, self._settings.s3)
+            store = self._host.store
             keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
             store.put_bytes(keys.step(request.step.step), data)
             if request.step.same_as is None:  # else, and where a key was used for other groups, the first one keeps it
@@ -60,7 +60,7 @@ class RecordStep:
     def recover_steps(self, request: RecoverRequest) -> Recovered:
         """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
         with beating():
-            store = open_store(self._settings.store, self._settings.s3)
+            store = self._host.store
             found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
             steps: list[StepStatus] = []  # newest first, back to one that made a policy
             for key in found:

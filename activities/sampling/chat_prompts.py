@@ -5,20 +5,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from activities.confined import calls as confined
 from activities.formats.fields import message_of
 from activities.formats.prompts import Question
 from activities.formats.rows import Row
+from activities.host_context import HostContext
 from activities.tokenizing.render_prompts import ids_before_answers
 from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import ModelTokenizer, check_characters, check_loading, stage_tokenizer
+from activities.tokenizing.tokenizer import ModelTokenizer, check_characters, check_loading, tokenizer_files
 from activities.tokenizing.tool_calls import with_parsed_calls
 from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.settings import ConfinedSettings, S3Settings
 
 _MAX_OPEN = 4  # models
 _MAX_MEMORY_BYTES = 2 << 30  # for which a tokenizer may be loaded
@@ -31,18 +30,11 @@ class ChatPrompts:
     Safe to use from several threads, which render one at a time.
     """
 
-    def __init__(
-        self,
-        cache: Path,
-        s3: S3Settings,
-        confinement: ConfinedSettings | None = None,
-        render_limit_s: float = 5.0,
-    ) -> None:
-        confinement = confinement or ConfinedSettings()
+    def __init__(self, host: HostContext, render_limit_s: float = 5.0) -> None:
+        confinement = host.settings.confined
         limit = min(confinement.memory_bytes, _MAX_MEMORY_BYTES)
         self._limits = confinement.model_copy(update={"memory_bytes": limit})
-        self._cache = cache
-        self._s3 = s3
+        self._host = host
         self._render_limit_s = render_limit_s
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
@@ -74,8 +66,8 @@ class ChatPrompts:
 
     def _tokenizer(self, model: Artifact) -> ModelTokenizer:
         if model.sha256 not in self._tokenizers:
-            files = stage_tokenizer(model, self._cache, self._s3)
-            confined.call(check_loading, files, self._limits)  # what aborts its process must not abort this one
+            files = tokenizer_files(self._host, model)
+            confined.call(self._limits, check_loading, files)  # what aborts its process must not abort this one
             self._tokenizers[model.sha256] = files.load()
             if len(self._tokenizers) > _MAX_OPEN:
                 self._forget(self._tokenizers.popitem(last=False)[0])

@@ -25,7 +25,6 @@ from shared.chat.completions import (
     ModelList,
     Sampling,
 )
-from shared.contract import Frozen
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.field_rules import first_rule
 from shared.settings import ConfinedSettings
@@ -249,23 +248,15 @@ class Sampler:
         answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES))
         if len(answer.content) <= _LARGE_BYTES or self._confined is None:
             return _parsed(CompletionResponse, answer.content, self._url)
-        large = LargeAnswer(text=answer.content.decode(errors="replace"), place=self._url, max_tokens=num_tokens)
-        return confined.call(read_large_answer, large, self._confined)
+        text = answer.content.decode(errors="replace")
+        return confined.call(self._confined, read_large_answer, text, self._url, num_tokens)
 
 
-class LargeAnswer(Frozen):
-    """What a sampler sent, and how many tokens it may be of."""
-
-    text: str
-    place: str
-    max_tokens: int
-
-
-def read_large_answer(answer: LargeAnswer) -> CompletionResponse:
+def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionResponse:
     """Raises InvalidInput for what is no answer, or of more tokens than were asked for."""
-    found = _parsed(CompletionResponse, answer.text.encode(), answer.place)
-    if sum(len(choice.token_ids or ()) for choice in found.choices) > answer.max_tokens:
-        raise InvalidInput("the sampler sends more tokens than were asked for", answer.place)
+    found = _parsed(CompletionResponse, text.encode(), place)
+    if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
+        raise InvalidInput("the sampler sends more tokens than were asked for", place)
     return found
 
 

@@ -8,20 +8,17 @@ from urllib.parse import unquote, urlsplit
 from temporalio import activity
 
 from activities.heartbeat import beating
+from activities.host_context import HostContext
+from activities.sampling.adapters import ServingAdapters, refusal
 from activities.sampling.chat_answers import chat_completion, record_of, sampler_request
 from activities.sampling.chat_prompts import ChatPrompts
 from activities.sampling.parallel_calls import in_parallel
-from activities.sampling.run_adapters import refusal
 from activities.sampling.samplers import OpenSampler, Samplers
-from activities.sampling.user_adapters import ServingAdapters
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse, ModelCard
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
 from shared.runs.serving import Completed, CompleteRequest, ServedSampler
-from shared.settings import Settings
-from shared.storage.paths import HostPaths
-from shared.storage.store import open_store
 
 logger = logging.getLogger("longshore.complete")
 
@@ -30,14 +27,13 @@ _ATTEMPTS = 3
 
 
 class Complete:
-    """Needs settings for the cache, and a way to samplers. To be closed."""
+    """The activity `complete`. To be closed."""
 
-    def __init__(self, settings: Settings, samplers: Samplers) -> None:
-        cache = HostPaths(settings.root_path).cache
-        self._settings = settings
+    def __init__(self, host: HostContext, samplers: Samplers) -> None:
+        self._host = host
         self._samplers = samplers
-        self._prompts = ChatPrompts(cache, settings.s3, settings.confined)
-        self._adapters = ServingAdapters(cache, settings.s3)
+        self._prompts = ChatPrompts(host)
+        self._adapters = ServingAdapters(host)
 
     def close(self) -> None:
         self._prompts.close()
@@ -96,13 +92,11 @@ class Complete:
 
     def _remembers(self, request: CompleteRequest, record: AnswerRecord) -> bool:
         """Keep what was drawn. A store that is away costs the answer its id, and nobody the answer."""
-        if not self._settings.serving.answers_kept_s:
+        if not self._host.settings.serving.answers_kept_s:
             return False
         try:
-            store = open_store(self._settings.store, self._settings.s3)
-            remember(
-                store, request.tenant, record.model_copy(update={"name": request.name, "version": request.version})
-            )
+            named = record.model_copy(update={"name": request.name, "version": request.version})
+            remember(self._host.store, request.tenant, named)
         except (StoreUnavailable, DiskFull) as error:
             logger.warning("an answer is not remembered, and can be trained on by its text alone: %s", error)
             return False

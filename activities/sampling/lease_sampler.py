@@ -8,18 +8,17 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
+from activities.host_context import HostContext
 from activities.hosts.lease import Tenancy
+from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
-from activities.signals import Signals
 from shared.contract import Fence, Frozen
 from shared.errors import SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
 from shared.runs.requests import RunId
-from shared.settings import S3Settings, Settings
-from shared.storage.artifacts import stage
-from shared.storage.paths import HostPaths, WorkerPaths
+from shared.storage.paths import WorkerPaths
 
 # What a sampler without work in hand takes a moment for; nobody can end a lease while it is waited for.
 _ANSWER_S = 20.0
@@ -36,14 +35,13 @@ class SamplerLeaseRequest(Frozen):
 
 @dataclass(frozen=True)
 class SamplerCommand:
-    """The command line of our own sampler. Its model's files are in `cache`, or lie on this machine anyway."""
+    """The command line of our own sampler. Its model's files are in the host's cache, or lie on this machine anyway."""
 
-    cache: Path
-    s3: S3Settings
+    host: HostContext
 
     def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
         assert isinstance(key, SamplerKey)
-        model = stage(key.model, self.cache, self.s3)  # at once: the lease has brought it
+        model = self.host.stage(key.model)  # at once: the lease has brought it
         paths = WorkerPaths(folder)
         return [
             *(sys.executable, "-P", "-m", "megatron_worker.sampler", "--model", str(model)),
@@ -59,10 +57,9 @@ class LeaseSampler:
     What a sampler makes is seeded and found by its content, so that no fence has to guard it.
     """
 
-    def __init__(self, pool: WorkerPool, settings: Settings, signals: Signals, host_queue: str) -> None:
+    def __init__(self, pool: WorkerPool, host: HostContext, signals: Signals, host_queue: str) -> None:
         self._tenancy = Tenancy(pool, signals, host_queue, "sampler_leased")
-        self._cache = HostPaths(settings.root_path).cache
-        self._s3 = settings.s3
+        self._host = host
 
     @activity.defn(name="lease_sampler")
     def lease_sampler(self, request: SamplerLeaseRequest) -> None:
@@ -75,7 +72,7 @@ class LeaseSampler:
         """
         try:
             with beating():
-                stage(request.key.model, self._cache, self._s3)  # many gigabytes: a cancellation ends it anywhere
+                self._host.stage(request.key.model)  # many gigabytes: a cancellation ends it anywhere
                 with activity.shield_thread_cancel_exception():
                     self._hold(request)
         except CancelledError as error:

@@ -4,14 +4,13 @@ from pydantic import Field, model_validator
 from temporalio import activity
 
 from activities.heartbeat import beating
-from activities.sampling.run_adapters import refusal, use_adapter
+from activities.host_context import HostContext
+from activities.sampling.adapters import refusal, use_adapter
 from activities.sampling.samplers import Samplers
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.runs.requests import RunId
 from shared.runs.serving import SamplerPlace
-from shared.settings import Settings
-from shared.storage.paths import HostPaths
 
 
 class ProveRequest(Frozen):
@@ -43,10 +42,10 @@ class Proved(Frozen):
 
 
 class ProveAdapter:
-    """Needs settings for the store and the cache, and a way to samplers."""
+    """The activity `prove_adapter`."""
 
-    def __init__(self, settings: Settings, samplers: Samplers) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext, samplers: Samplers) -> None:
+        self._host = host
         self._samplers = samplers
 
     @activity.defn(name="prove_adapter")
@@ -58,9 +57,8 @@ class ProveAdapter:
             InvalidInput: the server refuses the adapter or the probe.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        cache = HostPaths(self._settings.root_path).cache
         with beating(), self._samplers.open(request.place) as opened:
-            model = use_adapter(opened, request.run_id, request.adapter, request.keep, cache, self._settings.s3)
+            model = use_adapter(opened, request.run_id, request.adapter, request.keep, self._host)
             try:
                 told = opened.client.score(model, request.probe)
             except InvalidInput as error:

@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import Field
 from temporalio import activity
 
-from activities.heartbeat import beating
+from activities.host_context import HostContext
+from activities.sampling.adapters import refusal, use_adapter
 from activities.sampling.client import Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
@@ -20,9 +21,7 @@ from activities.sampling.completions import (
     sample_seed,
 )
 from activities.sampling.parallel_calls import in_parallel
-from activities.sampling.run_adapters import refusal, use_adapter
 from activities.sampling.samplers import Samplers
-from activities.scratch import scratch_folder
 from activities.tokenizing.prompt_files import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, Sampling
 from shared.contract import Artifact, Frozen
@@ -30,10 +29,9 @@ from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
 from shared.runs.requests import RunId
 from shared.runs.serving import SamplerPlace, ServedSampler
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, completions, content_key, sampled_part, sampled_parts, samples
-from shared.storage.store import ObjectStore, disk_errors, open_store
+from shared.storage.artifacts import find, read_record
+from shared.storage.paths import completions, content_key, sampled_part, sampled_parts, samples
+from shared.storage.store import ObjectStore
 
 _VERSION = "sample-1"  # raise it when the same request would give other samples
 _SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has fewer slots, and lets the rest wait
@@ -96,10 +94,10 @@ class SampledSummary(Frozen):
 
 
 class Sample:
-    """Needs settings for the store and for scratch space, and a way to samplers."""
+    """The activity `sample`."""
 
-    def __init__(self, settings: Settings, samplers: Samplers) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext, samplers: Samplers) -> None:
+        self._host = host
         self._samplers = samplers
 
     @activity.defn(name="sample")
@@ -111,36 +109,32 @@ class Sample:
             SamplerUnavailable, WorkerLost: there is no sampler at this place now; finished prompts are kept.
             StoreUnavailable: the store is away.
         """
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         if done := _result(store, request.key):
             return done
-        paths = HostPaths(self._settings.root_path)
-        with beating(), scratch_folder(paths.scratch, "sample") as scratch, disk_errors(scratch):
-            with PromptsFile(stage(request.prompts, paths.cache, self._settings.s3)) as prompts:
+        with self._host.scratch("sample") as scratch:
+            with PromptsFile(self._host.stage(request.prompts)) as prompts:
                 parts = _Parts(store, request.key)
                 numbers = numbers_of(request.rows, len(prompts))
-                self._draw_missing(request, prompts, numbers, parts, paths.cache)
+                self._draw_missing(request, prompts, numbers, parts)
                 groups = (parts.get(group) for group in range(len(numbers)))
                 folders = scratch / "completions", scratch / "samples"
                 write_samples(groups, prompts, *folders)
             for folder, key in zip(folders, (completions(request.key), samples(request.key)), strict=True):
-                seal(folder)
-                upload(store, key, folder)
+                self._host.keep(key, folder)
         parts.forget(len(numbers))
         result = _result(store, request.key)
         assert result is not None
         return result
 
-    def _draw_missing(
-        self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: "_Parts", cache: Path
-    ) -> None:
+    def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: "_Parts") -> None:
         """Each prompt's samples stand in the store before the thread takes another."""
         drawn = parts.drawn()
         missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
         if not missing:
             return
         with self._samplers.open(request.place) as opened:
-            model = use_adapter(opened, request.run_id, request.adapter, request.keep, cache, self._settings.s3)
+            model = use_adapter(opened, request.run_id, request.adapter, request.keep, self._host)
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 parts.keep(draw_group(opened.client, model, *asked, request))

@@ -15,16 +15,17 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.heartbeat import beating, host_is_leaving
+from activities.host_context import HostContext
 from activities.sources.datasets import LocalSource, Source, StoreSource, find_sources
 from activities.sources.decompress import compression_of, unpack
 from activities.sources.transfer import Pace, fetch
 from shared.contract import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import DatasetSource, RunId, Tenant
-from shared.settings import DownloadSettings, Settings
-from shared.storage.artifacts import files_of, find, seal, upload
-from shared.storage.paths import HostPaths, RunKeys, content_key, tenant_folder
-from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, uri_of
+from shared.settings import DownloadSettings
+from shared.storage.artifacts import files_of, find
+from shared.storage.paths import RunKeys, content_key, tenant_folder
+from shared.storage.store import LocalStore, ObjectStore, disk_errors, uri_of
 from shared.storage.stored_bytes import Room
 
 _QUOTA = "what the quota stored_bytes leaves"
@@ -51,8 +52,8 @@ class Downloaded(Frozen):
 class Download:
     """Brings a run's dataset into the store. `keeps_parts`: what has arrived waits for another attempt."""
 
-    def __init__(self, settings: Settings, *, keeps_parts: bool = True) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext, *, keeps_parts: bool = True) -> None:
+        self._host = host
         self._keeps_parts = keeps_parts
 
     @activity.defn(name="download")
@@ -63,30 +64,29 @@ class Download:
             InvalidInput: the URI leads nowhere, or where it may not; the data is empty, damaged, too large or changing.
             StoreUnavailable: the source or the store cannot be reached now; what has arrived is kept for the next try.
         """
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         key = RunKeys(request.run_id).dataset(request.split)
-        room = Room(store, request.tenant, self._settings.quotas)
+        room = Room(store, request.tenant, self._host.settings.quotas)
         with beating():
             dataset = find(store, key) or self._bring(request, store, key, room)
-            _, manifest = files_of(dataset, self._settings.s3)
+            _, manifest = files_of(dataset, self._host.settings.s3)
             if not room.ledger.has_brought(request.run_id, request.split):  # an attempt died before it said so
                 room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
         return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
 
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
-        downloads = HostPaths(self._settings.root_path).scratch / "downloads"
+        downloads = self._host.paths.scratch / "downloads"
         _forget_abandoned(downloads)
-        sources = find_sources(request.source.uri, request.tenant, self._settings)
+        sources = find_sources(request.source.uri, request.tenant, self._host.settings)
         keeps_parts = self._keeps_parts and not _is_last_attempt()
         with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
             own, left = _own_bytes(sources, store, request.tenant), room.left()
-            limits = _left(self._settings.download, None if left is None else left + own)
+            limits = _left(self._host.settings.download, None if left is None else left + own)
             num_bytes = max(0, _bring_files(sources, scratch, folder, limits) - own)
-            seal(folder)
             with room.reserving(num_bytes, request.source.uri):
-                dataset = upload(store, key, folder)
+                dataset = self._host.keep(key, folder)
                 room.ledger.bring(request.run_id, request.split, num_bytes)
             return dataset
 

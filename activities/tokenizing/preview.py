@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from temporalio import activity
 
-from activities.confined import calls as confined
 from activities.formats.examples import Example
 from activities.formats.examples_of import open_dataset
 from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.models.resolve_model import ResolveModel
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing import blocks
@@ -23,42 +23,32 @@ from activities.tokenizing.blocks import Block, Kept
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.preference_units import Pair
 from activities.tokenizing.report import Tally
-from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
-from shared.contract import Frozen
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from shared.errors import InvalidInput
 from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Span
 from shared.runs.start import ModelRequest
-from shared.settings import Settings
-from shared.storage.artifacts import stage
-from shared.storage.paths import HostPaths, RunKeys, content_key
-from shared.storage.store import open_store
+from shared.storage.paths import RunKeys, content_key
 from shared.storage.stored_bytes import Ledger
 
 _MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Temporal
 
 
 class PreviewDataset:
-    """Needs settings for the store, the sources of data, and the cache."""
+    """The activity `preview`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="preview")
     def preview(self, start: PreviewStart) -> Preview:
         """Raises InvalidInput for a dataset or a model that cannot be read."""
-        settings, request, tenant = self._settings, start.request, start.tenant
-        cache = HostPaths(settings.root_path).cache
+        host, request, tenant = self._host, start.request, start.tenant
         with self._temporary_run(tenant) as run_id:
-            model = ResolveModel(settings).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
+            model = ResolveModel(host).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
-            dataset = Download(settings, keeps_parts=False).download(download).dataset
+            dataset = Download(host, keeps_parts=False).download(download).dataset
             with beating():
-                work = PreviewWork(
-                    dataset=stage(dataset, cache, settings.s3),
-                    tokenizer=stage_tokenizer(model, cache, settings.s3),
-                    request=request,
-                )
-                return confined.call(preview_work, work, settings.confined)
+                return host.confined(preview_with, host.stage(dataset), tokenizer_files(host, model), request)
 
     @contextmanager
     def _temporary_run(self, tenant: str) -> Iterator[str]:
@@ -67,23 +57,15 @@ class PreviewDataset:
         try:
             yield run_id
         finally:
-            store = open_store(self._settings.store, self._settings.s3)
+            store = self._host.store
             for item in list(store.list(f"{RunKeys(run_id).prefix}/")):
                 store.delete(item.key)
             Ledger(store, tenant).forget(run_id)
 
 
-class PreviewWork(Frozen):
-    """What a preview takes from this machine."""
-
-    dataset: Path
-    tokenizer: TokenizerFiles
-    request: PreviewRequest
-
-
-def preview_work(work: PreviewWork) -> Preview:
-    """Raises InvalidInput as `preview_of` does."""
-    return preview_of(work.dataset, work.tokenizer.load(), work.request)
+def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest) -> Preview:
+    """For a confined process. Raises InvalidInput as `preview_of` does."""
+    return preview_of(dataset, tokenizer.load(), request)
 
 
 def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest) -> Preview:

@@ -11,23 +11,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities.confined import calls as confined
 from activities.confined.fork_server import sign
 from activities.formats.prompts import PromptDataset, PromptKind, Question, open_prompts
-from activities.heartbeat import beating
-from activities.scratch import scratch_folder
+from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Span
 from activities.tokenizing.prompt_files import PromptRow, PromptsWriter
 from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, stage_tokenizer
+from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, tokenizer_files
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.runs.previews import LostRow
 from shared.runs.requests import DatasetSource
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, content_key, rendered_prompts
-from shared.storage.store import ObjectStore, disk_errors, open_store
+from shared.storage.artifacts import read_record
+from shared.storage.paths import content_key, rendered_prompts
 
 _VERSION = "prompts-1"  # raise it when the same rows would give other prompts
 _BATCH_ROWS = 512
@@ -86,43 +82,34 @@ class PromptsReport(Frozen):
 
 
 class RenderPrompts:
-    """Needs settings for the store and for scratch space."""
+    """The activity `render_prompts`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="render_prompts")
     def render_prompts(self, request: PromptsRequest) -> Prompts:
         """Raises InvalidInput for rows that ask nothing, too many that are too long, or a model without tokenizer."""
-        store = open_store(self._settings.store, self._settings.s3)
+
+        def write(folder: Path) -> None:
+            dataset, tokenizer = self._host.stage(request.dataset), tokenizer_files(self._host, request.model)
+            self._host.confined(write_prompts_with, dataset, tokenizer, request, folder, kind="dataset")
+
         key = rendered_prompts(request.key)
-        if done := find(store, key):
-            return _result(store, key, done)
-        paths = HostPaths(self._settings.root_path)
-        with beating(), scratch_folder(paths.scratch, "prompts") as folder, disk_errors(folder):
-            work = PromptsWork(
-                dataset=stage(request.dataset, paths.cache, self._settings.s3),
-                tokenizer=stage_tokenizer(request.model, paths.cache, self._settings.s3),
-                request=request,
-                folder=folder,
-            )
-            confined.call(write_prompts_of, work, self._settings.confined, kind="dataset")
-            seal(folder)
-            return _result(store, key, upload(store, key, folder))
+        prompts = self._host.made_once(key, "prompts", write)
+        report = read_record(self._host.store, f"{key}/{REPORT}", PromptsReport)
+        return Prompts(
+            prompts=prompts,
+            report_uri=f"{prompts.uri}/{REPORT}",
+            num_prompts=report.num_prompts,
+            num_too_long=report.num_too_long,
+            probe=report.probe,
+        )
 
 
-class PromptsWork(Frozen):
-    """What rendering takes from this machine, and the folder that it writes."""
-
-    dataset: Path
-    tokenizer: TokenizerFiles
-    request: PromptsRequest
-    folder: Path
-
-
-def write_prompts_of(work: PromptsWork) -> None:
-    """Raises InvalidInput as `write_prompts` does."""
-    write_prompts(work.dataset, work.tokenizer.load(), work.request, work.folder)
+def write_prompts_with(dataset: Path, tokenizer: TokenizerFiles, request: PromptsRequest, folder: Path) -> None:
+    """For a confined process. Raises InvalidInput as `write_prompts` does."""
+    write_prompts(dataset, tokenizer.load(), request, folder)
 
 
 def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequest, folder: Path) -> PromptsReport:
@@ -278,14 +265,3 @@ def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest
             f"max_lost_fraction {request.max_lost_fraction:g}; first: {first}",
             place,
         )
-
-
-def _result(store: ObjectStore, key: str, prompts: Artifact) -> Prompts:
-    report = read_record(store, f"{key}/{REPORT}", PromptsReport)
-    return Prompts(
-        prompts=prompts,
-        report_uri=f"{prompts.uri}/{REPORT}",
-        num_prompts=report.num_prompts,
-        num_too_long=report.num_too_long,
-        probe=report.probe,
-    )

@@ -9,23 +9,19 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.confined import calls as confined
 from activities.formats.examples_of import open_dataset
-from activities.heartbeat import beating
-from activities.scratch import scratch_folder
+from activities.host_context import HostContext
 from activities.tokenizing import blocks
 from activities.tokenizing import preference_units as preference_pairs
 from activities.tokenizing.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
 from activities.tokenizing.report import Tally
-from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, stage_tokenizer
+from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from shared.contract import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
 from shared.runs.previews import Report
 from shared.runs.requests import DatasetSource
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, content_key, tokenized
-from shared.storage.store import ObjectStore, disk_errors, open_store
+from shared.storage.artifacts import read_record
+from shared.storage.paths import content_key, tokenized
 
 _VERSION = "tokenize-1"  # raise it when the same input gives other units
 
@@ -71,43 +67,34 @@ class Tokenized(Frozen):
 
 
 class Tokenize:
-    """Needs settings for the store and for scratch space."""
+    """The activity `tokenize`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="tokenize")
     def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Raises InvalidInput for a dataset that cannot be read, loses too many rows, or a model without tokenizer."""
-        store = open_store(self._settings.store, self._settings.s3)
+
+        def write(folder: Path) -> None:
+            dataset, tokenizer = self._host.stage(request.dataset), tokenizer_files(self._host, request.model)
+            self._host.confined(write_units_with, dataset, tokenizer, request, folder, kind="dataset")
+
         key = tokenized(request.key)
-        if done := find(store, key):
-            return _result(store, key, done)
-        paths = HostPaths(self._settings.root_path)
-        with beating(), scratch_folder(paths.scratch, "tokenize") as folder, disk_errors(folder):
-            work = UnitsWork(
-                dataset=stage(request.dataset, paths.cache, self._settings.s3),
-                tokenizer=stage_tokenizer(request.model, paths.cache, self._settings.s3),
-                request=request,
-                folder=folder,
-            )
-            confined.call(write_units_of, work, self._settings.confined, kind="dataset")
-            seal(folder)
-            return _result(store, key, upload(store, key, folder))
+        units = self._host.made_once(key, "tokenize", write)
+        header = read_record(self._host.store, f"{key}/{UNITS}", UnitsHeader)
+        return Tokenized(
+            units=units,
+            report_uri=f"{units.uri}/{REPORT}",
+            num_units=header.num_units,
+            num_tokens=header.num_tokens,
+            num_targets=header.num_targets,
+        )
 
 
-class UnitsWork(Frozen):
-    """What tokenizing takes from this machine, and the folder that it writes."""
-
-    dataset: Path
-    tokenizer: TokenizerFiles
-    request: TokenizeRequest
-    folder: Path
-
-
-def write_units_of(work: UnitsWork) -> None:
-    """Raises InvalidInput as `write_units` does."""
-    write_units(work.dataset, work.tokenizer.load(), work.request, work.folder)
+def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: TokenizeRequest, folder: Path) -> None:
+    """For a confined process. Raises InvalidInput as `write_units` does."""
+    write_units(dataset, tokenizer.load(), request, folder)
 
 
 def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeRequest, folder: Path) -> Report:
@@ -140,14 +127,3 @@ def _write_batch(batch: EncodedBatch, request: TokenizeRequest, writer: UnitsWri
     kept = blocks.keep(batch.block, request.max_tokens, truncate)
     blocks.count(batch.block, kept, truncate, tally)
     blocks.write(batch.block, kept, writer)
-
-
-def _result(store: ObjectStore, key: str, units: Artifact) -> Tokenized:
-    header = read_record(store, f"{key}/{UNITS}", UnitsHeader)
-    return Tokenized(
-        units=units,
-        report_uri=f"{units.uri}/{REPORT}",
-        num_units=header.num_units,
-        num_tokens=header.num_tokens,
-        num_targets=header.num_targets,
-    )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from activities.confined.fork_server import sign
+from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Span
 from activities.tokenizing.template_process import TemplateSource
 from shared.contract import Artifact, Frozen
@@ -177,13 +178,9 @@ class TokenizerFiles(Frozen):
         return ModelTokenizer(files, self.place)
 
 
-def stage_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> TokenizerFiles:
-    """Bring a model's tokenizer from its artifact, without touching the weights.
-
-    Raises:
-        CorruptArtifact: a file is not the manifest's.
-    """
-    return TokenizerFiles(folder=stage(model, cache, s3, only=_FILES), place=model.uri)
+def tokenizer_files(host: HostContext, model: Artifact) -> TokenizerFiles:
+    """Stage a model's tokenizer, without touching the weights. Raises CorruptArtifact as `stage` does."""
+    return TokenizerFiles(folder=host.stage(model, only=_FILES), place=model.uri)
 
 
 def check_loading(files: TokenizerFiles) -> None:
@@ -192,8 +189,8 @@ def check_loading(files: TokenizerFiles) -> None:
 
 
 def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokenizer:
-    """Read a model's tokenizer from its artifact. Raises as `stage_tokenizer` and `TokenizerFiles.load` do."""
-    return stage_tokenizer(model, cache, s3).load()
+    """Read a model's tokenizer from its artifact. Raises as `stage` and `TokenizerFiles.load` do."""
+    return TokenizerFiles(folder=stage(model, cache, s3, only=_FILES), place=model.uri).load()
 
 
 def check_characters(text: str, place: str) -> None:

@@ -21,6 +21,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from activities.heartbeat import HOST_LEAVES
+from activities.host_context import HostContext
 from activities.tracking.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
 from activities.tracking.wandb_rows import Done, History, Line, TrainStep
 from activities.tracking.wandb_writer import WriterStart
@@ -29,10 +30,9 @@ from shared.errors import NotFound
 from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.requests import Run, RunRecord, WandbRun
 from shared.runs.status import StepStatus
-from shared.settings import Settings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys
-from shared.storage.store import ObjectInfo, ObjectStore, open_store
+from shared.storage.store import ObjectInfo, ObjectStore
 
 POLL_S = 1.0
 _LOOKS_PER_S = 20.0  # at all runs together: a thousand are looked at more rarely than one
@@ -65,12 +65,12 @@ class Track:
     """Writes runs to W&B, each from its first event to its end."""
 
     def __init__(
-        self, settings: Settings, *, init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S
+        self, host: HostContext, *, init_timeout_s: float = INIT_TIMEOUT_S, finish_timeout_s: float = FINISH_TIMEOUT_S
     ) -> None:
-        self._settings = settings
+        self._host = host
         self._finish_timeout_s = finish_timeout_s
         self._init_timeout_s = init_timeout_s
-        self._folder = settings.root_path / "wandb"
+        self._folder = host.settings.root_path / "wandb"
         self._writer = Writer(self._folder)
         self._readers = ThreadPoolExecutor(_READERS, "track")
         self._num_followed = 0
@@ -93,7 +93,7 @@ class Track:
         Raises:
             ApplicationError: nothing could be written, or this host leaves.
         """
-        if self._settings.wandb_mode == "disabled":
+        if self._host.settings.wandb_mode == "disabled":
             return Tracked()
         asked_to_end = asyncio.Event()
         work = asyncio.create_task(self._write(request, asked_to_end))
@@ -120,9 +120,9 @@ class Track:
             self._num_followed -= 1
 
     async def _in_some_mode(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
-        modes: list[Mode] = ["online", "offline"] if self._settings.wandb_mode == "online" else ["offline"]
+        modes: list[Mode] = ["online", "offline"] if self._host.settings.wandb_mode == "online" else ["offline"]
         warning, trouble = None, ""
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         before = await self._read(lambda: store.head(RunKeys(request.run_id).previous_result))
         for mode in modes:
             tries = Tries()
@@ -207,12 +207,11 @@ class Track:
 
     def _place(self, run_id: str) -> WandbRun:
         """Where the run's sender wants it in W&B, or else the installation."""
-        store = open_store(self._settings.store, self._settings.s3)
         try:
-            record = read_record(store, RunKeys(run_id).record, RunRecord)
+            record = read_record(self._host.store, RunKeys(run_id).record, RunRecord)
         except NotFound:  # a run that was started by hand
-            return WandbRun(project=self._settings.wandb_project)
-        return record.source.wandb or WandbRun(project=self._settings.wandb_project)
+            return WandbRun(project=self._host.settings.wandb_project)
+        return record.source.wandb or WandbRun(project=self._host.settings.wandb_project)
 
     def _keep(self, run_id: str, written: Path) -> Path:
         """What W&B wrote takes the place of what an earlier attempt did."""

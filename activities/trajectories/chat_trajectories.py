@@ -17,8 +17,15 @@ from activities.formats.examples_of import Chat
 from activities.formats.prompts import Question
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
-from activities.trajectories.remembered_answers import RememberedAnswers, is_same_message
-from activities.trajectories.sampled_turns import PLACE, BrokenConversation, Turns, broken, turns_of
+from activities.trajectories.sampled_turns import (
+    PLACE,
+    BrokenConversation,
+    RememberedAnswers,
+    Turns,
+    broken,
+    is_same_message,
+    turns_of,
+)
 from shared.chat.answer_records import AnswerRecord
 from shared.chat.trajectories import ChatTrajectory, SampledTurn, SentTrajectory, TokenLogprob, Trajectory
 from shared.contract import Artifact

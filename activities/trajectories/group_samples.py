@@ -8,18 +8,16 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
-from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.packing import bins as packing
 from activities.sampling.completions import Sample, SampledGroup, read_groups
-from activities.scratch import scratch_folder
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade
-from shared.settings import Settings
-from shared.storage.artifacts import find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, content_key, grouped, grouped_report, is_grouped
-from shared.storage.store import ObjectStore, disk_errors, open_store, uri_of
+from shared.storage.artifacts import find, read_record
+from shared.storage.paths import content_key, grouped, grouped_report, is_grouped
+from shared.storage.store import ObjectStore, uri_of
 
 _VERSION = "groups-2"  # raise it when the same completions and grades would make other groups
 
@@ -66,27 +64,24 @@ class Grouped(GroupsMade):
 
 
 class GroupSamples:
-    """Needs settings for the store and for scratch space."""
+    """The activity `group_samples`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="group_samples")
     def group_samples(self, request: GroupSamplesRequest) -> Grouped:
         """Raises InvalidInput when more samples have no grade than the run allows, with the first reasons."""
-        store = open_store(self._settings.store, self._settings.s3)
-        key = request.key
-        if done := find(store, grouped(key)):
-            return _result(store, key, done)
-        paths = HostPaths(self._settings.root_path)
-        with beating(), scratch_folder(paths.scratch, "groups") as folder, disk_errors(folder):
-            drawn, graded = (
-                stage(one, paths.cache, self._settings.s3) for one in (request.completions, request.grades)
-            )
+        store, key = self._host.store, request.key
+
+        def write(folder: Path) -> None:
+            drawn, graded = self._host.stage(request.completions), self._host.stage(request.grades)
             made = write_groups(drawn, graded, request, folder)
-            seal(folder)
             store.put_bytes(grouped_report(key), made.model_dump_json(indent=1).encode())
-            return _result(store, key, upload(store, grouped(key), folder))
+
+        groups = self._host.made_once(grouped(key), "groups", write)
+        made = read_record(store, grouped_report(key), GroupsMade)
+        return Grouped(groups=groups, groups_uri=f"{groups.uri}/{GROUPS}", **made.model_dump())
 
 
 def write_groups(completions: Path, grades: Path, request: GroupSamplesRequest, folder: Path) -> GroupsMade:
@@ -182,8 +177,3 @@ def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
     key = uri.removeprefix(f"{store.uri}/").removesuffix(f"/{GROUPS}")
     is_ours = is_grouped(key) and uri == f"{uri_of(store, key)}/{GROUPS}"
     return find(store, key) if is_ours else None
-
-
-def _result(store: ObjectStore, key: str, groups: Artifact) -> Grouped:
-    made = read_record(store, grouped_report(key), GroupsMade)
-    return Grouped(groups=groups, groups_uri=f"{groups.uri}/{GROUPS}", **made.model_dump())

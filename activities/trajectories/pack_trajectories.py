@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities.confined import calls as confined
 from activities.heartbeat import beating
+from activities.host_context import HostContext
 from activities.packing import bins as packing
 from activities.packing.prefix_tree import SequenceRow, split_tree
 from activities.records.record_step import find_key
-from activities.scratch import scratch_folder
 from activities.sources.download import Download, DownloadRequest
 from activities.trajectories.advantages import advantages_of
 from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy
@@ -30,17 +29,17 @@ from activities.trajectories.read_groups import (
     read_groups,
     sequences_of,
 )
-from activities.trajectories.remembered_answers import RememberedAnswers
+from activities.trajectories.sampled_turns import RememberedAnswers
 from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact, Frozen
 from shared.jobs.job import PackedData
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
 from shared.runs.requests import DatasetSource, RLRun, RunId, Tenant
 from shared.runs.status import StepStatus
-from shared.settings import S3Settings, Settings
-from shared.storage.artifacts import files_of, find, read_record, seal, stage, upload
-from shared.storage.paths import HostPaths, content_key, packed, tokenized, write_atomically
-from shared.storage.store import ObjectStore, disk_errors, open_store, uri_of
+from shared.settings import S3Settings
+from shared.storage.artifacts import files_of, find, read_record
+from shared.storage.paths import content_key, packed, tokenized, write_atomically
+from shared.storage.store import ObjectStore, open_store, uri_of
 
 _VERSION = "trajectories-3"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
@@ -83,10 +82,10 @@ class StepReport(Frozen):
 
 
 class PackTrajectories:
-    """Needs settings for the store and for scratch space."""
+    """The activity `pack_trajectories`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
     @activity.defn(name="pack_trajectories")
     def pack_trajectories(self, request: GroupsRequest) -> PackedGroups:
@@ -96,7 +95,7 @@ class PackTrajectories:
             InvalidInput: the groups cannot be had or trained; names the file, the line, the field and the rule.
             StoreUnavailable: the source or the store cannot be reached now.
         """
-        store = open_store(self._settings.store, self._settings.s3)
+        store = self._host.store
         with beating():
             if (before := find_key(store, request.run_id, request.step)) is not None:
                 return PackedGroups(trained_before=before)
@@ -106,7 +105,7 @@ class PackTrajectories:
             # With the tenant: what its messages are trained on are the answers that it was given.
             key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
             if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
-                self._pack(request, groups, store, key)
+                self._pack(request, groups, key)
             return _result(store, key)
 
     def _bring(self, request: GroupsRequest) -> Artifact:
@@ -116,51 +115,42 @@ class PackTrajectories:
         wanted = DownloadRequest(
             run_id=request.run_id, tenant=request.tenant, split=split, source=DatasetSource(uri=step.groups)
         )
-        return Download(self._settings).download(wanted).dataset
+        return Download(self._host).download(wanted).dataset
 
-    def _pack(self, request: GroupsRequest, groups: Artifact, store: ObjectStore, key: str) -> None:
-        paths, s3 = HostPaths(self._settings.root_path), self._settings.s3
-        with scratch_folder(paths.scratch, "pack") as folder, disk_errors(folder):
+    def _pack(self, request: GroupsRequest, groups: Artifact, key: str) -> None:
+        host, s3 = self._host, self._host.settings.s3
+        with host.scratch("pack") as folder:
             _, manifest = files_of(groups, s3)
-            work = GroupsWork(
-                request=request,
-                groups=stage(groups, paths.cache, s3),
-                names=tuple(entry.path for entry in manifest.files),
-                cache=paths.cache,
-                store_uri=store.uri,
-                s3=s3,
-                folder=folder,
-            )
-            report = confined.call(write_groups, work, self._settings.confined, kind="dataset")
+            names = tuple(entry.path for entry in manifest.files)
+            asked = request, host.stage(groups), names, folder, host.paths.cache, host.store.uri, s3
+            report = host.confined(write_groups, *asked, kind="dataset")
             if report.dropped_broken:
                 logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
-            for name, place in (("units", tokenized(key)), ("plan", packed(key))):
-                seal(folder / name)
-                upload(store, place, folder / name)
+            host.keep(tokenized(key), folder / "units")
+            host.keep(packed(key), folder / "plan")
 
 
-class GroupsWork(Frozen):
-    """A step's groups, what they are read with, and the folder that gets their units and plan."""
+def write_groups(
+    request: GroupsRequest,
+    groups: Path,
+    names: tuple[str, ...],
+    folder: Path,
+    cache: Path,
+    store_uri: str,
+    s3: S3Settings,
+) -> GroupsReport:
+    """Read and pack the named files of a step's groups: units and plan into folders below `folder`.
 
-    request: GroupsRequest
-    groups: Path
-    names: tuple[str, ...]
-    cache: Path
-    store_uri: str
-    s3: S3Settings
-    folder: Path
-
-
-def write_groups(work: GroupsWork) -> GroupsReport:
-    """Read and pack a step's groups. Raises InvalidInput as `parse_groups` and `read_groups` do."""
-    request = work.request
-    answers = RememberedAnswers(open_store(work.store_uri, work.s3), request.tenant)
+    Raises:
+        InvalidInput: as `parse_groups` and `read_groups` do.
+    """
+    answers = RememberedAnswers(open_store(store_uri, s3), request.tenant)
     policy = PublishedPolicy(request.policy_version, request.name, request.version)
-    with Conversations(request.model, work.cache, work.s3, answers, policy) as conversations:
+    with Conversations(request.model, cache, s3, answers, policy) as conversations:
         rules = Rules(request.run, request.policy_version, request.vocab_size, conversations)
-        parsed = (found for name in work.names for found in parse_groups(work.groups / name, name))
+        parsed = (found for name in names for found in parse_groups(groups / name, name))
         read = read_groups(parsed, rules)
-    return write_step(read, request, work.folder / "units", work.folder / "plan").groups
+    return write_step(read, request, folder / "units", folder / "plan").groups
 
 
 def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:

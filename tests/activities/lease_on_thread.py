@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.hosts.lease import Lease, LeaseRequest
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerCommand, processes_of
@@ -107,6 +108,6 @@ class HeldSampler(Held):
 
     def __init__(self, host: Host, settings: Settings, key: SamplerKey, epoch: int) -> None:
         notebook = Notebook()
-        lease = LeaseSampler(host.pool, settings, notebook, "host-queue")
+        lease = LeaseSampler(host.pool, HostContext(settings), notebook, "host-queue")
         request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=150)
         super().__init__(notebook, "sampler_leased", lease.lease_sampler, request)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.scratch import scratch_folder
+from activities.host_context import scratch_folder
 from tests.workflows.stand_in import REPOSITORY
 
 
@@ -20,7 +20,7 @@ def test_a_folder_goes_with_its_block_whatever_happens(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_goes_and_what_is_in_use_stays(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from activities.scratch import scratch_folder\n"
+        "import os, sys; from pathlib import Path; from activities.host_context import scratch_folder\n"
         "with scratch_folder(Path(sys.argv[1]), 'pack'): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, check=False).returncode == -9

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from activities.grading.outcome import NotGraded
-from activities.grading.string_check import string_check
-from activities.grading.text_similarity import bleu, common_subsequence, gleu, rouge_l, rouge_n, text_similarity
+from activities.grading.text_similarity import (
+    bleu,
+    common_subsequence,
+    gleu,
+    rouge_l,
+    rouge_n,
+    string_check,
+    text_similarity,
+)
 
 CAT, MAT = "the cat sat on the mat".split(), "the cat is on the mat".split()
 

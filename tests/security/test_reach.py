@@ -14,6 +14,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.grading.score_model import ScoreModel
+from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
 from activities.sampling.samplers import Samplers
 from service.automation.webhooks import WebhookChoice, Webhooks
@@ -115,7 +116,9 @@ def _webhook(settings: Settings) -> Ask:
     def ask(url: str) -> None:
         made = asyncio.run(webhooks.create("acme", None, WebhookChoice(url=f"{url}/hook")))
         notice = Notice(notice_id=f"evt-{'1' * 23}", tenant="acme", type="ping", created_at=1.0, data={})
-        ActivityEnvironment().run(Deliver(settings).deliver, DeliverRequest(webhook_id=made.id, notice=notice))
+        ActivityEnvironment().run(
+            Deliver(HostContext(settings)).deliver, DeliverRequest(webhook_id=made.id, notice=notice)
+        )
 
     return ask
 

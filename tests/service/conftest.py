@@ -18,7 +18,8 @@ import httpx
 import pytest
 import uvicorn
 
-from activities.grading.grade_one import GradeOne
+from activities.grading.grade import Grade
+from activities.host_context import HostContext
 from activities.models.resolve_model import ResolveModel
 from activities.records.deliver import Deliver
 from activities.records.record_result import RecordResult
@@ -157,15 +158,15 @@ def polling(settings: Settings) -> Iterator[None]:
 
     async def work() -> None:
         client = await connect(settings)
-        record = RecordResult(settings)
-        deliver = Deliver(settings)
+        record = RecordResult(HostContext(settings))
+        deliver = Deliver(HostContext(settings))
         activities = [
             record.record_result,
             record.begin,
-            PreviewDataset(settings).preview,
-            GradeOne(settings).grade_one,
-            Download(settings).download,
-            ResolveModel(settings).resolve_model,
+            PreviewDataset(HostContext(settings)).preview,
+            Grade(HostContext(settings)).grade_one,
+            Download(HostContext(settings)).download,
+            ResolveModel(HostContext(settings)).resolve_model,
             deliver.deliver,
             deliver.give_up,
         ]

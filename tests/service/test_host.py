@@ -19,6 +19,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from activities.host_context import HostContext
 from activities.sampling.complete import Complete
 from activities.sampling.samplers import Samplers
 from activities.sources.download import Downloaded, DownloadRequest
@@ -179,10 +180,9 @@ async def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(tmp_path: Path) -> None:
     settings = Settings(root=tmp_path)
-    names = {
-        activity_name(each)
-        for each in control_activities(settings, Complete(settings, Samplers(settings)), Track(settings))
-    }
+    host = HostContext(settings)
+    activities = control_activities(host, Complete(host, Samplers(settings)), Track(host))
+    names = {activity_name(each) for each in activities}
     assert names >= {"resolve_model", "resolve_adapter", "download", "tokenize", "pack", "preview", "find_checkpoint"}
     assert names >= {"publish", "record_result", "begin", "track"}
     assert names >= policies._POOLS.keys(), "what has a pool is done there"

@@ -21,8 +21,8 @@ from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.common import RetryPolicy
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+from activities.records.checkpoints import FindCheckpointRequest
 from activities.records.deliver import DeliverRequest
-from activities.records.find_checkpoint import FindCheckpointRequest
 from activities.records.record_step import StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from activities.host_context import HostContext
 from activities.records.record_step import RecordStep, StepRecordRequest
 from service.cli.output.step_table import step_line
 from shared.contract import Fence
@@ -35,7 +36,7 @@ def put(service: Service, run_id: str, number: int, **changes: Any) -> StepStatu
     """A step on record, as the real activity writes it."""
     given = {"key": f"k{number}", "groups": f"file:///groups/{number}.jsonl", "state": "done", "policy_version": number}
     step = StepStatus(step=number, **given | changes)
-    RecordStep(service.settings).record_step(StepRecordRequest(run_id=run_id, step=step))
+    RecordStep(HostContext(service.settings)).record_step(StepRecordRequest(run_id=run_id, step=step))
     return step
 
 

@@ -14,9 +14,10 @@ from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner
 
+from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
 from activities.models.publish import Publish
-from activities.records.find_checkpoint import FindCheckpoint
+from activities.records.checkpoints import FindCheckpoint
 from activities.records.record_result import RecordResult
 from activities.records.record_step import RecordStep
 from activities.trajectories.pack_trajectories import PackTrajectories
@@ -85,13 +86,13 @@ class RLStack(Stack):
 
 
 def _activities(settings: Settings, data: StandInData) -> list[Callable[..., Any]]:
-    record, steps = RecordResult(settings), RecordStep(settings)
+    record, steps = RecordResult(HostContext(settings)), RecordStep(HostContext(settings))
     return [
         data.resolve_model,
         data.track,
-        PackTrajectories(settings).pack_trajectories,
-        FindCheckpoint(settings).find_checkpoint,
-        Publish(settings).publish,
+        PackTrajectories(HostContext(settings)).pack_trajectories,
+        FindCheckpoint(HostContext(settings)).find_checkpoint,
+        Publish(HostContext(settings)).publish,
         record.record_result,
         record.begin,
         steps.record_step,

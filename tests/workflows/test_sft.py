@@ -27,13 +27,14 @@ from temporalio.client import (
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
+from activities.host_context import HostContext
 from activities.hosts.lease import LeaseRecord
 from activities.hosts.progress import ProgressReport
 from activities.hosts.run_job import JobRequest
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import processes_of
 from activities.models.publish import Publish
-from activities.records.find_checkpoint import FindCheckpoint
+from activities.records.checkpoints import FindCheckpoint
 from activities.records.record_result import RecordResult
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers
 from service.seals import seal_key
@@ -151,12 +152,12 @@ async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator
     client = await connect(settings)
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
-    record = RecordResult(settings)
+    record = RecordResult(HostContext(settings))
     async with AsyncExitStack() as exits:
         activities = [
             *data.all,
-            FindCheckpoint(settings).find_checkpoint,
-            Publish(settings).publish,
+            FindCheckpoint(HostContext(settings)).find_checkpoint,
+            Publish(HostContext(settings)).publish,
             record.record_result,
             record.begin,
         ]

@@ -3,7 +3,7 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.grading.grade_one import GradeOne
+    from activities.grading.grade import Grade
     from activities.models.resolve_model import ResolveModel
     from activities.sampling.complete import Complete
     from activities.tokenizing.preview import PreviewDataset
@@ -30,7 +30,7 @@ class GraderWorkflow:
 
     @workflow.run
     async def run(self, request: GradeOneRequest) -> OneGrade:
-        return await control.do(GradeOne.grade_one, request, within=policies.PREVIEW_TIMEOUT)
+        return await control.do(Grade.grade_one, request, within=policies.PREVIEW_TIMEOUT)
 
 
 @workflow.defn

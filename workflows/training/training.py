@@ -11,8 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
-    from activities.records.checkpoints import own
-    from activities.records.find_checkpoint import FindCheckpoint, FindCheckpointRequest
+    from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
     from shared.jobs.job import JobPlan
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import RLStart, RunStart

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from activities.confined import calls as confined
+from activities.host_context import HostContext
 from activities.sampling.chat_prompts import ChatPrompts
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
-from shared.settings import ConfinedSettings, S3Settings
+from shared.settings import ConfinedSettings, Settings
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore
 from tests.activities import confined_work as work
@@ -26,11 +27,11 @@ SMALL = ConfinedSettings(memory_bytes=512 << 20, step_cpu_s=2, file_bytes=8 << 2
 
 
 def test_a_call_gives_what_the_function_gives_without_the_hosts_environment() -> None:
-    assert confined.call(work.echo, "grüße \N{SNOWMAN}" * 100_000, SMALL) == "grüße \N{SNOWMAN}" * 100_000
-    assert list(confined.stream(work.count, 5, SMALL)) == [0, 1, 2, 3, 4]
+    assert confined.call(SMALL, work.echo, "grüße \N{SNOWMAN}" * 100_000) == "grüße \N{SNOWMAN}" * 100_000
+    assert list(confined.stream(SMALL, work.count, 5)) == [0, 1, 2, 3, 4]
     os.environ["LONGSHORE_SECRET_OF_THE_TEST"] = "secret"
     try:
-        found = confined.call(work.environment, None, SMALL)
+        found = confined.call(SMALL, work.environment, None)
     finally:
         del os.environ["LONGSHORE_SECRET_OF_THE_TEST"]
     assert "secret" not in found.values() and "HOME" not in found
@@ -47,40 +48,40 @@ def test_a_call_gives_what_the_function_gives_without_the_hosts_environment() ->
 def test_what_takes_more_than_it_may_is_its_inputs_error(function, message: str) -> None:
     before = psutil.Process().memory_info().rss
     with pytest.raises(InvalidInput, match=message):
-        confined.call(function, None, SMALL)
+        confined.call(SMALL, function, None)
     assert psutil.Process().memory_info().rss - before < 100 << 20
 
 
 def test_what_goes_on_may_take_long_and_what_is_silent_may_not(tmp_path: Path) -> None:
-    assert confined.call(work.work_long_and_say_so, 5, SMALL) > 3
+    assert confined.call(SMALL, work.work_long_and_say_so, 5) > 3
     with pytest.raises(InvalidInput, match=r"^rows\.jsonl:6: it takes longer than 1 s$"):
-        confined.call(work.wait, str(tmp_path / "note"), SMALL.model_copy(update={"silence_s": 1.0}))
+        confined.call(SMALL.model_copy(update={"silence_s": 1.0}), work.wait, str(tmp_path / "note"))
 
 
 def test_files_have_a_size(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File too large"):
-        confined.call(work.write, str(tmp_path), SMALL)
+        confined.call(SMALL, work.write, str(tmp_path))
     assert (tmp_path / "large").stat().st_size <= SMALL.file_bytes
 
 
 def test_errors_come_as_they_were_raised() -> None:
     with pytest.raises(InvalidInput, match=r"^rows\.jsonl:7: it is wrong$"):
-        confined.call(work.fail, "input", SMALL)
+        confined.call(SMALL, work.fail, "input")
     with pytest.raises(CorruptArtifact, match=r"^a/b: it changed$"):
-        confined.call(work.fail, "corrupt", SMALL)
+        confined.call(SMALL, work.fail, "corrupt")
     with pytest.raises(StoreUnavailable, match=r"^not now$"):
-        confined.call(work.fail, "away", SMALL)
+        confined.call(SMALL, work.fail, "away")
     with pytest.raises(OSError, match="No space left on device"):
-        confined.call(work.fail, "disk", SMALL)
+        confined.call(SMALL, work.fail, "disk")
     with pytest.raises(InvalidInput, match=r"aborts its process \(SIGSEGV\)"):
-        confined.call(work.fail, "stack", SMALL)
+        confined.call(SMALL, work.fail, "stack")
     with pytest.raises(RuntimeError, match=r"(?s)in a process of its own:.*KeyError: 'a bug'"):
-        confined.call(work.fail, "bug", SMALL)
+        confined.call(SMALL, work.fail, "bug")
 
 
 def test_a_child_that_somebody_killed_says_nothing_of_its_input() -> None:
     with pytest.raises(RuntimeError, match="was killed by signal 9"):
-        confined.call(work.fail, "killed", SMALL)
+        confined.call(SMALL, work.fail, "killed")
 
 
 @pytest.mark.parametrize(("num_bytes", "error"), [(1 << 20, RuntimeError), (1 << 30, InvalidInput)])
@@ -93,7 +94,7 @@ def test_only_what_took_much_memory_itself_is_why_the_kernel_had_none_left(
     killed = confined._Child(data, status, settings)
     limits = {"memory_bytes": settings.memory_bytes, "step_cpu_s": 300, "file_bytes": 1 << 20}
     killed.send(json.dumps({"module": work.__name__, "function": "take_and_die", "limits": limits}).encode())
-    killed.send(json.dumps(num_bytes).encode())
+    killed.send(json.dumps([num_bytes]).encode())
     how, _, peak_bytes = json.loads(os.read(status, 4096))
     killed.close()
     ours, theirs = socket.socketpair()
@@ -112,7 +113,7 @@ def test_a_lost_fork_server_loses_the_calls_in_hand_and_the_next_ones_find_anoth
 
     def hold() -> None:
         try:
-            confined.call(work.wait, str(note), SMALL)
+            confined.call(SMALL, work.wait, str(note))
         except BaseException as error:
             errors.append(error)
 
@@ -126,12 +127,12 @@ def test_a_lost_fork_server_loses_the_calls_in_hand_and_the_next_ones_find_anoth
     thread.join(20)
     assert [type(error) for error in errors] == [RuntimeError]
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child has gone with it")
-    assert confined.call(work.echo, "again", SMALL) == "again"
+    assert confined.call(SMALL, work.echo, "again") == "again"
 
 
 def test_a_call_that_is_given_up_ends_its_child(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    results = confined.stream(work.pids, None, SMALL)
+    results = confined.stream(SMALL, work.pids, None)
     pid = next(results)
     results.close()
     wait_until(lambda: not psutil.pid_exists(pid), "the child has ended")
@@ -142,7 +143,7 @@ def test_many_calls_at_once() -> None:
     found: dict[int, str] = {}
 
     def ask(number: int) -> None:
-        found[number] = confined.call(work.echo, str(number), SMALL)
+        found[number] = confined.call(SMALL, work.echo, str(number))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
     for thread in threads:
@@ -155,21 +156,21 @@ def test_many_calls_at_once() -> None:
 def test_a_host_has_no_more_children_at_once_than_it_may(tmp_path: Path) -> None:
     two = SMALL.model_copy(update={"at_once": 2})
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: confined.call(work.notes, str(tmp_path), two), range(8)))
+        found = list(threads.map(lambda _: confined.call(two, work.notes, str(tmp_path)), range(8)))
     assert max(found) <= 2
 
 
 def test_whole_datasets_leave_a_place_to_others(tmp_path: Path) -> None:
     two, note = SMALL.model_copy(update={"at_once": 2}), tmp_path / "note"
-    long = confined.stream(work.pids, None, two, kind="dataset")
+    long = confined.stream(two, work.pids, None, kind="dataset")
     next(long)
-    assert confined.call(work.echo, "short", two) == "short"
-    waiting = threading.Thread(target=lambda: confined.call(work.write_note, str(note), two, kind="dataset"))
+    assert confined.call(two, work.echo, "short") == "short"
+    waiting = threading.Thread(target=lambda: confined.call(two, work.write_note, str(note), kind="dataset"))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive() and not note.exists()
-    assert confined.call(work.echo, "short", two) == "short"
-    assert confined.call(work.echo, "a grade", two, kind="grading") == "a grade"
+    assert confined.call(two, work.echo, "short") == "short"
+    assert confined.call(two, work.echo, "a grade", kind="grading") == "a grade"
     long.close()
     waiting.join(60)
     assert not waiting.is_alive() and note.exists(), "it had its turn"
@@ -196,7 +197,7 @@ def test_a_hostile_tokenizer_is_refused_to_who_asks_and_costs_the_host_nothing(
     seal(folder)
     model = upload(LocalStore(tmp_path / "store"), "models/hostile", folder)
     before = psutil.Process().memory_info().rss
-    with closing(ChatPrompts(tmp_path / "cache", S3Settings(), SMALL)) as prompts:
+    with closing(ChatPrompts(HostContext(Settings(root=tmp_path, confined=SMALL)))) as prompts:
         with pytest.raises(InvalidInput, match=sentence):
             prompts.ids(model, [{"role": "user", "content": "hello"}])
         with pytest.raises(InvalidInput, match=r"^messages: a text of 4,194,3\d\d characters; a row may have up to"):
@@ -208,7 +209,7 @@ def test_nothing_of_it_outlives_its_host(tmp_path: Path) -> None:
     note = tmp_path / "note"
     host = os.fork()
     if not host:
-        confined.call(work.wait, str(note), SMALL)
+        confined.call(SMALL, work.wait, str(note))
         os._exit(1)
     wait_until(lambda: note.exists() and note.read_text(), "the call is in hand")
     child = psutil.Process(int(note.read_text()))
@@ -221,11 +222,11 @@ def test_nothing_of_it_outlives_its_host(tmp_path: Path) -> None:
 
 def test_a_call_is_cheap() -> None:
     """Not a bound of time: a call forks, and starts no interpreter."""
-    confined.call(work.echo, "", SMALL)
-    server = psutil.Process(confined.call(work.parent, None, SMALL))
+    confined.call(SMALL, work.echo, "")
+    server = psutil.Process(confined.call(SMALL, work.parent, None))
     before = server.create_time()
     began = time.monotonic()
     for _ in range(10):
-        assert confined.call(work.parent, None, SMALL) == server.pid
+        assert confined.call(SMALL, work.parent, None) == server.pid
     print(f"{(time.monotonic() - began) * 100:.1f} ms a call")
     assert server.create_time() == before

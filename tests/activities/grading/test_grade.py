@@ -16,6 +16,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.grading.open_grader import combined
 from activities.grading.outcome import Outcome
+from activities.host_context import HostContext
 from shared.contract import Artifact
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.grading.expressions import parse_expression
@@ -66,7 +67,7 @@ def settings(tmp_path: Path, **grading: Any) -> Settings:
 
 def graded(tmp_path: Path, grader: Any, *rows: Any, **grading: Any) -> tuple[Graded, list[SampleGrade]]:
     request = GradeRequest(samples=samples(tmp_path, *rows), grader=parse_grader(grader))
-    found: Graded = ActivityEnvironment().run(Grade(settings(tmp_path, **grading)).grade, request)
+    found: Graded = ActivityEnvironment().run(Grade(HostContext(settings(tmp_path, **grading))).grade, request)
     assert not list((tmp_path / "machine" / "scratch").iterdir())
     return found, grades_in(found)
 
@@ -79,7 +80,7 @@ def grades_in(found: Graded) -> list[SampleGrade]:
 def test_every_sample_gets_a_line_in_order(tmp_path: Path) -> None:
     rows = [row(str(n), str(n if n % 3 else -1)) for n in range(200)] + [{"sample": {"output_text": "x"}}]
     request = GradeRequest(samples=samples(tmp_path, *rows, files=3), grader=parse_grader(CHECK))
-    found = ActivityEnvironment().run(Grade(settings(tmp_path)).grade, request)
+    found = ActivityEnvironment().run(Grade(HostContext(settings(tmp_path))).grade, request)
     grades = grades_in(found)
     assert [grade.grade for grade in grades[:-1]] == [float(n % 3 > 0) for n in range(200)]
     assert grades[67].place == "part-001.jsonl:1" and len(grades) == 201
@@ -97,7 +98,7 @@ def test_a_retry_returns_at_once_and_parts_are_gone(tmp_path: Path) -> None:
     assert not [path for path in store.rglob("*.jsonl") if "-parts" in str(path)]
     (tmp_path / "samples-store" / "samples" / "part-000.jsonl").unlink()
     request = GradeRequest(samples=Artifact(uri="s3://elsewhere/x", sha256=_sha(tmp_path)), grader=parse_grader(CHECK))
-    again = ActivityEnvironment().run(Grade(settings(tmp_path)).grade, request)
+    again = ActivityEnvironment().run(Grade(HostContext(settings(tmp_path))).grade, request)
     assert again == first
 
 
@@ -184,14 +185,14 @@ def test_a_part_without_a_grade_leaves_none() -> None:
 )
 def test_check_grader_refuses_before_anything_is_sampled(tmp_path: Path, grader: Any, place: str, message: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        ActivityEnvironment().run(Grade(settings(tmp_path)).check_grader, parse_grader(grader))
+        ActivityEnvironment().run(Grade(HostContext(settings(tmp_path))).check_grader, parse_grader(grader))
     assert refused.value.place == place and message in refused.value.message
 
 
 @needs_sandbox
 def test_check_grader_passes_what_can_grade(tmp_path: Path) -> None:
     grader: Grader = parse_grader({"type": "python", "name": "p", "source": GSM8K})
-    ActivityEnvironment().run(Grade(settings(tmp_path)).check_grader, grader)
+    ActivityEnvironment().run(Grade(HostContext(settings(tmp_path))).check_grader, grader)
     assert not list((tmp_path / "machine" / "scratch").iterdir())
 
 
@@ -208,7 +209,7 @@ from pathlib import Path
 from activities.grading.grade import Grade, GradeRequest
 from shared.settings import Settings
 print("up", flush=True)
-Grade(Settings(root=Path(sys.argv[1]))).grade(GradeRequest.model_validate_json(sys.argv[2]))
+Grade(HostContext(Settings(root=Path(sys.argv[1])))).grade(GradeRequest.model_validate_json(sys.argv[2]))
 """
 
 
@@ -229,7 +230,7 @@ def test_finished_grades_outlive_a_kill(tmp_path: Path) -> None:
     # A finished part is believed, not graded again: one that says otherwise shows up in the result.
     first = sorted(parts)[0]
     first.write_text(first.read_text().replace('"grade":4.0', '"grade":4.5'))
-    found = ActivityEnvironment().run(Grade(settings(tmp_path)).grade, request)
+    found = ActivityEnvironment().run(Grade(HostContext(settings(tmp_path))).grade, request)
     grades = [grade.grade for grade in grades_in(found)]
     assert len(kept) < 4 and grades[:5] == [0, 1, 2, 3, 4.5] and grades[195:] == [0, 1, 2, 3, 4]
     assert processes_of(machine) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts.follow import LogReader
+from activities.hosts.uploader import LogReader
 from shared.jobs.events import Step
 
 

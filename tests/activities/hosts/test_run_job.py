@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.hosts.progress import ProgressReport
 from activities.hosts.run_job import JobRequest, JobResult, RunJob
 from activities.hosts.worker_process import processes_of
-from activities.records.checkpoints import damage, newest, prune, standing
-from activities.records.find_checkpoint import FindCheckpoint, FindCheckpointRequest
+from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, damage, newest, prune, standing
 from shared.contract import Fence
 from shared.errors import CorruptArtifact, StoreUnavailable, WorkerLost
 from shared.jobs.events import Cancelled, Probed, Step, Succeeded
@@ -150,7 +150,7 @@ def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp
     host.store.delete(f"{standing(host.store, 'r1')[0].key}/manifest.json")
     assert newest(host.store, "r1") is None
     settings = Settings(root=tmp_path, store_uri=host.store.uri)
-    point = FindCheckpoint(settings).find_checkpoint(FindCheckpointRequest(run_id="r1"))
+    point = FindCheckpoint(HostContext(settings)).find_checkpoint(FindCheckpointRequest(run_id="r1"))
     assert (point.checkpoint, point.last_epoch) == (None, 1)
 
 
@@ -163,7 +163,7 @@ def test_no_byte_of_a_manifest_can_be_flipped_without_an_older_checkpoint_or_a_f
     older, newer = standing(host.store, "r1")
     key = f"{newer.key}/manifest.json"
     whole = host.store.get_bytes(key)
-    find_checkpoint = FindCheckpoint(Settings(root=tmp_path, store_uri=host.store.uri)).find_checkpoint
+    find_checkpoint = FindCheckpoint(HostContext(Settings(root=tmp_path, store_uri=host.store.uri))).find_checkpoint
     passed_over = 0
     for at in range(len(whole)):
         host.store.put_bytes(key, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -375,7 +375,7 @@ class Leaky(LocalStore):
 
 @pytest.fixture
 def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Leaky]]:
-    monkeypatch.setattr("activities.hosts.carry._PAUSE_S", 0.05)
+    monkeypatch.setattr("activities.hosts.uploader._PAUSE_S", 0.05)
     with Host(tmp_path, step_s=0.02) as host:
         host.store = store = Leaky(tmp_path / "store")
         yield host, store
@@ -404,7 +404,7 @@ def test_a_store_that_comes_back_finds_the_job_further_on(leaky: tuple[Host, Lea
 def test_a_store_that_stays_away_ends_the_job_without_a_process_left(
     leaky: tuple[Host, Leaky], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("activities.hosts.carry._PATIENCE_S", 0.5)
+    monkeypatch.setattr("activities.hosts.uploader._PATIENCE_S", 0.5)
     host, store = leaky
     plan = plan_for(host, tmp_path, num_steps=1000)
     lease = HeldLease(host, plan, epoch=1)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from activities.host_context import HostContext
 from activities.models.card import model_card
 from activities.models.publish import Claim, Publish, PublishRequest, claim_version
 from activities.records.record_result import BeginRequest, Begun, RecordResult
@@ -75,7 +76,7 @@ def test_every_step_of_a_run_has_a_version_and_the_same_step_the_same_one(store)
 
 
 def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, store, tmp_path: Path) -> None:
-    published = Publish(settings).publish(request_for(store, tmp_path))
+    published = Publish(HostContext(settings)).publish(request_for(store, tmp_path))
     assert (published.name, published.version) == ("harbour", 1)
     assert published.uri == f"{store.uri}/{published_version('default', 'adapters', 'harbour', 1)}"
     folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
@@ -98,7 +99,7 @@ def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, stor
 
 def test_publishing_again_is_the_same_version_and_another_run_gets_the_next(settings, store, tmp_path: Path) -> None:
     first = request_for(store, tmp_path)
-    publish = Publish(settings).publish
+    publish = Publish(HostContext(settings)).publish
     published = publish(first)
     other = publish(request_for(store, tmp_path, run_id="r2"))
     again = publish(first.model_copy(update={"metrics": {"loss": 9.0}}))
@@ -111,12 +112,12 @@ def test_a_claim_that_was_never_filled_is_filled_by_its_run(settings, store, tmp
     assert claim_version(store, "default", "adapters", "harbour", Claim(run_id="r1")) == 1
     assert claim_version(store, "default", "adapters", "harbour", Claim(run_id="r2")) == 2
     assert claim_version(store, "default", "adapters", "harbour", Claim(run_id="r3")) == 3
-    published = Publish(settings).publish(request_for(store, tmp_path, run_id="r2"))
+    published = Publish(HostContext(settings)).publish(request_for(store, tmp_path, run_id="r2"))
     assert published.version == 2
 
 
 def test_a_run_without_a_name_publishes_under_its_id(settings, store, tmp_path: Path) -> None:
-    assert Publish(settings).publish(request_for(store, tmp_path, name=None)).name == "r1"
+    assert Publish(HostContext(settings)).publish(request_for(store, tmp_path, name=None)).name == "r1"
 
 
 def test_a_fully_trained_model_takes_the_rest_of_its_folder_from_the_base(settings, store, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_fully_trained_model_takes_the_rest_of_its_folder_from_the_base(settin
     (base / "model.safetensors.index.json").write_text("base")
     seal(base)
     ref = request.checkpoint.model_copy(update={"artifact": upload(store, "full", checkpoint)})
-    published = Publish(settings).publish(
+    published = Publish(HostContext(settings)).publish(
         request.model_copy(update={"checkpoint": ref, "model": upload(store, "base", base)})
     )
     folder = stage(Artifact(uri=published.uri, sha256=published.sha256), tmp_path / "cache", settings.s3)
@@ -156,7 +157,7 @@ def test_a_checkpoint_that_was_changed_is_refused(settings, store, tmp_path: Pat
     request = request_for(store, tmp_path)
     store.put_bytes("checkpoint-r1/weights/adapter_model.safetensors", adapter_bytes(8, 20))
     with pytest.raises(CorruptArtifact, match="SHA-256"):
-        Publish(settings).publish(request)
+        Publish(HostContext(settings)).publish(request)
 
 
 def test_the_card_is_the_same_text_for_the_same_run(store, tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_the_card_is_the_same_text_for_the_same_run(store, tmp_path: Path) -> No
 
 
 def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, store: LocalStore) -> None:
-    record = RecordResult(settings)
+    record = RecordResult(HostContext(settings))
     status = RunStatus(run_id="r1", state="cancelled", step=3)
     record.record_result(status)
     assert RunStatus.model_validate_json(store.get_bytes(RunKeys("r1").result)) == status
@@ -179,7 +180,7 @@ def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, stor
 
 
 def test_a_start_is_good_for_one_workflow_and_for_the_end_that_it_goes_on_from(settings, store: LocalStore) -> None:
-    record, cancelled = RecordResult(settings), RunStatus(run_id="r1", state="cancelled", step=3)
+    record, cancelled = RecordResult(HostContext(settings)), RunStatus(run_id="r1", state="cancelled", step=3)
 
     def begin(start_id: str, execution: str, resumed: bool = False, goes_on_from: str | None = None) -> Begun:
         request = BeginRequest(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter, ResolvedAdapter
 from activities.models.resolve_model import ResolveModel
 from activities.models.safetensors_header import read_header
@@ -45,7 +46,7 @@ def resolve(
     config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron"
 ) -> ResolvedModel:
     request = ModelRequest(uri=str(uri), tenant="default", layout=layout or Layout(), engine=engine)
-    return ActivityEnvironment().run(ResolveModel(config).resolve_model, request)
+    return ActivityEnvironment().run(ResolveModel(HostContext(config)).resolve_model, request)
 
 
 def stage(config: Settings, resolved: ResolvedModel | ResolvedAdapter) -> Path:
@@ -434,7 +435,7 @@ SHAPE = ModelShape(
 
 def resolve_adapter(config: Settings, uri: str | Path, **wanted) -> ResolvedAdapter:
     request = AdapterRequest(uri=str(uri), tenant="default", **{"shape": SHAPE, **wanted})
-    return ActivityEnvironment().run(ResolveAdapter(config).resolve_adapter, request)
+    return ActivityEnvironment().run(ResolveAdapter(HostContext(config)).resolve_adapter, request)
 
 
 def adapter_refusal(config: Settings, uri: str | Path, **wanted) -> str:
@@ -522,7 +523,7 @@ def test_a_missing_or_truncated_adapter_is_named(config, adapter) -> None:
 
 def resolve_for(config: Settings, uri: Path, run_id: str) -> ResolvedModel:
     return ActivityEnvironment().run(
-        ResolveModel(config).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
+        ResolveModel(HostContext(config)).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from safetensors.numpy import load_file, save_file
 from temporalio.activity import ActivityCancellationDetails
 
+from activities.host_context import HostContext
 from activities.hosts.worker_process import WorkerProcess, processes_of
 from activities.sampling import lease_sampler
 from activities.sampling.lease_sampler import SamplerCommand
@@ -61,8 +62,7 @@ def host(settings: Settings) -> Iterator[Host]:
 
 
 def sampler_host(settings: Settings, idle_s: float = 0.0) -> Host:
-    paths = Host.paths_below(settings.root_path.parent)
-    return Host(settings.root_path.parent, idle_s=idle_s, command=SamplerCommand(paths.cache, settings.s3))
+    return Host(settings.root_path.parent, idle_s=idle_s, command=SamplerCommand(HostContext(settings)))
 
 
 def place_of(grant: LeaseGrant) -> LeasedSampler:

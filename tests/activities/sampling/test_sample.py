@@ -13,6 +13,7 @@ from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
 from activities.grading.grade import Grade, GradeRequest
+from activities.host_context import HostContext
 from activities.sampling.client import Sampler
 from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_groups, sample_seed
 from activities.sampling.prove_adapter import ProveAdapter, Proved, ProveRequest
@@ -90,7 +91,7 @@ def rendered(settings: Settings, place: Place) -> Prompts:
     request = PromptsRequest(
         dataset=place.dataset, source={"uri": "file:///rows"}, model=place.model, max_prompt_tokens=100
     )
-    found: Prompts = ActivityEnvironment().run(RenderPrompts(settings).render_prompts, request)
+    found: Prompts = ActivityEnvironment().run(RenderPrompts(HostContext(settings)).render_prompts, request)
     return found
 
 
@@ -113,7 +114,9 @@ def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> SampleRequ
 
 
 def sampled(settings: Settings, request: SampleRequest, environment: ActivityEnvironment | None = None) -> Sampled:
-    found: Sampled = (environment or ActivityEnvironment()).run(Sample(settings, Samplers(settings)).sample, request)
+    found: Sampled = (environment or ActivityEnvironment()).run(
+        Sample(HostContext(settings), Samplers(settings)).sample, request
+    )
     return found
 
 
@@ -124,15 +127,15 @@ def groups_in(settings: Settings, found: Sampled) -> list[SampledGroup]:
 def packed(settings: Settings, found: Sampled) -> tuple[str, str, dict[str, float]]:
     """Grade, group and pack: the hashes of the units and of the plan, and what is reported."""
     run = ActivityEnvironment().run
-    graded = run(Grade(settings).grade, GradeRequest(samples=found.samples, grader=parse_grader(GRADER)))
+    graded = run(Grade(HostContext(settings)).grade, GradeRequest(samples=found.samples, grader=parse_grader(GRADER)))
     assert graded.summary.num_failed == 0 and graded.summary.std > 0
     request = GroupSamplesRequest(completions=found.completions, grades=graded.grades)
-    grouped = run(GroupSamples(settings).group_samples, request)
+    grouped = run(GroupSamples(HostContext(settings)).group_samples, request)
     step = StepStatus(step=1, key="1", groups=grouped.groups_uri)
     own = {"prompts": {"uri": "file:///prompts"}, "grader": parse_grader(GRADER), "steps": 1}
     run_of = rl_run(max_tokens=128, rollouts=own | {"max_completion_tokens": 24})
     pack = GroupsRequest(run_id="r1", tenant="default", run=run_of, step=step, policy_version=3, vocab_size=512)
-    result = run(PackTrajectories(settings).pack_trajectories, pack)
+    result = run(PackTrajectories(HostContext(settings)).pack_trajectories, pack)
     assert result.data is not None
     assert result.metrics["reward_mean"] == pytest.approx(graded.summary.mean)
     assert result.metrics["trajectories"] == found.num_samples == NUM_PROMPTS * GROUP_SIZE
@@ -329,7 +332,9 @@ def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny
             bound=bound,
             place=ServedSampler(),
         )
-        found: Proved = ActivityEnvironment().run(ProveAdapter(settings, Samplers(settings)).prove_adapter, request)
+        found: Proved = ActivityEnvironment().run(
+            ProveAdapter(HostContext(settings), Samplers(settings)).prove_adapter, request
+        )
         return found.max_difference
 
     assert 0 <= prove(place.adapters[1], trainer) < 1e-4

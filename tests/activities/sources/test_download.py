@@ -18,6 +18,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.sources.download import Download, Downloaded, DownloadRequest
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import DatasetSource
@@ -45,7 +46,7 @@ def settings(tmp_path) -> Settings:
 
 def download(settings: Settings, uri: str, run_id: str = "sft-1") -> Downloaded:
     request = DownloadRequest(run_id=run_id, tenant="default", split="train", source=DatasetSource(uri=uri))
-    return ActivityEnvironment().run(Download(settings).download, request)
+    return ActivityEnvironment().run(Download(HostContext(settings)).download, request)
 
 
 def files_of(settings: Settings, downloaded: Downloaded) -> dict[str, bytes]:
@@ -285,7 +286,7 @@ def test_the_parts_of_a_download_go_with_its_last_attempt(
     request = DownloadRequest(
         run_id="sft-1", tenant="default", split="train", source=DatasetSource(uri=f"{web.uri}/big")
     )
-    work = Download(settings, keeps_parts=False) if not keeps_parts else Download(settings)
+    work = Download(HostContext(settings), keeps_parts=False) if not keeps_parts else Download(HostContext(settings))
     with pytest.raises(StoreUnavailable):
         environment.run(work.download, request)
     assert bool(scratch_of(settings)) == is_left
@@ -501,7 +502,7 @@ def test_a_cancelled_download_stops_and_leaves_nothing_but_for_a_restart(setting
         run_id="sft-1", tenant="default", split="eval", source=DatasetSource(uri=f"{web.uri}/slow")
     )
     with pytest.raises(CancelledError):
-        environment.run(Download(settings).download, request)
+        environment.run(Download(HostContext(settings)).download, request)
     timer.join()
     assert time.monotonic() - begun < 3
     assert beats

@@ -28,7 +28,8 @@ from shared.settings import DownloadSettings, Settings
 from temporalio.testing import ActivityEnvironment
 settings = Settings(root=Path(sys.argv[1]), download=DownloadSettings(max_bytes=int(sys.argv[2])))
 try:
-    ActivityEnvironment().run(ResolveModel(settings).resolve_model, ModelRequest(uri="org/name", tenant="acme"))
+    resolve = ResolveModel(HostContext(settings)).resolve_model
+    ActivityEnvironment().run(resolve, ModelRequest(uri="org/name", tenant="acme"))
     print("resolved")
 except Exception as error:
     print(type(error).__name__, error)

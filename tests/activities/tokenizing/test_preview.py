@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.tokenizing.preview import PreviewDataset, preview_of
 from shared.errors import InvalidInput
 from shared.runs.previews import Preview, PreviewRequest, PreviewStart
@@ -64,9 +65,9 @@ def test_the_activity_downloads_looks_and_cleans_up(tmp_path: Path, tiny_model: 
     settings = Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path, tiny_model.parent)))
     request = PreviewRequest(source=DatasetSource(uri=f"file://{tmp_path}/rows.jsonl"), model_uri=tiny_model.as_uri())
     start = PreviewStart(tenant="default", request=request)
-    preview = ActivityEnvironment().run(PreviewDataset(settings).preview, start)
+    preview = ActivityEnvironment().run(PreviewDataset(HostContext(settings)).preview, start)
     assert preview.report.num_rows == 1 and preview.rows[0].spans[1].text == "a1<|im_end|>"
     assert not [path for path in (tmp_path / "root" / "store").rglob("runs/**/*") if path.is_file()]
     (tmp_path / "rows.jsonl").write_text("{")
     with pytest.raises(InvalidInput, match=r"rows.jsonl:1: invalid JSON"):
-        ActivityEnvironment().run(PreviewDataset(settings).preview, start)
+        ActivityEnvironment().run(PreviewDataset(HostContext(settings)).preview, start)

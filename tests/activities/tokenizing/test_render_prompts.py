@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.tokenizing.prompt_files import PromptRow, PromptsFile
 from activities.tokenizing.render_prompts import (
     Prompts,
@@ -262,7 +263,7 @@ def test_the_activity_renders_the_same_rows_once(tiny_model: Path, tmp_path: Pat
     own = Settings(root=tmp_path / "machine")
 
     def render(request: PromptsRequest) -> Prompts:
-        found: Prompts = ActivityEnvironment().run(RenderPrompts(own).render_prompts, request)
+        found: Prompts = ActivityEnvironment().run(RenderPrompts(HostContext(own)).render_prompts, request)
         return found
 
     first = render(request_of(**artifacts))

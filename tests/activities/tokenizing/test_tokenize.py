@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.packing.pack import PackRequest, write_plan
 from activities.tokenizing.chat_template import Span
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
@@ -330,7 +331,7 @@ def test_the_activity_gives_the_same_bytes_on_two_machines_and_at_once_on_a_retr
     found = []
     for machine in ("first", "second"):
         settings = Settings(root=tmp_path / machine, store_uri=f"file://{tmp_path}/{machine}-store")
-        answer = ActivityEnvironment().run(Tokenize(settings).tokenize, request)
+        answer = ActivityEnvironment().run(Tokenize(HostContext(settings)).tokenize, request)
         assert answer.num_units == 50 and answer.num_targets < answer.num_tokens
         assert Report.model_validate_json(Path(answer.report_uri.removeprefix("file://")).read_bytes()).num_rows == 50
         assert not list((tmp_path / machine / "scratch").iterdir())
@@ -340,7 +341,7 @@ def test_the_activity_gives_the_same_bytes_on_two_machines_and_at_once_on_a_retr
     again = request.model_copy(update={"source": DatasetSource(uri="s3://the/same/bytes")})
     for settings, answer in found:
         elsewhere = Settings(root=tmp_path / "third", store_uri=settings.store)
-        assert ActivityEnvironment().run(Tokenize(elsewhere).tokenize, again) == answer
+        assert ActivityEnvironment().run(Tokenize(HostContext(elsewhere)).tokenize, again) == answer
     assert len(units_in(stage(found[0][1].units, tmp_path / "cache", S3Settings()))) == 50
 
 
@@ -350,7 +351,7 @@ def test_a_refused_dataset_leaves_nothing_behind(tmp_path: Path) -> None:
     settings = Settings(root=tmp_path / "machine")
     request = request_of(dataset=dataset, model=model, format="prompt_completion")
     with pytest.raises(InvalidInput, match=r"rows.jsonl:1: the row has no field 'completion'"):
-        ActivityEnvironment().run(Tokenize(settings).tokenize, request)
+        ActivityEnvironment().run(Tokenize(HostContext(settings)).tokenize, request)
     assert not list((tmp_path / "machine" / "scratch").iterdir())
     assert not (tmp_path / "machine" / "store" / "tokenized").exists()
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from activities.host_context import HostContext
 from activities.sampling.chat_answers import chat_completion
 from activities.sampling.chat_prompts import ChatPrompts
 from activities.tokenizing.tool_calls import told_calls
@@ -17,7 +18,7 @@ from service.apis.openai.chat import chunks_of
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact
-from shared.settings import S3Settings
+from shared.settings import Settings
 from shared.storage.artifacts import seal
 from tests.activities.templates import write_model
 
@@ -125,7 +126,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatPrompts]:
-    prompts = ChatPrompts(tmp_path_factory.mktemp("cache"), S3Settings())
+    prompts = ChatPrompts(HostContext(Settings(root=tmp_path_factory.mktemp("root"))))
     yield prompts
     prompts.close()
 

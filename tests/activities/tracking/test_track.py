@@ -17,6 +17,7 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.records.record_result import BeginRequest, RecordResult
 from activities.tracking.track import Track, Tracked, TrackRequest, TrainSteps, Tries
 from activities.tracking.wandb_process import Writer, WriterLost
@@ -194,7 +195,7 @@ def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store:
     store.put_bytes(RunKeys("sft-1").record, record.model_dump_json().encode())
     put_log(store, "sft-1", FIRST, WHOLE_RUN)
     end_run(store, "sft-1")
-    tracked = track(Track(settings), "sft-1")
+    tracked = track(Track(HostContext(settings)), "sft-1")
     folder = settings.root_path / "wandb" / "sft-1"
     assert tracked == Tracked(folder=str(folder), num_events=len(WHOLE_RUN))
     config, history = read_offline(folder)
@@ -222,7 +223,7 @@ def test_train_steps_stand_beside_the_workers_numbers(settings: Settings, store:
     ):
         store.put_bytes(RunKeys("rl-1").step(record.step), record.model_dump_json().encode())
     end_run(store, "rl-1")
-    track(Track(settings), "rl-1", RL_RUN)
+    track(Track(HostContext(settings)), "rl-1", RL_RUN)
     history = read_offline(settings.root_path / "wandb" / "rl-1")[1]
     assert named(history, "rollout/reward_mean") == {2: 0.1, 4: 0.2}
     assert named(history, "rollout/packing_factor") == {2: 2.5, 4: 2.5}
@@ -247,7 +248,7 @@ def test_train_steps_are_followed_while_a_run_goes_on(settings: Settings, store:
 
     thread = threading.Thread(target=go_on)
     thread.start()
-    track(Track(settings), "rl-2", RL_RUN)
+    track(Track(HostContext(settings)), "rl-2", RL_RUN)
     thread.join()
     history = read_offline(settings.root_path / "wandb" / "rl-2")[1]
     assert [row[STEP] for row in history] == [1, 2, 2, 3, 4, 4]
@@ -275,7 +276,7 @@ def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore
 
     thread = threading.Thread(target=go_on)
     thread.start()
-    tracked = track(Track(settings), "sft-2")
+    tracked = track(Track(HostContext(settings)), "sft-2")
     thread.join()
     assert tracked.num_events == len(WHOLE_RUN)
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-2")[1], "train/loss")) == {1, 2, 3, 4, 5}
@@ -286,8 +287,8 @@ def test_retry_writes_everything_once(settings: Settings, store: ObjectStore) ->
     end_run(store, "sft-3")
     left = settings.root_path / "wandb" / ".writer-0123" / "tmp" / "wandb-1-2"  # what a host that was killed leaves
     left.mkdir(parents=True)
-    track(Track(settings), "sft-3")
-    track(Track(settings), "sft-3")
+    track(Track(HostContext(settings)), "sft-3")
+    track(Track(HostContext(settings)), "sft-3")
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-3")[1], "train/loss")) == {1, 2, 3, 4, 5}
     assert kept(settings) == ["sft-3"]
 
@@ -313,7 +314,7 @@ def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Setti
     watching = threading.Thread(target=count)
     watching.start()
     try:
-        assert all(found.warning is None for found in track_all(Track(settings), run_ids))
+        assert all(found.warning is None for found in track_all(Track(HostContext(settings)), run_ids))
     finally:
         done.set()
         watching.join()
@@ -348,7 +349,7 @@ def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings
     killing.start()
     try:
         # A run has three tries: no slow machine may take one of them.
-        found = track_all(Track(settings, init_timeout_s=300, finish_timeout_s=300), run_ids)
+        found = track_all(Track(HostContext(settings), init_timeout_s=300, finish_timeout_s=300), run_ids)
     finally:
         done.set()
         killing.join()
@@ -363,7 +364,7 @@ def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings
 
 def test_a_run_that_never_trained_leaves_nothing(settings: Settings, store: ObjectStore) -> None:
     end_run(store, "sft-9")
-    assert track(Track(settings), "sft-9") == Tracked()
+    assert track(Track(HostContext(settings)), "sft-9") == Tracked()
     assert not (settings.root_path / "wandb").exists()
 
 
@@ -371,7 +372,7 @@ def test_steps_that_a_second_worker_repeats_count_once(settings: Settings, store
     put_log(store, "sft-4", FIRST, [started(FIRST, 0), evaluated(0), *map(step, range(1, 5))])
     put_log(store, "sft-4", SECOND, [started(SECOND, 2), *map(step, range(3, 6)), evaluated(5), SUCCEEDED])
     end_run(store, "sft-4")
-    track(Track(settings), "sft-4")
+    track(Track(HostContext(settings)), "sft-4")
     history = read_offline(settings.root_path / "wandb" / "sft-4")[1]
     assert list(named(history, "train/loss")) == [1, 2, 3, 4, 5]
 
@@ -396,7 +397,7 @@ def test_rows_that_stand_in_wandb_are_not_sent_again() -> None:
 
 def test_disabled_writes_nothing(settings: Settings, store: ObjectStore) -> None:
     end_run(store, "sft-5")
-    assert track(Track(settings.model_copy(update={"wandb_mode": "disabled"})), "sft-5") == Tracked()
+    assert track(Track(HostContext(settings.model_copy(update={"wandb_mode": "disabled"}))), "sft-5") == Tracked()
     assert not (settings.root_path / "wandb").exists()
 
 
@@ -433,7 +434,7 @@ def test_unreachable_wandb_is_a_warning_and_an_offline_run(
     online = settings.model_copy(update={"wandb_mode": "online"})
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        tracked = track(Track(online, init_timeout_s=2.0, finish_timeout_s=30.0), "sft-6")
+        tracked = track(Track(HostContext(online), init_timeout_s=2.0, finish_timeout_s=30.0), "sft-6")
     assert time.monotonic() - begun < 90, "W&B would try for hours"
     assert tracked.warning is not None and "online" in tracked.warning
     assert "sft-6" in caplog.text and "0" * 40 not in caplog.text
@@ -468,7 +469,7 @@ def test_a_run_that_cannot_be_written_at_all_is_tried_again_later(
     put_log(store, "sft-7", FIRST, WHOLE_RUN)
     end_run(store, "sft-7")
     with pytest.raises(ApplicationError, match="could not be written offline") as raised:
-        track(Track(settings), "sft-7")
+        track(Track(HostContext(settings)), "sft-7")
     assert not raised.value.non_retryable and raised.value.next_retry_delay
 
 
@@ -478,7 +479,7 @@ def test_a_run_is_written_however_often_others_of_its_writer_get_no_answer(
     monkeypatch.setattr("activities.tracking.track.POLL_S", 0.01)
     put_log(store, "sft-12", FIRST, WHOLE_RUN)
     end_run(store, "sft-12")
-    activity = Track(settings)
+    activity = Track(HostContext(settings))
 
     async def follow() -> Tracked:
         following = None
@@ -508,7 +509,7 @@ def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
 ) -> None:
     """The resumed run is followed by another one: two would write its steps twice."""
     put_log(store, "sft-13", FIRST, WHOLE_RUN)
-    activity, record = Track(settings), RecordResult(settings)
+    activity, record = Track(HostContext(settings)), RecordResult(HostContext(settings))
 
     async def follow() -> Tracked:
         try:
@@ -545,7 +546,7 @@ def test_only_tries_in_a_row_that_bring_nothing_new_are_counted() -> None:
 
 def test_cancelled_activity_writes_what_is_there(settings: Settings, store: ObjectStore) -> None:
     put_log(store, "sft-8", FIRST, WHOLE_RUN)  # no result: the run's end never comes
-    environment, activity = ActivityEnvironment(), Track(settings)
+    environment, activity = ActivityEnvironment(), Track(HostContext(settings))
 
     async def follow() -> None:
         following = asyncio.ensure_future(environment.run(activity.track, TrackRequest(run_id="sft-8", run=RUN)))

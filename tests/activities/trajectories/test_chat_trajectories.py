@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from activities.host_context import HostContext
 from activities.trajectories.chat_trajectories import BrokenConversation, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
@@ -379,12 +380,12 @@ def test_a_step_of_conversations_is_packed(server: Server, folders: dict[str, Pa
         "policy_version": 0,
         "vocab_size": 1000,
     }
-    packed = PackTrajectories(settings).pack_trajectories(GroupsRequest(**fields, model=server.artifact))
+    packed = PackTrajectories(HostContext(settings)).pack_trajectories(GroupsRequest(**fields, model=server.artifact))
     assert packed.num_steps == 1
     assert packed.metrics["response_tokens_mean"] == sum(len(ids) for _, ids in server.turns) / 2
     assert packed.metrics["packing_factor"] > 1.5, "what was asked stands once"
     with pytest.raises(InvalidInput, match="need the model"):
-        PackTrajectories(settings).pack_trajectories(GroupsRequest(**fields))
+        PackTrajectories(HostContext(settings)).pack_trajectories(GroupsRequest(**fields))
 
 
 def test_a_model_without_a_template_takes_token_ids(tmp_path: Path, folders: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.grading.grade import GRADES, SUMMARY, Grade, GradeRequest, GradeSummary
+from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup
 from activities.sampling.sample import write_samples
 from activities.tokenizing.prompt_files import PromptRow, PromptsFile, PromptsWriter
@@ -84,7 +85,7 @@ def grouped(tmp_path: Path, found: list[SampleGrade], **fields: Any) -> tuple[Gr
         artifacts[name] = upload(store, f"{name}-{len(failed)}-{len(found)}", folders[name])
     settings = Settings(root=tmp_path / "machine")
     request = GroupSamplesRequest(**artifacts, **fields)
-    result: Grouped = ActivityEnvironment().run(GroupSamples(settings).group_samples, request)
+    result: Grouped = ActivityEnvironment().run(GroupSamples(HostContext(settings)).group_samples, request)
     path = stage(result.groups, tmp_path / "cache", settings.s3) / GROUPS
     rules = Rules(rl_run(max_tokens=16), policy_version=2, vocab_size=512)
     return result, read_groups(parse_groups(path, GROUPS), rules)
@@ -151,7 +152,7 @@ def test_a_repeat_reads_nothing_and_the_file_is_known_by_its_uri(tmp_path: Path)
         completions=Artifact(uri="s3://away/c", sha256=_sha(tmp_path / "completions")),
         grades=Artifact(uri="s3://away/g", sha256=_sha(tmp_path / "grades")),
     )
-    assert ActivityEnvironment().run(GroupSamples(settings).group_samples, request) == result
+    assert ActivityEnvironment().run(GroupSamples(HostContext(settings)).group_samples, request) == result
     store = open_store(settings.store, settings.s3)
     assert find_groups(store, result.groups_uri) == result.groups
     for other in (result.groups.uri, f"{store.uri}/uploads/{GROUPS}", f"{store.uri}/grouped/../x/groups/{GROUPS}"):
@@ -183,10 +184,10 @@ def test_parts_of_a_multi_grader_become_metrics(tmp_path: Path) -> None:
     settings = Settings(root=tmp_path / "machine")
     store = LocalStore(tmp_path / "given")
     samples = upload(store, "samples", tmp_path / "samples")
-    graded = ActivityEnvironment().run(Grade(settings).grade, GradeRequest(samples=samples, grader=grader))
+    graded = ActivityEnvironment().run(Grade(HostContext(settings)).grade, GradeRequest(samples=samples, grader=grader))
     completions = upload(store, "completions", tmp_path / "completions")
     request = GroupSamplesRequest(completions=completions, grades=graded.grades)
-    made = ActivityEnvironment().run(GroupSamples(settings).group_samples, request)
+    made = ActivityEnvironment().run(GroupSamples(HostContext(settings)).group_samples, request)
     lines = Path(made.groups_uri.removeprefix("file://")).read_text().splitlines()
     one = json.loads(lines[1])["trajectories"][2]
     assert (one["reward"], one["metrics"]) == (3.0, {"one": 1.0, "two": 1.0})

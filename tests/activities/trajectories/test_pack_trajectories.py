@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from activities.host_context import HostContext
 from activities.packing.prefix_tree import SequenceRow, split_tree
 from activities.records.record_step import RecordStep, RecoverRequest, StepRecordRequest
 from activities.trajectories.advantages import advantages_of
@@ -38,7 +39,7 @@ def pack(settings: Settings, uri: str, step: int = 1, key: str = "a", version: i
     request = GroupsRequest(
         run_id="r1", tenant="default", run=rl_run(**run), step=status, policy_version=version, vocab_size=512
     )
-    return PackTrajectories(settings).pack_trajectories(request)
+    return PackTrajectories(HostContext(settings)).pack_trajectories(request)
 
 
 def opened(settings: Settings, packed: PackedGroups) -> tuple[Units, Plan]:
@@ -219,7 +220,7 @@ def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Set
     checkpoint = CheckpointRef(step=1, fence=Fence(epoch=1), artifact=artifact)
     fields = {"step": 1, "key": "a", "groups": uri, "state": "done", "policy_version": 1, "optimizer_step": 1}
     done = StepStatus.model_validate(fields | made | {"checkpoint": checkpoint})
-    steps = RecordStep(settings)
+    steps = RecordStep(HostContext(settings))
     steps.record_step(StepRecordRequest(run_id="r1", step=done))
     assert pack(settings, uri, step=9, key="a").trained_before == done
     assert pack(settings, uri, step=1, key="a").trained_before is None, "this is the very step, packed again"

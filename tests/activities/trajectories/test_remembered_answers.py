@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from activities.trajectories.chat_trajectories import BrokenConversation, Conversations, PublishedPolicy
-from activities.trajectories.remembered_answers import RememberedAnswers
+from activities.trajectories.sampled_turns import RememberedAnswers
 from shared.chat.answer_records import AnswerRecord, DrawnChoice, new_answer_id, prune, recall, remember
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory

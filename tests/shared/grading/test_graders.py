@@ -49,7 +49,11 @@ def test_openais_shapes_are_graders_and_survive_the_wire(fields: dict[str, Any])
         ({**MODEL, "input": []}, "grader.input", "at least 1 item"),
         ({**MODEL, "range": [1, 1]}, "grader.range", "the lower one first"),
         ({**MODEL, "range": [0, float("inf")]}, "grader.range", "two finite numbers"),
-        ({**MODEL, "sampling_params": {"max_tokens": 1}}, "grader.sampling_params.max_tokens", "there is no such field"),
+        (
+            {**MODEL, "sampling_params": {"max_tokens": 1}},
+            "grader.sampling_params.max_tokens",
+            "there is no such field",
+        ),
         ({**MULTI, "calculate_output": "a"}, "grader", "the grade of 'b' would be ignored"),
         ({**MULTI, "calculate_output": "a + b + c"}, "grader", "names 'c', which is none of the graders"),
         ({**MULTI, "calculate_output": "a + + * b"}, "grader", "character 7: a number or a name is missing"),

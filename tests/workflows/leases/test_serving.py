@@ -17,13 +17,14 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
+from activities.sampling.adapters import ServingAdapters
 from activities.sampling.chat_answers import chat_completion
 from activities.sampling.client import Sampler
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from activities.sampling.samplers import OpenSampler, Samplers
-from activities.sampling.user_adapters import ServingAdapters
 from service.accounts.limits import FairShare
 from service.accounts.quotas import Quotas
 from service.apis.openai.chat import chunks_of
@@ -296,7 +297,7 @@ async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbou
     await harbour.inference().chat("default", greedy("north"))
     ready = harbour.ready()
     settings = harbour.settings.model_copy(update={"sampling": SamplingSettings(url=ready.url, api_key=ready.api_key)})
-    complete = Complete(settings, Samplers(settings))
+    complete = Complete(HostContext(settings), Samplers(settings))
     adapter = find(harbour.store, published_version("default", "adapters", "north", 2))
     request = CompleteRequest(
         model=harbour.artifact, adapter=adapter, base=BASE, place=ServedSampler(), asked=greedy("north")
@@ -314,7 +315,7 @@ async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbou
 async def test_of_many_adapters_the_one_asked_longest_ago_makes_room(harbour: Harbour) -> None:
     await harbour.inference().chat("default", greedy("north"))
     ready = harbour.ready()
-    adapters = ServingAdapters(HostPaths(harbour.settings.root_path).cache, harbour.settings.s3, max_adapters=2)
+    adapters = ServingAdapters(HostContext(harbour.settings), max_adapters=2)
     first, second, third = (
         find(harbour.store, published_version("default", "adapters", name, version))
         for name, version in (("north", 1), ("north", 2), ("south", 1))

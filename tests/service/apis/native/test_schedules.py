@@ -16,6 +16,7 @@ from temporalio.client import Client, ScheduleIntervalSpec, ScheduleUpdate, Sche
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
+from activities.host_context import HostContext
 from activities.records.record_result import RecordResult
 from activities.sources.download import Download, DownloadRequest
 from service.accounts.access import Access
@@ -129,9 +130,9 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
     store, temporal = open_store(settings.store, settings.s3), Temporal(settings)
     backend = Backend(settings, store, open_database(settings))
     migrate.upgrade(backend.database)
-    record = RecordResult(settings)
+    record = RecordResult(HostContext(settings))
     client = await connect(settings)
-    activities = [Download(settings).download, record.record_result, record.begin]
+    activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
     async with (
         control_workers(client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
         AsyncExitStack() as service,
@@ -423,7 +424,7 @@ def accepting_alone(root: Path, store: ObjectStore) -> tuple[AcceptRequest, Back
     (root / "data" / "rows.jsonl").write_text('{"text": "one"}\n')
     source = DatasetSource(uri=(root / "data" / "rows.jsonl").as_uri())
     scheduled = ScheduledRun(name="s", run=stack_run(source.uri), cron="@daily")
-    brought = Download(settings).download(
+    brought = Download(HostContext(settings)).download(
         DownloadRequest(run_id="sft-1", tenant="default", split="train", source=source)
     )
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
@@ -494,8 +495,8 @@ async def test_a_run_that_the_sweep_was_first_to_start_is_not_started_twice(stac
 
     scheduled = ScheduledRun(name="swept", run=stack_run(stack.data("swept")), cron="@daily")
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
-    record = RecordResult(settings)
-    activities = [Download(settings).download, record.record_result, record.begin]
+    record = RecordResult(HostContext(settings))
+    activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
     async with (
         control_workers(stack.client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
         Worker(stack.client, task_queue=service_queue(settings.control_queue), activities=[accept_and_sweep]),

@@ -18,6 +18,7 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
+from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, retry_after_s
 from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice, Webhooks
 from service.database.engine import Database, open_database
@@ -183,7 +184,7 @@ async def started(address: str, root: Path) -> AsyncIterator[Stack]:
     store, temporal, database = open_store(settings.store, settings.s3), Temporal(settings), open_database(settings)
     await asyncio.to_thread(upgrade, database)
     client = await connect(settings)
-    deliver = Deliver(settings)
+    deliver = Deliver(HostContext(settings))
     activities = [deliver.deliver, deliver.give_up]
     async with control_workers(client, settings.control_queue, activities, [WebhookWorkflow]):
         yield Stack(settings, store, Webhooks(settings, store, temporal), database, temporal, client)
@@ -432,7 +433,7 @@ def test_the_next_attempt_is_put_off_up_to_a_cap(
     environment = ActivityEnvironment()
     environment.info = replace(environment.info, attempt=3, retry_policy=webhook_retry(1.0))
     with pytest.raises((ApplicationError, NotDelivered)) as raised:
-        environment.run(Deliver(settings).deliver, DeliverRequest(webhook_id=made.id, notice=notice))
+        environment.run(Deliver(HostContext(settings)).deliver, DeliverRequest(webhook_id=made.id, notice=notice))
     delay = getattr(raised.value, "next_retry_delay", None)
     assert (delay.total_seconds() if delay else 0.0) == given_s
 
@@ -449,7 +450,7 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
     )
     strict_webhooks = Webhooks(strict, stack.store, stack.temporal)
     client = await connect(strict)
-    deliver = Deliver(strict)
+    deliver = Deliver(HostContext(strict))
     activities = [deliver.deliver, deliver.give_up]
     async with control_workers(client, strict.control_queue, activities, [WebhookWorkflow]):
         for url in (receiver.url, receiver.url.replace("127.0.0.1", "localhost")):
@@ -487,7 +488,7 @@ def test_a_webhook_keeps_its_newest_deliveries(tmp_path: Path, receiver: Receive
     for number in range(205):
         (folder / f"evt-{number:023x}").write_text("{}")
     notice = Notice(notice_id=f"evt-{'f' * 23}", tenant=TENANT, type="ping", created_at=1.0, data={})
-    Deliver(settings).deliver(DeliverRequest(webhook_id=made.id, notice=notice))
+    Deliver(HostContext(settings)).deliver(DeliverRequest(webhook_id=made.id, notice=notice))
     kept = [item.key for item in store.list(f"records/deliveries/acme/{made.id}/")]
     assert len(kept) == 200 and kept[-1].endswith("f" * 23) and kept[0].endswith(f"{6:023x}")
 

@@ -1,18 +1,18 @@
-"""Carrying a job's results from the worker's disk into the store: checkpoints, pieces of the log, then all of it."""
+"""Uploads of a job's results from the worker's disk into the store: its log, read line by line, and checkpoints."""
 
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from activities.hosts.follow import LogLine
 from activities.hosts.worker_process import tail
 from activities.records.checkpoints import prune
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
-from shared.jobs.events import Saved
+from shared.jobs.events import Event, Saved, parse_event
 from shared.jobs.job import Job
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import upload
@@ -24,8 +24,48 @@ _PAUSE_S = 2.0
 _PART_SHARE = 0.02
 
 
-class Carrier:
-    """Works in a thread of its own, in order, so that a slow store holds up neither the log nor a cancellation.
+@dataclass(frozen=True)
+class LogLine:
+    """One event, with the very bytes it stood in (newline included)."""
+
+    data: bytes
+    event: Event
+
+
+class LogReader:
+    """Follows one job's log. `offset` counts the bytes read so far; a line without its newline waits for the rest."""
+
+    def __init__(self, path: Path, offset: int = 0, seq: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        self.seq = seq
+
+    def read(self) -> list[LogLine]:
+        """The whole lines that were appended since the last call.
+
+        Raises:
+            ValueError: a line is no event, or `seq` has a gap.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        return [self._line(line) for line in whole.splitlines(keepends=True)]
+
+    def _line(self, data: bytes) -> LogLine:
+        event = parse_event(data)
+        if event.seq != self.seq + 1:
+            raise ValueError(f"{self.path}: event {event.seq} follows event {self.seq}")
+        self.seq = event.seq
+        self.offset += len(data)
+        return LogLine(data, event)
+
+
+class Uploader:
+    """Uploads a job's results in a thread of its own, in order: a slow store holds up neither log nor cancellation.
 
     A store that is away for some minutes costs the job nothing: the worker trains on. Leaving the block waits for the
     call in hand, and drops what `finish` did not wait for. `durable` is the newest checkpoint that stands in the store.
@@ -38,13 +78,13 @@ class Carrier:
         self._keys = RunKeys(job.plan.run_id)
         self._keep = job.plan.checkpointing.keep
         self._begun_at = time.monotonic()
-        self._carried_at = 0.0
+        self._uploaded_at = 0.0
         self._lines: list[LogLine] = []
         self._parts: list[str] = []
         self._num_saved = 0
         self._away_since: float | None = None
         self._pending: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carry")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
     def __enter__(self) -> Self:
         return self
@@ -53,48 +93,48 @@ class Carrier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def job(self) -> None:
-        """Carry the job file, so that the job can be run again by hand whatever becomes of it."""
+        """Upload the job file, so that the job can be run again by hand whatever becomes of it."""
         key = self._keys.job(self._job.plan.job_id, self._job.fence)
         self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Carry a checkpoint, behind the log of the steps that made it: who goes on from it finds their metrics."""
+        """Upload a checkpoint, behind the log of the steps that made it: who goes on from it finds their metrics."""
         self._part()
         self._num_saved += 1
         number = self._num_saved
         self._begin(lambda: self._checkpoint(saved, number))
 
     def line(self, line: LogLine, at_once: bool) -> None:
-        """Take a line of the log, to be carried at once or with the next piece."""
+        """Take a line of the log, to be uploaded at once or with the next piece."""
         self._lines.append(line)
         if at_once:
             self._part()
 
     def tick(self) -> None:
-        """Carry a piece of the log if it is time, every second at first and every 30 s in a long job.
+        """Upload a piece of the log if it is time, every second at first and every 30 s in a long job.
 
         Raises:
-            StoreUnavailable: something could not be carried, and waiting did not help.
+            StoreUnavailable: something could not be uploaded, and waiting did not help.
         """
         for future in [future for future in self._pending if future.done()]:
             self._pending.remove(future)
             future.result()
         age_s = time.monotonic() - self._begun_at
-        if time.monotonic() - self._carried_at > min(30.0, max(1.0, _PART_SHARE * age_s)):
+        if time.monotonic() - self._uploaded_at > min(30.0, max(1.0, _PART_SHARE * age_s)):
             self._part()
 
     def finish(self, output: Path | None) -> None:
-        """Carry the whole log (the pieces go then) and, where a path is given, the end of the output. Waits."""
+        """Upload the whole log (the pieces go then) and, where a path is given, the end of the output. Waits."""
         self._begin(lambda: self._whole_log(output))
         for future in self._pending:
             future.result()
         self._pending.clear()
 
-    def _begin(self, carry: Callable[[], None]) -> None:
-        self._pending.append(self._thread.submit(self._patiently, carry))
+    def _begin(self, step: Callable[[], None]) -> None:
+        self._pending.append(self._thread.submit(self._with_retries, step))
 
     def _part(self) -> None:
-        self._carried_at = time.monotonic()
+        self._uploaded_at = time.monotonic()
         if not self._lines:
             return
         key = self._keys.log_part(self._job.plan.job_id, self._job.fence, self._lines[0].event.seq)
@@ -130,11 +170,11 @@ class Carrier:
         if output is not None:
             self._store.put_bytes(self._keys.output(job_id, fence), tail(output).encode())
 
-    def _patiently(self, carry: Callable[[], None]) -> None:
-        """Until it is done, or the store has been away for `_PATIENCE_S`: patience is one for all that waits."""
+    def _with_retries(self, step: Callable[[], None]) -> None:
+        """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps."""
         while True:
             try:
-                carry()
+                step()
                 self._away_since = None
                 return
             except DiskFull:
