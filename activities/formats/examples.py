@@ -1,4 +1,4 @@
-"""Examples: what a row of a dataset means, whatever format it was written in."""
+"""Examples and questions: what a row of a dataset teaches or asks, whatever format it was written in."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -56,3 +56,20 @@ class Pair:
 
 
 Example = Chat | PromptCompletion | Text | TokenIds | Pair
+MASKED_LABEL = -100
+"""Of TokenIds: not learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation whose last message the model answers; `text`: the same as one plain text, where it is one.
+
+    `had_answer`: the row ended in an answer, which is left out of the messages.
+    """
+
+    place: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    item: dict[str, Any]
+    text: str | None = None
+    had_answer: bool = False

@@ -23,10 +23,15 @@ def type_name(value: object) -> str:
     return "nothing" if value is None else names.get(type(value), re.sub(r"\W", " ", type(value).__name__))
 
 
-def text_of(row: Row, field: str) -> str:
-    """Raises InvalidInput when the row has no such field, or it is no text."""
+def refuse_missing(row: Row, field: str) -> None:
+    """Raises InvalidInput when the row has no such field."""
     if field not in row.fields:
         raise InvalidInput(f"the row has no field {field!r}; it has {listed(row.fields)}", row.place)
+
+
+def text_of(row: Row, field: str) -> str:
+    """Raises InvalidInput when the row has no such field, or it is no text."""
+    refuse_missing(row, field)
     value = row.fields[field]
     if not isinstance(value, str):
         raise InvalidInput(f"{field} must be text, not {type_name(value)}", row.place)
@@ -77,6 +82,11 @@ def message_of(row: Row, field: str, turn: dict[str, JSON]) -> dict[str, Any]:
     if "tool_calls" in message and not isinstance(message["tool_calls"], list):
         raise InvalidInput(f"{field}.tool_calls must be a list, not {type_name(message['tool_calls'])}", row.place)
     return message
+
+
+def messages_of(row: Row, field: str) -> list[dict[str, Any]]:
+    """A field's messages. Raises InvalidInput as `list_of_objects` and `message_of` do."""
+    return [message_of(row, f"{field}[{i}]", turn) for i, turn in enumerate(list_of_objects(row, field))]
 
 
 def _check_parts(row: Row, field: str, parts: list[JSON]) -> None:

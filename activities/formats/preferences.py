@@ -6,7 +6,7 @@ Each answer becomes an example of its own, so that it is rendered and encoded as
 from typing import Any
 
 from activities.formats.examples import Chat, Pair, PromptCompletion
-from activities.formats.fields import list_of_objects, message_of, text_of, tools_of, type_name
+from activities.formats.fields import list_of_objects, messages_of, text_of, tools_of, type_name
 from activities.formats.rows import Row
 from shared.errors import InvalidInput
 
@@ -28,7 +28,7 @@ def preference(row: Row) -> Pair:
     answers = {name: _answer(row, name) for name in ("chosen", "rejected")}
     match row.fields.get("prompt"):
         case list():
-            return _pair(row, "prompt", _messages(row, "prompt"), answers, tools_of(row))
+            return _pair(row, "prompt", messages_of(row, "prompt"), answers, tools_of(row))
         case str() as text if answers["chosen"][0]["role"] == answers["rejected"][0]["role"] == "assistant":
             return _pair(row, "prompt", [{"role": "user", "content": text}], answers, tools_of(row))
         case str() | None as text:
@@ -45,7 +45,7 @@ def openai_preference(row: Row) -> Pair:
         raise InvalidInput(f"input must be an object, not {type_name(given)}", row.place)
     inner = Row(row.place, {f"input.{name}": value for name, value in given.items()}, row.has_schema)
     answers = {name: _answer(row, name) for name in ("preferred_output", "non_preferred_output")}
-    return _pair(row, "input.messages", _messages(inner, "input.messages"), answers, tools_of(inner, "input.tools"))
+    return _pair(row, "input.messages", messages_of(inner, "input.messages"), answers, tools_of(inner, "input.tools"))
 
 
 def _refuse_weight(row: Row) -> None:
@@ -62,16 +62,12 @@ def _of_texts(row: Row) -> Pair:
     return Pair(row.place, PromptCompletion(row.place, prompt, chosen), PromptCompletion(row.place, prompt, rejected))
 
 
-def _messages(row: Row, field: str) -> Messages:
-    return [message_of(row, f"{field}[{i}]", turn) for i, turn in enumerate(list_of_objects(row, field))]
-
-
 def _answer(row: Row, field: str) -> Messages:
     """The messages of an answer, which is learned whole: a weight other than 1 would be ignored, and is refused."""
     for i, turn in enumerate(list_of_objects(row, field)):
         if turn.get("role") == "assistant" and turn.get("weight") not in (None, 1):
             raise InvalidInput(f"{field}[{i}].weight must be 1 or absent: dpo weighs all answers alike", row.place)
-    return _messages(row, field)
+    return messages_of(row, field)
 
 
 def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) -> Pair:

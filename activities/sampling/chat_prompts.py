@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from activities.confined import calls as confined
+from activities.formats.examples import Question
 from activities.formats.fields import message_of
-from activities.formats.prompts import Question
 from activities.formats.rows import Row
 from activities.host_context import HostContext
 from activities.tokenizing.render_prompts import ids_before_answers

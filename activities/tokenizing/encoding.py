@@ -11,8 +11,7 @@ from itertools import chain
 import numpy as np
 
 from activities.confined.fork_server import sign
-from activities.formats.examples import Chat, Example, Pair, PromptCompletion, Text, TokenIds
-from activities.formats.examples_of import MASKED_LABEL
+from activities.formats.examples import MASKED_LABEL, Chat, Example, Pair, PromptCompletion, Text, TokenIds
 from activities.tokenizing.blocks import Block
 from activities.tokenizing.chat_template import Rendered, Span
 from activities.tokenizing.template_process import TemplateProcess

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from temporalio import activity
 
+from activities.formats.dataset import open_dataset
 from activities.formats.examples import Example
-from activities.formats.examples_of import open_dataset
 from activities.heartbeat import beating
 from activities.host_context import HostContext
 from activities.models.resolve_model import ResolveModel

@@ -12,7 +12,8 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.confined.fork_server import sign
-from activities.formats.prompts import PromptDataset, PromptKind, Question, open_prompts
+from activities.formats.dataset import Dataset, open_prompts
+from activities.formats.examples import Question
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Span
 from activities.tokenizing.prompt_files import PromptRow, PromptsWriter
@@ -21,7 +22,7 @@ from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFi
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.runs.previews import LostRow
-from shared.runs.requests import DatasetSource
+from shared.runs.requests import DatasetSource, Format
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts
 
@@ -70,7 +71,7 @@ class PromptsReport(Frozen):
     """`report.json`. `num_answers`: rows that ended in an answer, which the model is not shown."""
 
     schema_version: int = 1
-    format: PromptKind
+    format: Format
     num_rows: int
     num_prompts: int
     num_too_long: int
@@ -202,7 +203,7 @@ def _plain(question: Question) -> str:
 class _Tally:
     """Counts rows as they come."""
 
-    dataset: PromptDataset
+    dataset: Dataset[Question]
     max_tokens: int
     num_rows: int = 0
     num_answers: int = 0

@@ -30,8 +30,7 @@ from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered,
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
-    from activities.formats.examples_of import Chat
-    from activities.formats.prompts import Question
+    from activities.formats.examples import Chat, Question
 
 _MEMORY_BYTES = 1 << 30
 _MAX_LINE_BYTES = 256 << 20

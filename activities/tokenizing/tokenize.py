@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.formats.examples_of import open_dataset
+from activities.formats.dataset import open_dataset
 from activities.host_context import HostContext
 from activities.tokenizing import blocks
 from activities.tokenizing import preference_units as preference_pairs

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from activities.formats.examples_of import Chat
-from activities.formats.prompts import Question
+from activities.formats.examples import Chat, Question
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
 from activities.trajectories.sampled_turns import (

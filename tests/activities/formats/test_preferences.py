@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from activities.formats.dataset import open_dataset
 from activities.formats.examples import Chat, Example, Pair, PromptCompletion
-from activities.formats.examples_of import open_dataset
 from activities.formats.preferences import preference
 from activities.formats.rows import Row
 from shared.errors import InvalidInput

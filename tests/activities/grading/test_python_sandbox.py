@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from activities.formats.prompts import Question
+from activities.formats.examples import Question
 from activities.grading.outcome import NotGraded
 from activities.grading.python_sandbox import PythonSandbox
 from activities.isolation import bubblewrap
@@ -418,7 +418,7 @@ def test_chat_templates_render_in_the_same_sandbox(bwrap: str | None) -> None:
 TEMPLATE_WITHOUT = """
 import psutil, sys
 from pathlib import Path
-from activities.formats.prompts import Question
+from activities.formats.examples import Question
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 with TemplateProcess(TemplateSource(source, {}, ["</s>"]), "model", 10, *sys.argv[2:] or [None]) as process:

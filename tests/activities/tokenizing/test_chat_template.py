@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.formats.examples_of import Chat
+from activities.formats.examples import Chat
 from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput

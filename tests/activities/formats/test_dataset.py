@@ -10,7 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from activities.formats import rows
-from activities.formats.examples_of import Chat, Example, PromptCompletion, Text, TokenIds, open_dataset
+from activities.formats.dataset import open_dataset
+from activities.formats.examples import Chat, Example, PromptCompletion, Text, TokenIds
 from shared.errors import InvalidInput
 from shared.runs.requests import DatasetSource, Format
 

@@ -1,0 +1,168 @@
+"""A dataset's files as a stream of examples or of questions, in the format that they are in.
+
+A row is one line of JSONL, one record of Parquet, or one non-blank line of a `.txt` file. Every error names
+`file:line` (Parquet: `file: row n`), the field and the rule.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from activities.formats.examples import Example, Question
+from activities.formats.fields import listed, refuse_missing
+from activities.formats.rows import Row, rows_of
+from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
+from shared.errors import InvalidInput
+from shared.runs.requests import DatasetSource, Format
+from shared.storage.paths import MANIFEST
+
+_DETECTION_ROWS = 32
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True)
+class Dataset(Generic[ItemT]):
+    """A dataset whose format is known. Iterating streams its items, in order of file name and row.
+
+    `columns`: those of a Parquet file to read; all if None.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    format: FormatSpec
+    parse: Callable[[Row], ItemT]
+    columns: tuple[str, ...] | None
+
+    @property
+    def kind(self) -> Format:
+        return self.format.name
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.format.has_pairs
+
+    def __iter__(self) -> Iterator[ItemT]:
+        return map(self.parse, _rows(self.folder, self.files, self.columns))
+
+
+def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None) -> Dataset[Example]:
+    """Find a folder's data files and their format.
+
+    Args:
+        pairs: what is looked for and taken: preference pairs alone, anything but pairs, or (None) either.
+
+    Raises:
+        InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one.
+    """
+    files = _data_files(folder, source)
+    if source.prompt_field is not None and source.format not in ("auto", "prompt_completion"):
+        raise InvalidInput(
+            f"prompt_field and completion_field go with format prompt_completion, not {source.format}", "prompt_field"
+        )
+    spec = _spec_of(source)
+    if source.format == "auto":
+        tell = partial(_as_named, spec) if source.prompt_field is not None else partial(_format_of, pairs=pairs)
+        spec = _detect(_rows(folder, files), tell, source)
+    return Dataset(folder, files, spec, spec.example, spec.columns)
+
+
+def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
+    """Find a folder's data files, and by its first rows what they ask.
+
+    Raises:
+        InvalidInput: no file, no row, first rows that ask nothing, in two ways, or not all in the same.
+    """
+    files = _data_files(folder, source)
+    spec = _spec_of(source)
+    if source.format == "auto" and source.prompt_field is None:
+        spec = _detect(_rows(folder, files), _format_of_question, source)
+    if spec.question is None or (source.prompt_field is not None and spec.name != "prompt_completion"):
+        rule = "ask nothing" if spec.question is None else "have no prompt_field"
+        raise InvalidInput(f"rows of the format {spec.name} {rule}", "format")
+    return Dataset(folder, files, spec, spec.question, None)
+
+
+def _spec_of(source: DatasetSource) -> FormatSpec:
+    """The format that a source names, or (auto) prompts and completions in the fields that it names."""
+    named = prompt_completion(source.prompt_field or "prompt", source.completion_field or "completion")
+    return next((spec for spec in FORMATS if spec.name == source.format and spec.name != named.name), named)
+
+
+def _data_files(folder: Path, source: DatasetSource) -> tuple[Path, ...]:
+    """A dataset's files, in order of name. Raises InvalidInput when there is none."""
+    files = tuple(sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder)))
+    if not files:
+        raise InvalidInput("the dataset has no files", source.uri)
+    return files
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    return not path.name.startswith(".") and path != folder / MANIFEST
+
+
+def _rows(folder: Path, files: Iterable[Path], columns: tuple[str, ...] | None = None) -> Iterator[Row]:
+    """In order of file and row."""
+    return (row for path in files for row in rows_of(path, path.relative_to(folder).as_posix(), columns))
+
+
+def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: DatasetSource) -> FormatSpec:
+    """The format of the first rows, by `tell`. Raises InvalidInput where there is none, or they differ."""
+    found: tuple[FormatSpec, str] | None = None
+    for row in islice(rows, _DETECTION_ROWS):
+        spec = tell(row)
+        if found and spec is not found[0]:
+            raise InvalidInput(f"this row looks like {spec.name}, but {found[1]} looks like {found[0].name}", row.place)
+        found = found or (spec, row.place)
+    if found is None:
+        raise InvalidInput("the dataset is empty: no file holds a row", source.uri)
+    return found[0]
+
+
+def _as_named(spec: FormatSpec, row: Row) -> FormatSpec:
+    for field in spec.fields:
+        refuse_missing(row, field)
+    return spec
+
+
+def _format_of(row: Row, pairs: bool | None) -> FormatSpec:
+    found = [spec for spec in FORMATS if all(field in row.fields for field in spec.fields)]
+    specs = [spec for spec in found if pairs in (None, spec.has_pairs)]
+    if specs:
+        return _only(specs, row)
+    if found:
+        rule = f"dpo learns from pairs: {_known(True)}" if pairs else "pairs are what dpo learns from"
+        raise InvalidInput(f"the row looks like {_names(found)}; {rule}", row.place)
+    single = f"{_known(False)} (or name prompt_field and completion_field)"
+    known = {True: _known(True), False: single, None: f"{single}; {_known(True)}"}[pairs]
+    raise InvalidInput(
+        f"the row matches no format: it has the fields {listed(row.fields)}; known are {known}", row.place
+    )
+
+
+def _format_of_question(row: Row) -> FormatSpec:
+    """By the field that asks: the others are the graders' affair."""
+    asking = [spec for spec in FORMATS if spec.question is not None]
+    if specs := [spec for spec in asking if spec.fields[0] in row.fields]:
+        return _only(specs, row)
+    known = ", ".join(spec.fields[0] for spec in asking)
+    raise InvalidInput(
+        f"the row asks nothing: it has the fields {listed(row.fields)}; known are {known} (or name prompt_field)",
+        row.place,
+    )
+
+
+def _only(specs: list[FormatSpec], row: Row) -> FormatSpec:
+    if len(specs) > 1:
+        raise InvalidInput(f"the row matches {_names(specs)}: say which with format", row.place)
+    return specs[0]
+
+
+def _names(specs: list[FormatSpec]) -> str:
+    return " and ".join(spec.name for spec in specs)
+
+
+def _known(pairs: bool) -> str:
+    return "; ".join(str(spec) for spec in FORMATS if spec.has_pairs == pairs)
