@@ -10,9 +10,9 @@ from typing import Literal
 from shared.jobs.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
-Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb", "confined"]
+Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb", "confined", "template"]
 """`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb` is a control host's
-writer; `confined` works on strangers' data, which it reads from the store."""
+writer; `confined` works on strangers' data, which it reads from the store; `template` renders strangers' templates."""
 
 STACK_MARK = "LONGSHORE_DEV_ROOT"
 """Carried by every process of a `longshore dev` stack, so that the next one finds what a killed one left behind."""
@@ -44,6 +44,18 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "worker": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
     "confined": ("PATH", "TZ", *_NETWORK, *_S3),
+    "template": ("PATH", "TZ"),
+}
+_SET: dict[Kind, Mapping[str, str]] = {
+    "wandb": {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
+    "confined": {
+        "LANG": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
+        "OMP_NUM_THREADS": "1",
+        "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve more than they use, which counts
+        "MALLOC_ARENA_MAX": "2",
+    },
+    "template": {"LANG": "C.UTF-8"},
 }
 
 _SERVICES: tuple[Kind, ...] = ("web", "control", "gpu", "sampler")
@@ -64,8 +76,8 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
 
 
 def child_environment(kind: Kind, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of `given` that a process of this kind may see."""
-    return {name: value for name, value in given.items() if _is_allowed(kind, name)}
+    """Return the variables of `given` that a process of this kind may see, and those that are set for its kind."""
+    return {name: value for name, value in given.items() if _is_allowed(kind, name)} | dict(_SET.get(kind, {}))
 
 
 def _is_allowed(kind: Kind, name: str) -> bool:

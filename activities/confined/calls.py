@@ -298,14 +298,7 @@ class _ForkServer:
                     stdout=subprocess.DEVNULL,
                     cwd=Path(__file__).parents[2],
                     start_new_session=True,  # a terminal's Ctrl-C is for the host
-                    env={
-                        **child_environment("confined"),
-                        "LANG": "C.UTF-8",
-                        "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
-                        "OMP_NUM_THREADS": "1",
-                        "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve more than they use, which counts
-                        "MALLOC_ARENA_MAX": "2",
-                    },
+                    env=child_environment("confined"),
                 )
         return self._control
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from activities.packing import bins as packing
 from activities.sampling.client import Completion
-from activities.tokenizing.prompt_files import PromptRow
+from activities.tokenizing.render_prompts import PromptRow
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampledItem

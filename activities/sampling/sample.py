@@ -22,7 +22,7 @@ from activities.sampling.completions import (
 )
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import Samplers
-from activities.tokenizing.prompt_files import PromptRow, PromptsFile
+from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, Sampling
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput

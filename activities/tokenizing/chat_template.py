@@ -8,29 +8,26 @@ same when the markers are taken out again is refused, and so is one whose header
 This module runs in a process of its own (activities/tokenizing/template_process.py): a template is code of a stranger.
 """
 
-import importlib
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_eval_context
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2 import TemplateError
+
+from activities.tokenizing.template_environment import (
+    GENERATION_END,
+    GENERATION_START,
+    template_environment,
+    tracking_generation,
+)
 
 Message = dict[str, Any]
 
 # Private-use characters: no template knows them, and no case or whitespace rule touches them.
 _MARK = 0xF0000
 _MAX_MESSAGES = 0xF000
-_GENERATION_START, _GENERATION_END = chr(0xFFFF0), chr(0xFFFF1)
 _ANY_MARK = re.compile("([\U000f0000-\U000ffffd])")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -80,13 +77,13 @@ class ChatTemplate:
     """A compiled template. `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], control_tokens: list[str]) -> None:
-        self._environment = _environment()
+        self._environment = template_environment()
         try:
             self._template = self._environment.from_string(source)
         except TemplateError as error:
             raise Refused(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
-        self._control = _one_of(control_tokens)
+        self._control = one_of(control_tokens)
         self._has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._turns = self._learn()
 
@@ -195,7 +192,7 @@ class ChatTemplate:
         return bool(self._turns.header) and not self._control.search(others)
 
     def _read_marks(self, messages: list[Message], tools: list[Any] | None) -> _Marked | None:
-        with _tracking(self._environment):
+        with tracking_generation(self._environment):
             try:
                 marked = self.render(messages, tools)
             except Refused:
@@ -206,9 +203,9 @@ class ChatTemplate:
             if not _ANY_MARK.fullmatch(piece):
                 pieces.append(piece)
                 length += len(piece)
-            elif piece == _GENERATION_START:
+            elif piece == GENERATION_START:
                 starts.append(length)
-            elif piece == _GENERATION_END:
+            elif piece == GENERATION_END:
                 blocks.append((starts.pop(), length))
             else:
                 index = ord(piece) - _MARK
@@ -325,7 +322,7 @@ def _with_reasoning(message: Message) -> Message:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _one_of(texts: list[str]) -> re.Pattern[str]:
+def one_of(texts: list[str]) -> re.Pattern[str]:
     """Matches the longest of some texts; nothing if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
@@ -335,98 +332,3 @@ def _common_prefix(texts: list[str]) -> str:
     shortest = min(texts, key=len)
     length = next((k for k, c in enumerate(shortest) if any(t[k] != c for t in texts)), len(shortest))
     return shortest[:length]
-
-
-# The environment that chat templates are written for.
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %}`: what the assistant writes. Rendered as its body, between marks while they are asked for."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    @pass_eval_context
-    def _body(self, _: nodes.EvalContext, caller: Callable[[], str]) -> str:
-        body = caller()
-        is_tracking = getattr(self.environment, "tracks_generation", False)
-        return f"{_GENERATION_START}{body}{_GENERATION_END}" if is_tracking else body
-
-
-@contextmanager
-def _tracking(environment: ImmutableSandboxedEnvironment) -> Iterator[None]:
-    environment.tracks_generation = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        environment.tracks_generation = False  # type: ignore[attr-defined]
-
-
-class _SafeNamespace(Namespace):
-    """A namespace whose names cannot reach into Python."""
-
-    def __init__(*args: Any, **names: Any) -> None:  # `self` may be a name in it
-        self, *rest = args
-        for name in dict(*rest, **names):
-            _refuse_private(name)
-        Namespace.__init__(self, *rest, **names)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a template's namespace may not hold {name!r}")
-
-
-# What templates of models use. The others are ways to reach into objects, or to grow.
-_FILTERS = frozenset(
-    "abs batch capitalize count d default dictsort e escape first float indent int items join last length list lower "
-    "map max min reject rejectattr replace reverse round safe select selectattr slice sort string sum title tojson "
-    "trim unique upper wordcount".split()
-)
-_GLOBALS = frozenset({"range", "cycler", "joiner"})
-
-
-def load_everything() -> None:
-    """Import what rendering imports when it is needed: the sandbox opens no file."""
-    for name in ("jinja2.constants", "jinja2.debug", "jinja2.ext", "jinja2.sandbox"):
-        importlib.import_module(name)
-    time.localtime()
-    with suppress(Exception):
-        _environment().from_string("{{ 1 | tojson }}{{ strftime_now('%d %B') }}{{ missing.more }}").render()
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters = {name: environment.filters[name] for name in _FILTERS} | {"tojson": _tojson}
-    environment.globals = {name: environment.globals[name] for name in _GLOBALS}
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": dict}
-    environment.globals["namespace"] = _SafeNamespace
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

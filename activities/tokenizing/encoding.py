@@ -1,12 +1,12 @@
 """Examples into blocks of tokens: conversations rendered ahead in a child, texts encoded in batches, order kept."""
 
-import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ _PROMPT_TOKENS = 32  # of an example that has no prompt of its own
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 2 << 20
 _BATCHES_AHEAD = 4
+RowT = TypeVar("RowT")
 
 
 class Prompt(Frozen):
@@ -58,7 +59,7 @@ def encoded(
     Raises:
         InvalidInput: an example cannot be rendered or encoded.
     """
-    batches = (_rows_of(batch) for batch in _batches(examples))
+    batches = (_rows_of(batch) for batch in batches_of(examples, _checked_size, NUM_PROMPTS))
     first = next(batches, None)
     if first is None:
         return
@@ -74,19 +75,21 @@ def encoded(
             yield from (_plain(batch, tokenizer, k == 0) for k, batch in enumerate(everything))
 
 
-def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    batch: list[Example] = []
-    limit, characters = NUM_PROMPTS, 0
-    for example in examples:
-        size = _size(example)
-        if size > MAX_CHARACTERS:
-            rule = f"the row has {size:,} characters; it may have up to {MAX_CHARACTERS:,}"
-            raise InvalidInput(rule, example.place)
-        batch.append(example)
-        characters += size
+def batches_of(
+    rows: Iterable[RowT], characters_of: Callable[[RowT], int], first_rows: int = _BATCH_ROWS
+) -> Iterator[list[RowT]]:
+    """Cut a stream of rows into batches of a bounded number of rows and characters.
+
+    Args:
+        first_rows: at most so many rows are in the first batch.
+    """
+    batch, limit, characters = list[RowT](), first_rows, 0
+    for row in rows:
+        batch.append(row)
+        characters += characters_of(row)
         if len(batch) >= limit or characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters, limit = [], 0, _BATCH_ROWS
+            batch, limit, characters = [], _BATCH_ROWS, 0
     if batch:
         yield batch
 
@@ -99,6 +102,14 @@ def _rows_of(batch: list[Example]) -> list[Example]:
 def _is_first_R(places: list[str]) -> list[bool]:
     """Which rows have a prompt to show: all but the rejected answers, which stand behind a row of the same place."""
     return [k == 0 or place != places[k - 1] for k, place in enumerate(places)]
+
+
+def _checked_size(example: Example) -> int:
+    """Characters of an example. Raises InvalidInput for more than a row may have."""
+    if (size := _size(example)) > MAX_CHARACTERS:
+        rule = f"the row has {size:,} characters; it may have up to {MAX_CHARACTERS:,}"
+        raise InvalidInput(rule, example.place)
+    return size
 
 
 def _size(example: Example) -> int:
@@ -149,7 +160,7 @@ def _as_chat(example: Example) -> Chat:
 
 def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: ModelTokenizer) -> EncodedBatch:
     rendered = future.result()
-    _tell([row.text for row in rendered], [chat.place for chat in chats])
+    sign_longest([row.text for row in rendered], [chat.place for chat in chats])
     codes = tokenizer.encode([row.text for row in rendered], [row.spans for row in rendered])
     places = [chat.place for chat in chats]
     prompts = [
@@ -167,7 +178,7 @@ def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: 
 def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
     """The place of each row that quotes a control token, and the token: it is read as one, as transformers reads it."""
     assert tokenizer.template is not None
-    quoted = re.compile("|".join(map(re.escape, tokenizer.template.control_tokens)) or r"(?!)")
+    quoted = tokenizer.template.control_pattern
     found: dict[str, str] = {}  # both answers of a pair are one row
     for chat in chats:
         contents = (message.get("content") for message in chat.messages)
@@ -176,7 +187,7 @@ def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[t
     return list(found.items())
 
 
-def _tell(texts: list[str], places: list[str]) -> None:
+def sign_longest(texts: list[str], places: list[str]) -> None:
     """Say which row is encoded now: the longest, which is to blame if it cannot be.
 
     Raises:
@@ -215,7 +226,7 @@ def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) 
         texts.append(text)
         spans.append([Span(start, len(text), weight)])
     places = [example.place for example in batch]
-    _tell(texts, places)
+    sign_longest(texts, places)
     block = _block(places, tokenizer.encode(texts, spans), tokenizer.prefix_ids)
     return EncodedBatch(block, _prompts_of(block, tokenizer) if with_prompts else [])
 

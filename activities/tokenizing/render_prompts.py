@@ -1,24 +1,29 @@
-"""Render prompts: a downloaded dataset into what the model is asked, as the token ids that SFT shows it."""
+"""Render prompts: a downloaded dataset into what the model is asked, as the token ids that SFT shows it.
 
+Prompts are files: a row a line of JSON, and where each line begins, so that any row is read without the others.
+"""
+
+import json
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities.confined.fork_server import sign
 from activities.formats.dataset import Dataset, open_prompts
 from activities.formats.examples import Question
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Span
-from activities.tokenizing.prompt_files import PromptRow, PromptsWriter
+from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, check_characters, tokenizer_files
+from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.runs.previews import LostRow
@@ -27,14 +32,13 @@ from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts
 
 _VERSION = "prompts-1"  # raise it when the same rows would give other prompts
-_BATCH_ROWS = 512
-_BATCH_CHARACTERS = 2 << 20
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _ROW_LIMIT_S = 10.0
 _PROBE_TOKENS = 64
 _STAND_IN = "A"
 
 REPORT = "report.json"
+ROWS, OFFSETS = "prompts.jsonl", "offsets.npy"
 
 
 class PromptsRequest(Frozen):
@@ -55,7 +59,7 @@ class PromptsRequest(Frozen):
 
 
 class Prompts(Frozen):
-    """`prompts`: a folder that `prompt_files.PromptsFile` reads, with `report.json` beside the rows.
+    """`prompts`: a folder that `PromptsFile` reads, with `report.json` beside the rows.
 
     `probe`: token ids from the first of them, at least 2, for comparing two engines' log-probabilities.
     """
@@ -140,31 +144,20 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
     Raises:
         InvalidInput: the template refuses a conversation, or there is none for it.
     """
-    rows = iter(questions)
     with ExitStack() as stack:
         process = None
         if tokenizer.template is not None:
             process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, _ROW_LIMIT_S))
-        for batch in _batches(rows):
+        for batch in batches_of(questions, _characters_of):
             texts = process.asked(batch) if process else [_plain(question) for question in batch]
-            for question, text in zip(batch, texts, strict=True):
-                check_characters(text, question.place)
-            sign(max(zip(texts, batch, strict=True), key=lambda each: len(each[0]))[1].place)
+            sign_longest(texts, [question.place for question in batch])
             prefix = [] if process else tokenizer.prefix_ids
             for question, token_ids in zip(batch, ids_before_answers(texts, tokenizer), strict=True):
                 yield question, [*prefix, *token_ids]
 
 
-def _batches(questions: Iterator[Question]) -> Iterator[list[Question]]:
-    batch, characters = list[Question](), 0
-    for question in questions:
-        batch.append(question)
-        characters += len(question.text or "") or sum(len(str(m.get("content"))) for m in question.messages)
-        if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _characters_of(question: Question) -> int:
+    return len(question.text or "") or sum(len(str(m.get("content"))) for m in question.messages)
 
 
 def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[list[int]]:
@@ -266,3 +259,72 @@ def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest
             f"max_lost_fraction {request.max_lost_fraction:g}; first: {first}",
             place,
         )
+
+
+# Prompts as files.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """What the model is asked, as token ids; the dataset's row, which graders see as the item; where that stands."""
+
+    place: str
+    token_ids: tuple[int, ...]
+    item: dict[str, Any]
+
+
+class PromptsWriter:
+    """Writes `prompts.jsonl` and `offsets.npy` (int64 [rows + 1], bytes) into a folder. Not sealed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = (folder / ROWS).open("wb")
+        self._offsets = array("q", [0])
+
+    def append(self, row: PromptRow) -> None:
+        fields = {"place": row.place, "token_ids": row.token_ids, "item": row.item}
+        try:
+            text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        except ValueError as error:
+            raise InvalidInput(
+                "the row holds a number beyond what JSON readers agree on (about 1.8e308)", row.place
+            ) from error
+        line = text.encode() + b"\n"
+        self._file.write(line)
+        self._offsets.append(self._offsets[-1] + len(line))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if error is None:
+            np.save(self._folder / OFFSETS, np.frombuffer(self._offsets, dtype=np.int64))
+
+
+class PromptsFile:
+    """The rows of a folder that PromptsWriter wrote, by number."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / ROWS).open("rb")
+        self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, number: int) -> PromptRow:
+        """Rows count from 0. Not for several threads at once."""
+        start, end = (int(at) for at in self._offsets[number : number + 2])
+        self._file.seek(start)
+        fields = json.loads(self._file.read(end - start))
+        return PromptRow(fields["place"], tuple(fields["token_ids"]), fields["item"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -7,6 +7,7 @@ The parent writes one JSON line a batch to the child's stdin and reads one from 
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -26,7 +28,8 @@ import markupsafe
 from activities.isolation import bubblewrap
 from activities.isolation.confine import confine, confine_in_bubblewrap
 from activities.isolation.rights import lift_processor_limit
-from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, load_everything
+from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, one_of
+from activities.tokenizing.template_environment import load_everything
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
@@ -48,6 +51,11 @@ class TemplateSource:
     source: str
     special_tokens: dict[str, str]
     control_tokens: list[str]
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches any control token."""
+        return one_of(self.control_tokens)
 
 
 class TemplateProcess:
@@ -72,7 +80,9 @@ class TemplateProcess:
 
     def _started(self, bwrap: str | None) -> subprocess.Popen[bytes]:
         """The child, in bubblewrap where that works; in namespaces of its own, or without, it can always be."""
-        environment = {"PATH": os.environ.get("PATH", ""), "TZ": os.environ.get("TZ", ""), "LANG": "C.UTF-8"}
+        from shared.child_environment import child_environment  # the child starts sooner without
+
+        environment = child_environment("template")
         for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
             assert bwrap is not None
             command = bubblewrap.command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)

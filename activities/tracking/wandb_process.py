@@ -263,7 +263,7 @@ class _Process:
 
 def _environment(temporary: Path) -> dict[str, str]:
     places = {name: str(temporary) for name in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-    return {**child_environment("wandb"), **places, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    return child_environment("wandb") | places
 
 
 @contextmanager

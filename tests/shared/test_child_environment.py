@@ -46,6 +46,7 @@ def test_a_process_is_told_what_is_listed_for_its_kind_and_no_more():
         "web": always | {"AWS_PROFILE", "LONGSHORE_SHAPE", "longshore_database_url", "LONGSHORE_SAMPLING__URL"},
         "gpu": always | {"AWS_PROFILE", "LONGSHORE_SHAPE", "NCCL_DEBUG"},
         "worker": always | {"AWS_PROFILE", "NCCL_DEBUG"},
-        "wandb": always | {"WANDB_API_KEY"},
+        "wandb": always | {"WANDB_API_KEY", "WANDB_ERROR_REPORTING", "WANDB_SILENT"},
+        "template": {"PATH", "LANG"},
     }
     assert {kind: set(child_environment(kind, given)) for kind in told} == told

@@ -19,8 +19,7 @@ from activities.sampling.completions import Rows, SampledGroup, numbers_of, read
 from activities.sampling.prove_adapter import ProveAdapter, Proved, ProveRequest
 from activities.sampling.sample import Drawing, Sample, Sampled, SampleRequest, draw_group
 from activities.sampling.samplers import Samplers
-from activities.tokenizing.prompt_files import PromptRow, PromptsFile
-from activities.tokenizing.render_prompts import Prompts, PromptsRequest, RenderPrompts
+from activities.tokenizing.render_prompts import PromptRow, Prompts, PromptsFile, PromptsRequest, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from shared.chat.completions import SamplerReady, Sampling

@@ -10,9 +10,10 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.tokenizing.prompt_files import PromptRow, PromptsFile
 from activities.tokenizing.render_prompts import (
+    PromptRow,
     Prompts,
+    PromptsFile,
     PromptsReport,
     PromptsRequest,
     RenderPrompts,

@@ -11,7 +11,7 @@ from activities.grading.grade import GRADES, SUMMARY, Grade, GradeRequest, Grade
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup
 from activities.sampling.sample import write_samples
-from activities.tokenizing.prompt_files import PromptRow, PromptsFile, PromptsWriter
+from activities.tokenizing.render_prompts import PromptRow, PromptsFile, PromptsWriter
 from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
 from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
