@@ -207,6 +207,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from activities.grading.grade import Grade, GradeRequest
+from activities.host_context import HostContext
 from shared.settings import Settings
 print("up", flush=True)
 Grade(HostContext(Settings(root=Path(sys.argv[1])))).grade(GradeRequest.model_validate_json(sys.argv[2]))

@@ -23,7 +23,9 @@ WEIGHTS = "model.safetensors"
 RESOLVE = """
 import sys
 from pathlib import Path
-from activities.models.resolve_model import ModelRequest, ResolveModel
+from activities.host_context import HostContext
+from activities.models.resolve_model import ResolveModel
+from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from temporalio.testing import ActivityEnvironment
 settings = Settings(root=Path(sys.argv[1]), download=DownloadSettings(max_bytes=int(sys.argv[2])))
