@@ -10,7 +10,7 @@ from temporalio import activity
 
 BEAT_EVERY_S = 1.0
 HOST_LEAVES = "the host is shutting down"
-"""Why a host that ends in good order gives up a lease: nothing was lost that ought to have stayed."""
+"""The reason that a host gives for ending a lease when it shuts down: nothing was lost that ought to have stayed."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,6 +45,6 @@ def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[N
 
 
 def host_is_leaving() -> bool:
-    """Whether this host shuts down, so that the work has to go on elsewhere."""
+    """True when this host shuts down, so that the work has to go on elsewhere."""
     details = activity.cancellation_details()
     return activity.is_worker_shutdown() or (details is not None and details.worker_shutdown)

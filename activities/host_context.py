@@ -1,4 +1,4 @@
-"""What a host gives its activities: settings, store and folders, and the one way to make an artifact only once."""
+"""The context that a host gives its activities: settings, store, folders, and artifacts that are made only once."""
 
 import fcntl
 import os

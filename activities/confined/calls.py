@@ -79,7 +79,7 @@ def stream(
     *arguments: *Arguments,
     kind: Kind = "short",
 ) -> Generator[AnswerT, None, None]:
-    """What a generator function yields in a child, as it comes. Raises as `call` does. Close it to end the child."""
+    """Stream what a generator function yields in a child. Raises as `call` does. Close it to end the child."""
     _, answer = types_of(function)
     adapter: TypeAdapter[AnswerT] = TypeAdapter(answer)
     for frame in _frames(settings, function, arguments, kind):
@@ -109,7 +109,7 @@ def _frames(
 
 
 class _Places:
-    """How many children this process has at once: their memory is the machine's. Who waits holds its thread alone."""
+    """A bound on this process's children, which share the machine's memory. A caller that waits holds no child."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -142,7 +142,7 @@ class _Places:
 
 @cache
 def _room(memory_bytes: int) -> int:
-    """How many times so much memory this machine has, or the container that we are in; 2 at least."""
+    """The memory of this machine, or of the container that we are in, divided by `memory_bytes`; 2 at least."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such container, or "max"
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -206,7 +206,7 @@ class _Child:
         return bytes(found)
 
     def _ended(self) -> NoReturn:
-        """Why it ended without a last word."""
+        """Raise the reason why the child ended without a result."""
         if not select.select([self._status], [], [], _GRACE_S)[0] or not (told := os.read(self._status, 4096)):
             raise RuntimeError("the fork server ended, and the process of this call with it")
         status, out_of_memory, peak_bytes = json.loads(told)
@@ -232,7 +232,7 @@ def _in_words(num_bytes: int) -> str:
 
 
 def _raise(told: dict[str, Any], place: str | None) -> NoReturn:
-    """What the function raised, as it would have been raised here."""
+    """Raise what the function raised in the child."""
     match told:
         case {"error": "InvalidInput" | "CorruptArtifact" as name, "message": message, "place": where}:
             raise getattr(errors, name)(message, where)

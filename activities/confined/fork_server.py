@@ -47,7 +47,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one child. `step_cpu_s`: of processor time from one sign of progress to the next."""
+    """Limits of one child. `step_cpu_s`: of processor time from one sign of progress to the next."""
 
     memory_bytes: int
     step_cpu_s: int
@@ -153,7 +153,7 @@ def _leave(running: dict[int, _Running]) -> NoReturn:
 
 
 def _oom_kills() -> int:
-    """How many processes this machine's kernel has ended for want of memory."""
+    """Count the processes that this machine's kernel has ended for want of memory."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -143,7 +143,7 @@ def _format_of(row: Row, pairs: bool | None) -> FormatSpec:
 
 
 def _format_of_question(row: Row) -> FormatSpec:
-    """By the field that asks: the others are the graders' affair."""
+    """Tell the format by the field that asks; other fields are for graders."""
     asking = [spec for spec in FORMATS if spec.question is not None]
     if specs := [spec for spec in asking if spec.fields[0] in row.fields]:
         return _only(specs, row)

@@ -57,7 +57,7 @@ class Pair:
 
 Example = Chat | PromptCompletion | Text | TokenIds | Pair
 MASKED_LABEL = -100
-"""Of TokenIds: not learned."""
+"""The label, in TokenIds, of a token that is not learned."""
 
 
 @dataclass(frozen=True, slots=True)

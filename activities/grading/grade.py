@@ -39,7 +39,7 @@ class GradeRequest(Frozen):
 
     @property
     def key(self) -> str:
-        """By content: where the samples' bytes came from does not matter."""
+        """The store key, by content: where the samples' bytes came from does not matter."""
         return content_key(_VERSION, self.samples.sha256, self.grader)
 
 
@@ -94,7 +94,7 @@ class Grade:
 
     @activity.defn(name="check_grader")
     def check_grader(self, grader: Grader) -> None:
-        """Whether this grader could grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
+        """Check that this grader can grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
         self._grade_sample(grader, None)
 
     @activity.defn(name="grade_one")
@@ -169,7 +169,7 @@ class _Parts:
 
 @dataclass
 class _Tally:
-    """What has been graded so far."""
+    """Counts of what has been graded so far."""
 
     grades: list[float] = field(default_factory=list)
     num_failed: int = 0

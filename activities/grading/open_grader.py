@@ -41,7 +41,9 @@ class GraderMeans(Frozen):
 
 @contextmanager
 def open_grader(grader: Grader, means: GraderMeans, folder: Path) -> Iterator[GradeAll]:
-    """What grades rows: an outcome a row, in order. Sandboxes run until the block ends, in folders below `folder`.
+    """Open a grader as a function of rows: an outcome a row, in order.
+
+    Sandboxes run until the block ends, in folders below `folder`.
 
     Raises:
         InvalidInput: a source that cannot be loaded, a server that may not be asked, a system that cannot isolate.

@@ -1,4 +1,4 @@
-"""What grading one sample comes to: a number, or the reason why there is none."""
+"""The outcome of grading one sample: a number, or the reason why there is none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -160,7 +160,7 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
 
 
 def _unfenced(text: str) -> str:
-    """What stands in a fence of Markdown, where all of a text does."""
+    """Strip a Markdown fence that encloses a whole text."""
     if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
         return text
     return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()

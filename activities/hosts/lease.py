@@ -24,7 +24,7 @@ _UNUSABLE_MODEL = 2  # a sampler's exit status
 
 
 class LeaseRequest(Frozen):
-    """What a run asks a host for."""
+    """A run's request for a worker."""
 
     run_id: RunId
     epoch: int
@@ -33,7 +33,7 @@ class LeaseRequest(Frozen):
 
 
 class LeaseRecord(Frozen):
-    """What stands in the store of every lease there ever was, so that later executions of the run fence above it."""
+    """The store's record of a lease, kept for ever, so that later executions of the run fence above it."""
 
     run_id: RunId
     fence: Fence
@@ -42,8 +42,8 @@ class LeaseRecord(Frozen):
     workflow_run_id: str
 
 
-class Tenancy:
-    """What all leases are: a process started or adopted, a run that is told, and a watch until the lease ends.
+class ProcessLease:
+    """The part that all leases share: start or adopt a process, signal the run, and watch until the lease ends.
 
     Args:
         signal: what the run is told with.
@@ -94,7 +94,7 @@ class Lease:
     """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled."""
 
     def __init__(self, pool: WorkerPool, store: ObjectStore, signals: Signals, host_queue: str) -> None:
-        self._tenancy = Tenancy(pool, signals, host_queue, "leased")
+        self._lease = ProcessLease(pool, signals, host_queue, "leased")
         self._store = store
         self._host_queue = host_queue
 
@@ -109,9 +109,9 @@ class Lease:
         mark = LeaseMark(run_id=request.run_id, fence=fence)
         with beating():
             self._record(request.run_id, fence)
-            with self._tenancy.begin(request.key, mark, request.ready_timeout_s) as worker:
+            with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
                 if worker is not None:
-                    self._tenancy.hold(worker, fence)
+                    self._lease.hold(worker, fence)
 
     def _record(self, run_id: str, fence: Fence) -> None:
         record = LeaseRecord(
@@ -133,13 +133,13 @@ def _is_up(worker: WorkerProcess, timeout_s: float) -> bool:
             return False
         if time.monotonic() > deadline:
             worker.end()
-            raise WorkerLost(f"no worker within {timeout_s:g} s; {worker.obituary()}")
+            raise WorkerLost(f"no worker within {timeout_s:g} s; {worker.death_report()}")
         time.sleep(_POLL_S)
     return True
 
 
 def _is_held(worker: WorkerProcess) -> bool:
-    """Whether the lease goes on. Raises WorkerLost when it cannot, and InvalidInput when no other could either."""
+    """True while the lease goes on. Raises WorkerLost when it cannot, and InvalidInput when no other could either."""
     if host_is_leaving():
         raise WorkerLost(HOST_LEAVES)
     if activity.is_cancelled():
@@ -150,7 +150,7 @@ def _is_held(worker: WorkerProcess) -> bool:
 
 
 def _is_stopped(worker: WorkerProcess, before: bool) -> bool:
-    """Whether it is stopped now. Raises WorkerLost when it was at the look before, too."""
+    """True if the process is stopped now. Raises WorkerLost when it was at the look before, too."""
     now = worker.is_stopped()
     if now and before:
         worker.end()
@@ -162,4 +162,4 @@ def _loss(worker: WorkerProcess) -> LongshoreError:
     if isinstance(worker.key, SamplerKey) and worker.exit_code == _UNUSABLE_MODEL:
         said = last_words(tail(worker.paths.output))
         return InvalidInput(f"the sampler cannot use this model: {said}", worker.key.model.uri)
-    return WorkerLost(worker.obituary())
+    return WorkerLost(worker.death_report())

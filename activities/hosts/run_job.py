@@ -40,7 +40,7 @@ class JobRequest(Frozen):
 
 
 class JobResult(Frozen):
-    """How a job ended. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
+    """The end of a job. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
 
     `metrics` are those of all its optimizer steps (step_metrics.py) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
@@ -135,7 +135,7 @@ class _Attempt:
             self.progress.tick(self.uploader.durable)
             if not was_alive:
                 if self.kill_at is None:
-                    raise WorkerLost(self.worker.obituary())
+                    raise WorkerLost(self.worker.death_report())
                 return None
             self._obey()
             self._refuse_a_stopped_worker()
@@ -201,7 +201,7 @@ class _Attempt:
 
 
 def _steps_before(store: ObjectStore, plan: JobPlan, start: CheckpointRef | None) -> list[Metrics]:
-    """Of a train step, the metrics of the optimizer steps that lie behind its own checkpoint: from the logs of the
+    """Read the metrics of a train step's optimizer steps up to its own checkpoint from the logs of the
     attempts that did them, which stand in the store before the checkpoint does. Other jobs are told by their newest.
     """
     if start is None or not is_policy_loss(plan.loss):

@@ -16,7 +16,7 @@ _MEANS_OF_TOKENS = ("ratio_mean", "entropy", "importance_mean")
 
 
 def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
-    """What the metrics of a job's optimizer steps, in order, come to."""
+    """Combine the metrics of a job's optimizer steps, in order."""
     job = JobMetrics(loss)
     for metrics in steps:
         job.take(metrics)
@@ -60,7 +60,7 @@ class JobMetrics:
 
 
 def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
-    """How values of several optimizer steps become one. Maxima are of what is never negative."""
+    """The rule by which values of several optimizer steps become one. Maxima are of what is never negative."""
     if name == "learning_rate":
         return "last"
     if name in _SUMS:

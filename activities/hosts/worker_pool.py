@@ -41,7 +41,7 @@ class WorkerPool:
             self._start_again(key)
 
     def _start_again(self, key: ProcessKey) -> None:
-        """What the run of a host that was killed asks for in a moment: it starts while the run finds out."""
+        """Start again what the run of a killed host will ask for, while the run finds out."""
         if self._idle_limit_s <= 0:
             return
         try:

@@ -71,7 +71,7 @@ class WorkerProcess:
         return self._process.poll()
 
     def is_stopped(self) -> bool:
-        """Whether a process of it was stopped (SIGSTOP): it lives, and does nothing."""
+        """True if one of its processes was stopped (SIGSTOP): it lives, and does nothing."""
         return any(_status(process) == psutil.STATUS_STOPPED for process in processes_of(self.worker_id))
 
     def is_ready(self) -> bool:
@@ -82,8 +82,8 @@ class WorkerProcess:
         write_atomically(self.paths.lease, lease.model_dump_json().encode())
         self.lease = lease
 
-    def obituary(self) -> str:
-        """How it ended, with the last lines that it printed."""
+    def death_report(self) -> str:
+        """A death report: the exit status, with the last lines that it printed."""
         code = self.exit_code
         how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = last_words(tail(self.paths.output))
@@ -112,7 +112,7 @@ class WorkerProcess:
 
 
 def room_for_ranks(limit: int) -> int:
-    """How many ranks this machine takes: one a GPU where it has any, and never more than the limit."""
+    """The number of ranks that this machine takes: one a GPU where it has any, and never more than the limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -244,7 +244,7 @@ def tail(path: Path) -> str:
 
 
 def last_words(output: str) -> str:
-    """What an end says for itself: its last line that is no part of a stack trace. The whole output is in the logs."""
+    """The last line of an output that is no part of a stack trace. The whole output is in the logs."""
     lines = (line.strip() for line in output.splitlines() if line[:1].strip() and not line.startswith("Traceback"))
     return next((line for line in reversed(list(lines)) if line), "")
 

@@ -1,4 +1,4 @@
-"""What a model folder must hold before any GPU is asked for: cheap checks, from small files and headers alone."""
+"""Checks of a model folder before any GPU is asked for: cheap ones, of small files and headers alone."""
 
 from typing import Annotated, Any, Literal
 

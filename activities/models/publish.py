@@ -26,7 +26,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 class PublishRequest(Frozen):
-    """What to publish. `metrics` and `report_uri` go into the card. `step`: which of a run's several versions it is."""
+    """A checkpoint to publish. `metrics` and `report_uri` go into the card. `step`: None, or which of several."""
 
     run_id: RunId
     tenant: Tenant = FIRST_TENANT
@@ -39,7 +39,7 @@ class PublishRequest(Frozen):
 
 
 class Published(Frozen):
-    """What was published; `sha256` is its manifest's."""
+    """A published version; `sha256` is its manifest's."""
 
     uri: str
     sha256: str
@@ -48,7 +48,7 @@ class Published(Frozen):
 
 
 class Claim(Frozen):
-    """Which run owns a version; of a run that publishes several, for which step, and of which checkpoint's manifest.
+    """A run's claim of a version; of a run that publishes several, with the step and its checkpoint's manifest.
 
     A step that was never done, and whose number was given anew, is of another checkpoint.
     """

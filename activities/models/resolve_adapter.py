@@ -93,7 +93,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
 
 
 def _linears_of_layer(lora: Lora, shape: ModelShape) -> int:
-    """How many are adapted: each expert has linears of its own."""
+    """Count the adapted linears: each expert has linears of its own."""
     of_experts = sum(target in _MLP for target in lora.targets)
     return len(lora.targets) - of_experts + of_experts * max(1, shape.num_experts)
 

@@ -25,7 +25,7 @@ MOST_STEPS_OF_EPOCHS = 50_000
 
 
 class PackRequest(Frozen):
-    """How units become steps: one of epochs and steps, one of batch_size and batch_tokens; or `whole`, one step of all.
+    """Units and their cut into steps: epochs or steps, batch_size or batch_tokens; or `whole`, one step of all.
 
     An epoch's last step holds what is left and may be smaller; `steps` goes through as many epochs as it takes.
     """

@@ -62,7 +62,7 @@ class TreeUnit:
         return len(self.token_id_T)
 
     def columns(self) -> dict[str, NDArray]:
-        """What `UnitsWriter.append` takes when it writes all columns."""
+        """All columns, as `UnitsWriter.append` takes them."""
         tables = [f.name for f in fields(self) if f.name != "members"]
         return {name.rsplit("_", 1)[0]: getattr(self, name) for name in tables}
 

@@ -1,1 +1,1 @@
-"""What the store keeps of runs: results, train steps, checkpoints; and what webhooks are told."""
+"""Records of runs in the store: results, train steps, checkpoints, deliveries of webhooks."""

@@ -18,7 +18,7 @@ from shared.storage.store import ObjectStore, uri_of
 
 
 @dataclass(frozen=True, order=True)
-class Standing:
+class StoredCheckpoint:
     """A checkpoint whose manifest stands. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
 
     step: int
@@ -26,7 +26,7 @@ class Standing:
     key: str
 
 
-def standing(store: ObjectStore, run_id: str) -> list[Standing]:
+def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint]:
     """All checkpoints with a manifest, the newest last."""
     found = (_parse(info.key) for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
     return sorted(checkpoint for checkpoint in found if checkpoint is not None)
@@ -47,14 +47,14 @@ def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = 
         passed_over: URIs of checkpoints in which a worker found damage.
     """
     damaged: list[str] = []
-    for standing_one in reversed(standing(store, run_id)):
-        found = _reference(store, standing_one)
+    for stored in reversed(stored_checkpoints(store, run_id)):
+        found = _reference(store, stored)
         if found is None:
             continue  # pruned since it was listed
         if found.artifact.uri in passed_over:
             damaged.append(f"the checkpoint of step {found.step} is damaged")
             continue
-        why = _what_is_wrong(store, standing_one.key)
+        why = _what_is_wrong(store, stored.key)
         if why is None:
             return Found(found, tuple(damaged))
         if why:
@@ -67,15 +67,15 @@ def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
     return find_newest(store, run_id).checkpoint
 
 
-def _reference(store: ObjectStore, standing_one: Standing) -> CheckpointRef | None:
-    artifact = find(store, standing_one.key)
+def _reference(store: ObjectStore, stored: StoredCheckpoint) -> CheckpointRef | None:
+    artifact = find(store, stored.key)
     if artifact is None:
         return None
-    return CheckpointRef(step=standing_one.step, fence=Fence.from_label(standing_one.fence_label), artifact=artifact)
+    return CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
 
 
 def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | None:
-    """What differs in a checkpoint from its manifest, whose every file is read for it; None for a sound one."""
+    """Compare every file of a checkpoint with its manifest. Returns the difference, or None for a sound one."""
     key = RunKeys(run_id).checkpoint(checkpoint.fence, checkpoint.step)
     try:
         manifest = read_manifest(store, key, checkpoint.artifact.sha256)
@@ -134,7 +134,7 @@ def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
 
 def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
     """Delete the checkpoints of later steps, each one's manifest first: what they began will be done anew."""
-    for checkpoint in standing(store, run_id):
+    for checkpoint in stored_checkpoints(store, run_id):
         if checkpoint.step > step:
             store.delete(f"{checkpoint.key}/{MANIFEST}")
             for info in list(store.list(f"{checkpoint.key}/")):
@@ -146,7 +146,7 @@ def _is_whole(store: ObjectStore, key: str) -> bool:
 
 
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
-    """By its manifest and the sizes of its files alone. An empty string: half of it was pruned, or never carried."""
+    """Compare a checkpoint's sizes with its manifest. Empty: half of it was pruned, or never uploaded."""
     try:
         manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
     except NotFound:
@@ -162,16 +162,16 @@ def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
     return None if sizes.keys() >= named.keys() else ""
 
 
-def _parse(key: str) -> Standing | None:
+def _parse(key: str) -> StoredCheckpoint | None:
     match key.split("/")[-3:]:
         case [label, step, name] if name == MANIFEST and step.startswith("step-"):
-            return Standing(int(step.removeprefix("step-")), label, key.removesuffix(f"/{MANIFEST}"))
+            return StoredCheckpoint(int(step.removeprefix("step-")), label, key.removesuffix(f"/{MANIFEST}"))
         case _:
             return None
 
 
 class FindCheckpointRequest(Frozen):
-    """Which run. `passed_over`: URIs of its checkpoints in which a worker found damage."""
+    """A run. `passed_over`: URIs of its checkpoints in which a worker found damage."""
 
     run_id: RunId
     passed_over: tuple[str, ...] = ()

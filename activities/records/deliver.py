@@ -32,14 +32,14 @@ _LONGEST_WAIT_S = 6 * 3600.0
 
 
 class DeliverRequest(Frozen):
-    """What is told to whom. The webhook's address and secret are read from its record: Temporal never sees them."""
+    """A notice for a webhook. The webhook's address and secret are read from its record: Temporal never sees them."""
 
     webhook_id: WebhookId
     notice: Notice
 
 
 class Delivered(Frozen):
-    """What the receiver answered; None where nobody wants to be told any more."""
+    """The receiver's HTTP status; None for a webhook that was deleted or disabled."""
 
     status: int | None
 
@@ -100,7 +100,7 @@ class Deliver:
             _write(store, request, _delivery(store, request).model_copy(update={"state": "failed"}))
 
     def _attempt(self, webhook: Webhook, notice: Notice) -> tuple[Attempt, bool]:
-        """What came of it, and whether that is the last word."""
+        """Make one attempt. Returns it, and whether no other may follow."""
         at = time.time()
         try:
             answer = self._post(webhook, notice, at)
@@ -143,7 +143,7 @@ def signature(key: bytes, notice_id: str, timestamp: int, body: bytes) -> str:
 
 
 def retry_after_s(header: str | None, now: float) -> float | None:
-    """How long a Retry-After header (RFC 9110, 10.2.3) asks for, in seconds or by a date. None for neither."""
+    """Parse a Retry-After header (RFC 9110, 10.2.3), a number of seconds or a date; None for neither."""
     text = (header or "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])
@@ -154,7 +154,7 @@ def retry_after_s(header: str | None, now: float) -> float | None:
 
 
 def _planned_pause_s() -> float:
-    """Until the next attempt by the retry policy alone."""
+    """The pause before the next attempt by the retry policy alone, in seconds."""
     info = activity.info()
     policy = info.retry_policy
     if policy is None:

@@ -23,7 +23,7 @@ class Recorded(Frozen):
 
 
 class BeginRequest(Frozen):
-    """What a workflow was started with. `execution`: the first one of those that go on as new ones."""
+    """The start of a workflow. `execution`: the first execution of those that continue as new ones."""
 
     run_id: RunId
     start_id: str
@@ -40,7 +40,7 @@ class Begun(Frozen):
 
 
 class _Start(Frozen):
-    """Which workflow a start has begun."""
+    """The workflow execution that used a start."""
 
     execution: str
 

@@ -23,7 +23,7 @@ class StepRecordRequest(Frozen):
 
 
 class RecoverRequest(Frozen):
-    """Which run goes on, and after how many of its last steps it wants to know the policy."""
+    """A run that goes on. `num_policies`: the number of its last steps after which the policy is wanted."""
 
     run_id: RunId
     num_policies: int = Field(default=1, ge=1)
@@ -58,7 +58,7 @@ class RecordStep:
 
     @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
     def recover_steps(self, request: RecoverRequest) -> Recovered:
-        """Where a run goes on whose history is gone. Checkpoints of steps that were never done go now."""
+        """Find where a run without a history goes on, and delete checkpoints of steps that were never done."""
         with beating():
             store = self._host.store
             found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)

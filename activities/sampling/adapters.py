@@ -22,7 +22,7 @@ MAX_ADAPTERS = 16
 
 
 def adapter_name(run_id: str, adapter: Artifact) -> str:
-    """What requests call an adapter. By content: the same name never means other weights."""
+    """The name of an adapter in requests, by content: the same name never means other weights."""
     return f"{run_id}-{adapter.sha256[:_DIGITS]}"
 
 
@@ -52,7 +52,7 @@ def use_adapter(
 
 
 def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:
-    """What to raise for a refused request: a server that was started anew knows no adapter, and will be asked again."""
+    """The error to raise for a refused request: a server that was started anew knows no adapter, and is asked again."""
     if model in sampler.models():
         return InvalidInput(error.message, place)
     return SamplerUnavailable(f"the sampler serves {model} no longer: {error.message}")
@@ -72,7 +72,7 @@ class ServingAdapters:
         self._asked_at: dict[str, float] = {}
 
     def use(self, opened: OpenSampler, adapter: Artifact | None) -> str:
-        """What requests call the adapter on this sampler, where it now is. The adapter's files come from its host.
+        """Load an adapter where it is not, and return its name in requests. The adapter's files come from its host.
 
         Raises:
             InvalidInput: the sampler refuses it. CorruptArtifact: its files are not what they were.

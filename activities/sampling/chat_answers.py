@@ -82,7 +82,7 @@ def chat_completion(
 def record_of(
     answer: ChatCompletion, drawn: CompletionResponse, prompt_ids: Sequence[int], model_sha256: str
 ) -> AnswerRecord | None:
-    """What is to be remembered of an answer; None where the sampler does not tell ids and logprobs of all of it."""
+    """The record of an answer; None where the sampler does not tell ids and logprobs of all of it."""
     drawn_of = {choice.index: choice for choice in drawn.choices}
     choices = [_drawn_choice(choice, drawn_of[choice.index]) for choice in answer.choices]
     whole = [choice for choice in choices if choice is not None]

@@ -25,7 +25,7 @@ _PLACE = "messages"
 
 
 class ChatPrompts:
-    """What a model is asked, as the ids that training on the same conversation has before the answer.
+    """Render conversations to the ids that training on the same conversation has before the answer.
 
     Safe to use from several threads, which render one at a time.
     """

@@ -171,7 +171,7 @@ class Sampler:
         return logprobs
 
     def models(self) -> dict[str, ModelCard]:
-        """What requests may name: the model and its adapters."""
+        """List what requests may name: the model and its adapters."""
         answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES).content, self._url)
         return {card.id: card for card in answer.data}
 
@@ -223,7 +223,7 @@ class Sampler:
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
 
     def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> "_Answered":
-        """What comes back, as it was sent: nothing is unpacked, and no more is read than was asked for.
+        """Make one request, and read its answer as it was sent: nothing is unpacked, and no more read than asked for.
 
         Raises:
             InvalidInput: it is compressed, or longer than what was asked for can be.
@@ -276,7 +276,7 @@ def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Merely closed, a socket stays open for as long as a thread reads from it."""
+    """Shut a connection down: merely closed, it stays open for as long as a thread reads from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -287,7 +287,7 @@ def _pause_s(attempt: int) -> float:
 
 
 def _message(answer: _Answered) -> str:
-    """What the server says is wrong, in OpenAI's shape or as it is."""
+    """The server's error message, in OpenAI's shape or as it is."""
     try:
         return ErrorResponse.model_validate_json(answer.content).error.message[:500]
     except ValidationError:

@@ -62,7 +62,7 @@ class Complete:
     def _answer(
         self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None
     ) -> ChatCompletion | CompletionResponse:
-        """Again where somebody else's adapter took this one's place on the sampler in between."""
+        """Answer, and try again where another adapter took this one's place on the sampler in between."""
         for attempt in range(_ATTEMPTS):
             model = self._adapters.use(opened, request.adapter)
             try:
@@ -111,7 +111,7 @@ def _ask(opened: OpenSampler, request: CompletionRequest, place: str) -> Complet
 
 
 def _max_model_len(opened: OpenSampler) -> int:
-    """Of prompt and answer together, in tokens."""
+    """The greatest length of prompt and answer together, in tokens."""
     length = opened.client.models()[opened.model].max_model_len
     if length is None:
         raise SamplerUnavailable("the sampler does not say how long a sequence it takes")

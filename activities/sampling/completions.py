@@ -1,4 +1,4 @@
-"""What sampling is asked and what it leaves: which prompts, from which seeds; a line of JSON a prompt with its samples.
+"""Requests and results of sampling: the prompts, their seeds, and a line of JSON a prompt with its samples.
 
 Pure functions; asking the sampler is activities/sampling/sample.py's affair.
 """
@@ -23,7 +23,7 @@ _SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take
 
 
 class Rows(Frozen):
-    """Which prompts: a stretch of an endless order, epoch after epoch a new shuffle of all prompts by (seed, epoch).
+    """A selection of prompts: a stretch of an endless order, every epoch a new shuffle of all prompts by (seed, epoch).
 
     Without `count`: every prompt once, in the order of the data, as held-out ones are asked.
     """

@@ -9,7 +9,7 @@ from temporalio.exceptions import CancelledError
 
 from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
 from activities.host_context import HostContext
-from activities.hosts.lease import Tenancy
+from activities.hosts.lease import ProcessLease
 from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
@@ -25,7 +25,7 @@ _ANSWER_S = 20.0
 
 
 class SamplerLeaseRequest(Frozen):
-    """What a run asks a sampler host for. Answered by the signal `sampler_leased`, with a LeaseGrant."""
+    """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant."""
 
     run_id: RunId
     epoch: int
@@ -58,7 +58,7 @@ class LeaseSampler:
     """
 
     def __init__(self, pool: WorkerPool, host: HostContext, signals: Signals, host_queue: str) -> None:
-        self._tenancy = Tenancy(pool, signals, host_queue, "sampler_leased")
+        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased")
         self._host = host
 
     @activity.defn(name="lease_sampler")
@@ -82,10 +82,10 @@ class LeaseSampler:
     def _hold(self, request: SamplerLeaseRequest) -> None:
         fence = Fence(epoch=request.epoch, attempt=activity.info().attempt)
         mark = LeaseMark(run_id=request.run_id, fence=fence)
-        with self._tenancy.begin(request.key, mark, request.ready_timeout_s) as worker:
+        with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
             if worker is not None:
                 _forget_adapters(worker)
-                self._tenancy.hold(worker, fence)
+                self._lease.hold(worker, fence)
 
 
 def _forget_adapters(worker: WorkerProcess) -> None:

@@ -14,7 +14,7 @@ from shared.runs.serving import SamplerPlace
 
 
 class ProveRequest(Frozen):
-    """What the trainer said of a probe with an adapter on, and how far a sampler may be from it.
+    """The trainer's log-probabilities of a probe with an adapter on, and the bound on a sampler's difference.
 
     `probe`: L token ids. `logprobs`: L - 1, the trainer's, in nats, of probe[1:]. `adapter`: absent, the model alone.
     `keep`: adapters of this run that other requests need now.

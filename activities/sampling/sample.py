@@ -41,7 +41,7 @@ SUMMARY = "summary.json"
 
 
 class Drawing(Frozen):
-    """How the samples of each prompt are drawn, and what is written beside them."""
+    """Options for drawing the samples of each prompt; `policy_version` is written beside them."""
 
     group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
     sampling: Sampling
@@ -50,7 +50,7 @@ class Drawing(Frozen):
 
 
 class SampleRequest(Drawing):
-    """Which prompts to answer with which policy, and where.
+    """Prompts to answer, the policy, and the sampler.
 
     `model` (and `dtype`) is what the sampler at `place` serves: it is part of what the samples follow from. `adapter`:
     absent, the model alone. `keep`: adapters of this run that other requests need now.
@@ -67,7 +67,7 @@ class SampleRequest(Drawing):
 
     @property
     def key(self) -> str:
-        """By what decides the bits: not by the run, nor by which lease answers, nor by where files came from."""
+        """The store key, by what decides the bits: not by the run, the lease that answers, or where files came from."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
         weights = [self.model.sha256, self.adapter.sha256 if self.adapter else ""]
         server = self.place.model_dump_json() if isinstance(self.place, ServedSampler) else "leased"
@@ -216,7 +216,7 @@ def _num_threads(group_size: int) -> int:
 
 
 def _result(store: ObjectStore, key: str) -> Sampled | None:
-    """What stands in the store, if all of it does."""
+    """Read the result from the store; None unless all of it is there."""
     drawn, shown = find(store, completions(key)), find(store, samples(key))
     if drawn is None or shown is None:
         return None

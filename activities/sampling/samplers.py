@@ -1,4 +1,4 @@
-"""How sampling activities reach a sampler: one that this host leases out, or a server behind a URL.
+"""Access of sampling activities to a sampler: one that this host leases out, or a server behind a URL.
 
 Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Through Temporal
 passes which one it is, and no more.
@@ -64,7 +64,7 @@ class Samplers:
             except SamplerUnavailable as error:
                 if worker.is_alive():
                     raise
-                raise WorkerLost(worker.obituary()) from error
+                raise WorkerLost(worker.death_report()) from error
 
     @contextmanager
     def _open_served(self, place: ServedSampler) -> Iterator[OpenSampler]:
@@ -90,7 +90,7 @@ def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int
     try:
         ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())
     except FileNotFoundError as error:
-        raise WorkerLost(worker.obituary()) from error
+        raise WorkerLost(worker.death_report()) from error
     with Sampler(ready.url, ready.api_key, timeout_s, attempts) as client:
         yield OpenSampler(client, ready.model)
 

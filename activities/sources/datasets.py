@@ -1,4 +1,4 @@
-"""Where the files behind a dataset's URI are."""
+"""Find the files behind a dataset's URI."""
 
 import os
 from collections.abc import Iterable, Iterator

@@ -14,7 +14,7 @@ _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
 
 
 def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
-    """Of a file that stands at its begin, and does so afterwards."""
+    """Tell a file's compression by its first bytes. The file stands at its begin, before and after."""
     start = file.read(4)
     file.seek(0)
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)

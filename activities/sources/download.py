@@ -33,7 +33,7 @@ _FORGET_AFTER_S = 3 * 3600
 
 
 class DownloadRequest(Frozen):
-    """Which data of which run of which tenant."""
+    """The dataset of a run's split, and the tenant who may read it."""
 
     run_id: RunId
     tenant: Tenant
@@ -92,7 +92,7 @@ class Download:
 
 
 def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> int:
-    """What of the sources lies in the tenant's own folder: that counts there, and not again in each run's copy."""
+    """Count the bytes of sources in the tenant's own folder: they count there, and not again in each run's copy."""
     num_bytes, folder = 0, tenant_folder(tenant)
     for source in sources.values():
         match source:
@@ -153,7 +153,7 @@ def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
 
 
 def _unpack_own(path: Path, target: Path, left: _Left, place: str) -> int:
-    """As `unpack`, of a file that is ours: one that is not compressed needs no copy."""
+    """Unpack a file that is ours, as `unpack` does: one that is not compressed needs no copy."""
     with path.open("rb") as file:
         if compression_of(file) or path.stat().st_size > left.decompressed:
             return unpack(file, target, left.decompressed, place, left.size_limit)

@@ -71,7 +71,7 @@ def snapshot(hub_id: HubId, patterns: tuple[str, ...], max_bytes: int) -> UserFo
 
 
 def _cached(hub_id: HubId, patterns: tuple[str, ...], away: Exception) -> str:
-    """What the cache has, where the hub is away or refuses to tell."""
+    """Find a snapshot in the cache, when the hub is away or refuses to answer."""
     from huggingface_hub import snapshot_download
 
     try:

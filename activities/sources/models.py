@@ -1,4 +1,4 @@
-"""Where a model's or an adapter's files are: a folder here, an S3 prefix, the Hugging Face hub, or our own store."""
+"""Find the files of a model or an adapter: in a folder here, an S3 prefix, the Hugging Face hub, or our own store."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -64,7 +64,7 @@ def json_object(data: bytes | str, place: str) -> dict[str, Any]:
 
 
 def max_bytes_of(name: str) -> int:
-    """Of a file that is read whole."""
+    """The largest size of a file of this name that is read whole."""
     return _MAX_BYTES.get(name, _MAX_CONFIG_BYTES)
 
 

@@ -38,7 +38,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a source answers: bytes from `start` to its end.
+    """A source's answer: bytes from `start` to its end.
 
     `validator` stands for the content (an ETag); None when the source cannot say whether it has changed.
     """
@@ -135,7 +135,7 @@ def _good_parts(lines: list[bytes], data: BinaryIO) -> Iterator[_Part]:
 
 
 class Pace:
-    """How long a transfer may take: a while, and more for what it has brought, however often it was broken off."""
+    """A bound on a transfer's time: a grace, and more for each byte that came, however often it was broken off."""
 
     def __init__(self, slowest_bytes_per_s: int, grace_s: float) -> None:
         self._slowest = slowest_bytes_per_s

@@ -51,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Kept:
-    """What of a block is trained with: flags by row and by token."""
+    """Flags of what is trained of a block, by row and by token."""
 
     kept_R: NDArray[np.bool_]
     too_long_R: NDArray[np.bool_]

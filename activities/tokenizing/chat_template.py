@@ -56,7 +56,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turns:
-    """What a template puts around an assistant's words, learned from two short conversations."""
+    """The texts that a template puts around an assistant's words, learned from two short conversations."""
 
     generation_prompt: str
     header: str
@@ -226,7 +226,7 @@ class ChatTemplate:
             yield Span(start, cursor, weights[i])
 
     def _start(self, marked: _Marked, message: Message, i: int, cursor: int) -> int:
-        """Where the turn's header ends."""
+        """Find the end of the turn's header."""
         turns = self._turns
         if turns.header:
             at = marked.text.find(turns.header, cursor)
@@ -242,7 +242,7 @@ class ChatTemplate:
         return start if turns.generation_prompt else self._with_space(marked, message, start, cursor)
 
     def _with_space(self, marked: _Marked, message: Message, start: int, cursor: int) -> int:
-        """Where the space in front of a content begins. Nothing asks the model for it, so it has to write it itself:
+        """Find the beginning of the space in front of a content. Nothing prompts it, so the model has to write it:
         what the template puts there (Mistral's do), and what the content begins with."""
         content = message["content"]
         most = len(self._turns.space) + len(content) - len(content.lstrip())
@@ -250,7 +250,7 @@ class ChatTemplate:
         return start - (len(in_front) - len(in_front.rstrip()))
 
     def _end(self, marked: _Marked, messages: list[Message], i: int, content_end: int) -> int:
-        """Where the turn's terminator ends."""
+        """Find the end of the turn's terminator."""
         limit = _next_end(marked, i)
         following = min((j for j in marked.ends if j > i), default=None)
         if following is not None:
@@ -280,12 +280,12 @@ class ChatTemplate:
 
 
 def _next_end(marked: _Marked, i: int) -> int:
-    """Where the next message's content ends, or the text does."""
+    """The end of the next message's content, or of the text."""
     return min((end for j, end in marked.ends.items() if j > i), default=len(marked.text))
 
 
 def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
-    """Where message i's content begins, if it stands in the text as it is (but for space around it)."""
+    """Find the beginning of message i's content, if it stands in the text as it is (but for space around it)."""
     content = message.get("content")
     if i not in marked.ends or not isinstance(content, str):
         return None

@@ -17,7 +17,7 @@ from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
 
 COLUMNS = ("token_id", "position", "parent", "hidden_index", "label", "weight", "advantage", "sequence")
-"""What a pair's unit brings. Nobody sampled its answers, and the worker scores the reference itself."""
+"""Columns of a pair's unit. Nobody sampled its answers, and the worker scores the reference itself."""
 
 Ids = Sequence[int] | NDArray[np.integer]
 Mask = Sequence[bool] | NDArray[np.bool_]
@@ -49,7 +49,7 @@ def pair_unit(chosen_ids: Ids, chosen_mask: Mask, rejected_ids: Ids, rejected_ma
 
 
 def why_not(chosen_ids: Ids, chosen_mask: Mask, rejected_ids: Ids, rejected_mask: Mask) -> str | None:
-    """Why two rows are no pair, if they are none."""
+    """The reason why two rows are no pair; None for a pair."""
     if not np.any(chosen_mask):
         return "the chosen answer has no token to train on"
     if not np.any(rejected_mask):

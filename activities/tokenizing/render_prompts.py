@@ -52,7 +52,7 @@ class PromptsRequest(Frozen):
 
     @property
     def key(self) -> str:
-        """By content: where the bytes came from does not matter."""
+        """The store key, by content: where the bytes came from does not matter."""
         fields = self.source.model_dump_json(exclude={"uri"})
         rules = self.model_dump_json(include={"max_prompt_tokens", "max_lost_fraction"})
         return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)
@@ -136,7 +136,7 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
 
 
 def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterator[tuple[Question, list[int]]]:
-    """What the model is asked, as token ids: equal to what training on the same row has before the answer.
+    """Render and tokenize questions: ids equal to what training on the same row has before the answer.
 
     A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
     begins texts.
@@ -207,7 +207,7 @@ class _Tally:
     lost: list[LostRow] = field(default_factory=list)
 
     def count(self, question: Question, token_ids: list[int]) -> bool:
-        """Whether the model is asked this. Raises InvalidInput for a prompt of no token."""
+        """Count a prompt. Returns whether it is short enough to use. Raises InvalidInput for a prompt of no token."""
         num_tokens = len(token_ids)
         if not num_tokens:
             raise InvalidInput("the prompt is empty: it has no token for the model to go on from", question.place)
@@ -266,7 +266,7 @@ def _refuse_losses(report: PromptsReport, shortest: int, request: PromptsRequest
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """What the model is asked, as token ids; the dataset's row, which graders see as the item; where that stands."""
+    """A prompt's token ids, the dataset's row, which graders see as the item, and the row's place."""
 
     place: str
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What tokenizing found: counts that say whether a dataset is what its user thinks it is."""
+"""The tokenizing report: counts that say whether a dataset is what its user thinks it is."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -50,7 +50,7 @@ class TokenizeRequest(Frozen):
 
     @property
     def key(self) -> str:
-        """By content: where the bytes came from does not matter."""
+        """The store key, by content: where the bytes came from does not matter."""
         fields = self.source.model_dump_json(exclude={"uri"})
         rules = self.model_dump_json(include={"max_tokens", "too_long", "max_lost_fraction", "pairs"})
         return content_key(_VERSION, self.dataset.sha256, self.model.sha256, fields, rules)

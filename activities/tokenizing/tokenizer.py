@@ -31,7 +31,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, the others as characters from 256 on."""
+    """Map characters of byte-level vocabularies to bytes: printable ones to themselves, the rest from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + k): byte for k, byte in enumerate(others)}
@@ -236,7 +236,7 @@ def _vocab_size(files: dict[str, bytes], tokenizer: "Tokenizer") -> int:
 
 
 def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:
-    """What the tokenizer puts before a plain text (BOS). Offsets are no longer trimmed afterwards."""
+    """The ids that the tokenizer puts before a plain text (BOS). Offsets are no longer trimmed afterwards."""
     from tokenizers import processors
 
     bare = tokenizer.encode("x", add_special_tokens=False).ids

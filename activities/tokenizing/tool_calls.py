@@ -34,7 +34,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """What a model said, and the calls in it. An answer in which one is broken is text, all of it.
+    """Split an answer into text and tool calls. An answer in which one is broken is text, all of it.
 
     Args:
         answer_id: unlike that of any other answer; the calls are named after it.
@@ -48,7 +48,7 @@ def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def _taken_out(text: str) -> tuple[list[str], str]:
-    """What stands between the tags, and what around them, in one pass however many tags are never closed."""
+    """Split a text into what is between the tags and what around them, in one pass, however many tags stay open."""
     blocks, around, at = [], [], 0
     while (begin := text.find(_BEGIN, at)) >= 0 and (end := text.find(_END, begin)) >= 0:
         around.append(text[at:begin])

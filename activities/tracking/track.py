@@ -185,7 +185,7 @@ class Track:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     async def _pause(self, asked_to_end: asyncio.Event) -> None:
-        """Until the run is looked at again."""
+        """Wait until the run is looked at again."""
         pause_s = max(POLL_S, self._num_followed / _LOOKS_PER_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asked_to_end.wait(), pause_s)
@@ -206,7 +206,7 @@ class Track:
         )
 
     def _place(self, run_id: str) -> WandbRun:
-        """Where the run's sender wants it in W&B, or else the installation."""
+        """The W&B project of a run: its sender's choice, or else the installation's."""
         try:
             record = read_record(self._host.store, RunKeys(run_id).record, RunRecord)
         except NotFound:  # a run that was started by hand
@@ -214,7 +214,7 @@ class Track:
         return record.source.wandb or WandbRun(project=self._host.settings.wandb_project)
 
     def _keep(self, run_id: str, written: Path) -> Path:
-        """What W&B wrote takes the place of what an earlier attempt did."""
+        """Replace what an earlier attempt wrote by what W&B has written now."""
         folder = self._folder / run_id
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
@@ -222,15 +222,15 @@ class Track:
 
 
 class Tries:
-    """Of writing a run in one mode. `num_vain`: those in a row that failed by this run's own call, or by nobody's, and
-    brought nothing new to W&B."""
+    """Tries to write a run in one mode. `num_vain`: those in a row that failed by this run's own call, or by nobody's,
+    and brought nothing new to W&B."""
 
     def __init__(self) -> None:
         self.num_vain = 0
         self._done = Done()
 
     def opened(self, done: Done) -> None:
-        """What stands on the server now."""
+        """Note what the server has now."""
         if done != self._done:
             self.num_vain, self._done = 0, done
 

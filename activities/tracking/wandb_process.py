@@ -90,7 +90,7 @@ class Writer:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether somebody waits for a place."""
+        """True if somebody waits for a place."""
         return self._num_waiting > 0
 
     @asynccontextmanager
@@ -268,7 +268,7 @@ def _environment(temporary: Path) -> dict[str, str]:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Of all hosts of this machine, one at a time looks through the folder."""
+    """Lock the folder against the other hosts of this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What a run's events and train steps become in W&B: rows of numbers, each step once."""
+"""Rows of W&B from a run's events and train steps: rows of numbers, each step once."""
 
 from collections.abc import Iterable, Iterator
 
@@ -22,7 +22,7 @@ Line = Event | TrainStep
 
 
 class Done(Frozen):
-    """What stands in W&B already: the last optimizer step, evaluation and train step. -1: none; no step is step 0."""
+    """Progress that W&B has: the last optimizer step, evaluation and train step. -1: none; no step is step 0."""
 
     step: int = 0
     evaluation: int = -1
@@ -30,7 +30,7 @@ class Done(Frozen):
 
 
 class Row(Frozen):
-    """What one event adds to the history: numbers by W&B name, and the samples of an evaluation."""
+    """One event's addition to the history: numbers by W&B name, and the samples of an evaluation."""
 
     values: dict[str, float]
     samples: tuple[Sample, ...] = ()

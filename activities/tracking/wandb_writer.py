@@ -24,7 +24,7 @@ from shared.contract import Frozen
 
 
 class WriterStart(Frozen):
-    """What W&B needs to know before the first row. `kind`: what the run optimises; `config`: its hyperparameters."""
+    """A run's description for W&B. `kind`: what the run optimises; `config`: its hyperparameters."""
 
     run_id: str
     name: str
@@ -118,7 +118,7 @@ def _do(request: Request, runs: dict[int, Any]) -> Answer:
 
 
 def _core_is_up() -> bool:
-    """Whether W&B's own process, which all runs share, is there."""
+    """True while W&B's own process, which all runs share, is there."""
     import psutil
 
     for child in psutil.Process().children():
@@ -153,7 +153,7 @@ def _open(start: WriterStart) -> Any:
 
 
 def _done(run: Any) -> Done:
-    """What a W&B server has of a run."""
+    """Ask a W&B server for a run's progress."""
     if not run.resumed:
         return Done()
     names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP}

@@ -59,7 +59,7 @@ class PublishedPolicy:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """How an answer was drawn: the ids that were asked with, the ids that came, and their logprobs."""
+    """An answer as it was drawn: the ids that were asked with, the ids that came, and their logprobs."""
 
     asked: list[int]
     ids: list[int]
@@ -167,7 +167,7 @@ class Conversations:
         return _rendered(i, turns, tools, tokenizer, process)
 
     def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
-        """What was drawn, where the client's message is the answer's. Nothing is rendered or tokenized."""
+        """Take what was drawn from the record, where the client's message is the answer's. Nothing is tokenized."""
         place = f"messages.{i}"
         if self._model is not None and record.model_sha256 != self._model.sha256:
             broken(f"{place}.answer_id", "another_model", "another model than the run's gave this answer")
@@ -256,7 +256,7 @@ def _drawn_ids(
 
 
 def _says_the_same(given: list[int], own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer) -> bool:
-    """Whether ids have a turn's text, tokenized in whatever way. The end may be the template's own, and not sampled."""
+    """True if ids have a turn's text, tokenized in whatever way. The end may be the template's own, and not sampled."""
     text = tokenizer.decode(given)
     if text in (tokenizer.decode(own), tokenizer.decode(own[:-1])):
         return True

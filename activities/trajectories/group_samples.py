@@ -37,7 +37,7 @@ class GroupSamplesRequest(Frozen):
 
     @property
     def key(self) -> str:
-        """By content: where the bytes came from does not matter."""
+        """The store key, by content: where the bytes came from does not matter."""
         own = self.model_dump_json(include={"shuffle_seed", "max_ungraded_fraction"})
         return content_key(_VERSION, self.completions.sha256, self.grades.sha256, own)
 
@@ -51,7 +51,7 @@ class GroupsMade(Frozen):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the groups themselves no longer say."""
+        """Metrics that the groups themselves no longer show."""
         num_samples = self.num_trajectories + self.num_ungraded
         return {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
 

@@ -47,7 +47,7 @@ logger = logging.getLogger("longshore.pack_trajectories")
 
 
 class GroupsRequest(Frozen):
-    """Which groups to pack for which step of a run. `policy_version` and `vocab_size` are what they are checked by.
+    """Groups to pack for a step of a run; `policy_version` and `vocab_size` are what they are checked by.
 
     `model` is whose tokenizer and chat template read trajectories of messages; without it they are refused. `tenant` is
     whose answers are remembered; `name` and `version` are what the policy was published as, if it was.
@@ -65,7 +65,7 @@ class GroupsRequest(Frozen):
 
 
 class PackedGroups(Frozen):
-    """What to train; nothing when no group says anything. `trained_before`: the step that had this key."""
+    """Packed data to train; None when no group teaches anything. `trained_before`: the step that had this key."""
 
     data: PackedData | None = None
     num_steps: int = 0
@@ -257,7 +257,7 @@ def plan_steps(
 
 
 def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -> dict[str, float]:
-    """What the groups say of the policy that sampled them: over all trajectories that have a reward, dropped or not;
+    """Metrics of the policy that sampled the groups: over all trajectories that have a reward, dropped or not;
     what only ids tell, over those that have ids.
     """
     report = read.report

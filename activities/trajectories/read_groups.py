@@ -21,7 +21,7 @@ MAX_TRAJECTORIES = 65_536
 
 
 class GroupsReport(Frozen):
-    """What became of a step's groups. Counts are of trajectories where they do not say groups."""
+    """Counts of what became of a step's groups. They are of trajectories where they do not say groups."""
 
     num_groups: int = 0
     num_trajectories: int = 0
@@ -36,7 +36,7 @@ class GroupsReport(Frozen):
 
     @property
     def summary(self) -> str:
-        """What was broken, in words."""
+        """The broken trajectories, in words."""
         reasons = ", ".join(f"{count} {rule}" for rule, count in sorted(self.dropped_for.items()))
         return f"{self.dropped_broken} of {self.num_trajectories} trajectories were left out: {reasons}"
 
@@ -63,7 +63,7 @@ def sequences_of(group: Group) -> list[Trajectory]:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a trajectory must keep to. `policy_version`: the one that the step starts from.
+    """Rules for trajectories. `policy_version`: the one that the step starts from.
 
     `conversations` reads those that are chat messages; without it they are no input.
     """
@@ -149,7 +149,7 @@ def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int])
 
 @dataclass(frozen=True)
 class TrajectoryFault:
-    """Why a trajectory cannot be trained: the field, a short name for the rule, and a sentence."""
+    """The reason why a trajectory cannot be trained: the field, a short name for the rule, and a sentence."""
 
     field: str
     rule: str
@@ -231,7 +231,7 @@ def _version_faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
 
 
 def _nothing_to_learn(group: Group, run: RLRun) -> str | None:
-    """Why a group's advantages are all 0, as the name of its count; `kept` where the run wants it all the same."""
+    """The reason why a group's advantages are all 0, as the name of its count; `kept` where the run wants it anyway."""
     if run.advantages not in _COMPARING:
         return None
     if len(group) == 1:

@@ -108,7 +108,7 @@ class RememberedAnswers:
 
 
 def is_same_message(message: dict[str, Any], choice: DrawnChoice) -> bool:
-    """Whether a client's message says what the answer said: its text, and the functions that it calls."""
+    """Compare a client's message with an answer: its text, and the functions that it calls."""
     told = with_parsed_calls({"tool_calls": [call.model_dump() for call in choice.tool_calls]})
     return _text(message) == (choice.content or "") and _calls(message) == _calls(told)
 

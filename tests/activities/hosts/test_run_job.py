@@ -12,7 +12,14 @@ from activities.host_context import HostContext
 from activities.hosts.progress import ProgressReport
 from activities.hosts.run_job import JobRequest, JobResult, RunJob
 from activities.hosts.worker_process import processes_of
-from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, damage, newest, prune, standing
+from activities.records.checkpoints import (
+    FindCheckpoint,
+    FindCheckpointRequest,
+    damage,
+    newest,
+    prune,
+    stored_checkpoints,
+)
 from shared.contract import Fence
 from shared.errors import CorruptArtifact, StoreUnavailable, WorkerLost
 from shared.jobs.events import Cancelled, Probed, Step, Succeeded
@@ -102,7 +109,7 @@ def test_the_newest_checkpoints_are_kept_whole_and_older_ones_go(host: Host, tmp
     plan = plan_for(host, tmp_path, num_steps=20, every_steps=2, keep=3)
     with HeldLease(host, plan, epoch=1) as lease:
         result = Running(host, lease, plan).ended()
-    left = standing(host.store, "r1")
+    left = stored_checkpoints(host.store, "r1")
     assert [checkpoint.step for checkpoint in left] == [16, 18, 20]
     for checkpoint in left:
         found = find(host.store, checkpoint.key)
@@ -133,7 +140,7 @@ def test_a_job_whose_results_go_to_s3(tmp_path: Path, s3_server: S3Server) -> No
         with HeldLease(host, plan, epoch=1) as lease:
             result = Running(host, lease, plan).ended()
         assert result.checkpoint == newest(host.store, "r1")
-        assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [9, 12]
+        assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [9, 12]
         assert weights(host, result.checkpoint, s3_server.settings) == adapter_bytes(7, 12)
         events, _ = read_events(host.store, "r1")
         assert steps(events) == list(range(1, 13))
@@ -143,11 +150,11 @@ def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp
     plan = plan_for(host, tmp_path, num_steps=10, every_steps=5)
     with HeldLease(host, plan, epoch=1) as lease:
         Running(host, lease, plan).ended()
-    host.store.delete(f"{standing(host.store, 'r1')[-1].key}/state.json")
+    host.store.delete(f"{stored_checkpoints(host.store, 'r1')[-1].key}/state.json")
     found = newest(host.store, "r1")
     assert found is not None
     assert found.step == 5
-    host.store.delete(f"{standing(host.store, 'r1')[0].key}/manifest.json")
+    host.store.delete(f"{stored_checkpoints(host.store, 'r1')[0].key}/manifest.json")
     assert newest(host.store, "r1") is None
     settings = Settings(root=tmp_path, store_uri=host.store.uri)
     point = FindCheckpoint(HostContext(settings)).find_checkpoint(FindCheckpointRequest(run_id="r1"))
@@ -160,7 +167,7 @@ def test_no_byte_of_a_manifest_can_be_flipped_without_an_older_checkpoint_or_a_f
     plan = plan_for(host, tmp_path, num_steps=10, every_steps=5)
     with HeldLease(host, plan, epoch=1) as lease:
         Running(host, lease, plan).ended()
-    older, newer = standing(host.store, "r1")
+    older, newer = stored_checkpoints(host.store, "r1")
     key = f"{newer.key}/manifest.json"
     whole = host.store.get_bytes(key)
     find_checkpoint = FindCheckpoint(HostContext(Settings(root=tmp_path, store_uri=host.store.uri))).find_checkpoint
@@ -424,9 +431,9 @@ def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_fro
         artifact(host.store, tmp_path / str(step), key, state_json="{}")
     host.store.put_bytes(KEYS.lease(2), b"{}")
     prune(host.store, "r1", 1, Fence(epoch=1))
-    assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [5, 10, 15]
+    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [5, 10, 15]
     prune(host.store, "r1", 1, Fence(epoch=2))
-    assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [15]
+    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [15]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [(12, 2)]), (2, [(10, 1), (12, 2)]), (3, [(5, 1), (10, 1), (12, 2)])])
@@ -438,7 +445,7 @@ def test_a_checkpoint_that_was_passed_over_takes_no_sound_ones_place(
         key = KEYS.checkpoint(Fence(epoch=epoch), step)
         artifact(host.store, tmp_path / str(step), key, state_json="{}")
     prune(host.store, "r1", keep, Fence(epoch=2))
-    found = standing(host.store, "r1")
+    found = stored_checkpoints(host.store, "r1")
     assert [(one.step, Fence.from_label(one.fence_label).epoch) for one in found] == left
 
 
@@ -448,7 +455,7 @@ def test_a_broken_checkpoint_of_a_straggler_pushes_out_no_whole_one(host: Host, 
     host.store.delete(f"{broken}/state.json")
     artifact(host.store, tmp_path / "whole", KEYS.checkpoint(Fence(epoch=2), 15), state_json="{}")
     prune(host.store, "r1", 1, Fence(epoch=2))
-    assert [checkpoint.step for checkpoint in standing(host.store, "r1")] == [15]
+    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [15]
 
 
 def test_a_worker_that_is_stopped_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
