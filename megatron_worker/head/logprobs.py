@@ -1,6 +1,7 @@
 """The logprob head: scores of targets without ever holding [targets, vocabulary].
 
-Chunks of targets meet the output embedding one at a time. The softmax runs in float32 (float64 for float64). Since
+Chunks of targets meet tiles of the output embedding's rows one at a time, and only a tile of logits is held, small
+enough for a core's cache. The softmax runs in float32 (float64 for float64). Since
 
     d logprob_n / d hidden_n = W[label_n] - sum_v p_nv W_v
 
@@ -16,13 +17,12 @@ Under tensor parallelism the hidden states are replicated and the vocabulary is 
 exponentials, target logits and the rows above in the forward. **The gradient of the hidden states comes out summed over
 the group; the caller must not sum it again.** The backward has no collective; the gradient of a shard is complete.
 
-What one shard knows of its targets is found by torch, below, or on CUDA by the kernels beside it (kernels.py);
+What one shard knows of its targets is found by torch (torch_tiles.py), or on CUDA by kernels (kernels.py);
 `_scan` and `_weight_gradient` choose.
 
-Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, K greatest logits kept.
+Shape suffixes: N targets, H hidden size, V rows of this rank's shard, K greatest logits kept.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Outputs, Scores
-from megatron_worker.head import top_k
+from megatron_worker.head import top_k, torch_tiles
 from megatron_worker.head.kernel_choice import use_kernel
+from megatron_worker.head.torch_tiles import LocalSums, TileSize, finite, rows_of_labels, softmax_dtype, tile_size
 
 NO_LABEL = -1
-CHUNK_TARGETS = 256  # of torch's way: their logits fit where it counts, and products are large enough
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def score_targets(
     label_N: Tensor,
     outputs: Outputs,
     shard: VocabShard,
-    chunk_tokens: int = CHUNK_TARGETS,
+    tile: TileSize | None = None,
 ) -> Scores:
     """Log-probability of each label, the entropy of its distribution and its `top_k` most likely ids, in nats, float32.
 
@@ -74,7 +74,7 @@ def score_targets(
         weight_VH: this rank's shard of the output embedding, in the dtype of `hidden_NH`.
         label_N: ids of the whole vocabulary, int64. `NO_LABEL` has a logit of 0: its "log-probability" is minus the
             logsumexp, and so is its gradient.
-        chunk_tokens: targets whose logits live at a time, where no kernel is used.
+        tile: None for the device's.
 
     The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it;
     the `top_k` are constants.
@@ -85,7 +85,8 @@ def score_targets(
     if not (outputs.logprob or outputs.entropy or outputs.top_k):
         return Scores()
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
-    scored = _Head.apply(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
+    tile = tile or tile_size(hidden_NH.device)
+    scored = _Head.apply(hidden_NH, weight_VH, label_N, outputs, shard, tile, keep_rows)
     logprob_N, entropy_N, top_logprob_NK, top_id_NK = scored
     return Scores(
         logprob_N=logprob_N if outputs.logprob else None,
@@ -104,17 +105,17 @@ class _Head(torch.autograd.Function):
         label_N: Tensor,
         outputs: Outputs,
         shard: VocabShard,
-        chunk_tokens: int,
+        tile: TileSize,
         keep_rows: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        local = _scan(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens, keep_rows)
+        local = _scan(hidden_NH, weight_VH, label_N, outputs, shard, tile, keep_rows)
         lse_N, target_N, mean_logit_N, rows_NH, entropy_rows_NH = _merge(local, shard.group)
         entropy_N = lse_N - mean_logit_N
         ctx.by_entropy, ctx.temperature = outputs.entropy_gradient, outputs.temperature
         if not ctx.by_entropy:
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, label_N, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
-        ctx.shard, ctx.chunk_tokens = shard, chunk_tokens
+        ctx.shard, ctx.tile = shard, tile
         top_logit_NK, top_id_NK = top_k.unpack(top_k.over_shards(local.top_NK, shard.group))
         top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
         ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
@@ -136,26 +137,9 @@ class _Head(torch.autograd.Function):
         if by_weight:
             entropy = (mean_logit_N, by_entropy_N) if ctx.by_entropy else None
             grad_VH = _weight_gradient(
-                hidden_NH, weight_VH, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.chunk_tokens
+                hidden_NH, weight_VH, label_N, lse_N, grad_N, entropy, ctx.temperature, ctx.shard, ctx.tile
             )
         return grad_NH, grad_VH, None, None, None, None, None
-
-
-@dataclass
-class _Local:
-    """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0.
-
-    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys of top_k.py.
-    """
-
-    max_N: Tensor
-    sum_exp_N: Tensor
-    target_N: Tensor
-    weighted_logit_N: Tensor
-    weighted_rows_NH: Tensor | None
-    label_rows_NH: Tensor | None
-    logit_rows_NH: Tensor | None
-    top_NK: Tensor
 
 
 def _scan(
@@ -164,10 +148,10 @@ def _scan(
     label_N: Tensor,
     outputs: Outputs,
     shard: VocabShard,
-    chunk_tokens: int,
+    tile: TileSize,
     keep_rows: bool,
-) -> _Local:
-    dtype, num_targets = _softmax_dtype(hidden_NH), len(label_N)
+) -> LocalSums:
+    dtype, num_targets = softmax_dtype(hidden_NH), len(label_N)
     zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
     rows_NH = label_rows_NH = logit_rows_NH = None
     if keep_rows:
@@ -176,49 +160,19 @@ def _scan(
         logit_rows_NH = torch.zeros_like(rows_NH) if outputs.entropy_gradient else None
     max_N = torch.full_like(zeros_N, -torch.inf)
     top_NK = label_N.new_full((num_targets, outputs.top_k), top_k.NONE)
-    local = _Local(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH, top_NK)
+    local = LocalSums(max_N, zeros_N, zeros_N.clone(), zeros_N.clone(), rows_NH, label_rows_NH, logit_rows_NH, top_NK)
     real_VH = weight_VH[: shard.num_real]
     if num_targets and shard.num_real:
         if kernels_do(hidden_NH):
             _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, shard)
         else:
-            _scan_by_torch(local, hidden_NH, real_VH, label_N, outputs, shard, chunk_tokens)
+            torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, shard.first, tile)
         local.top_NK = top_k.shifted(local.top_NK, shard.first)
     return local
 
 
-def _scan_by_torch(
-    local: _Local,
-    hidden_NH: Tensor,
-    real_VH: Tensor,
-    label_N: Tensor,
-    outputs: Outputs,
-    shard: VocabShard,
-    chunk_tokens: int,
-) -> None:
-    rows_NH, logit_rows_NH = local.weighted_rows_NH, local.logit_rows_NH
-    column_N, owned_N = _own_labels(label_N, shard)
-    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, outputs.temperature, chunk_tokens):
-        target_C = logit_CV.gather(1, column_N[chunk, None])[:, 0]
-        local.target_N[chunk] = torch.where(owned_N[chunk], target_C, 0.0)
-        max_C = logit_CV.amax(dim=1)
-        local.max_N[chunk] = max_C
-        if outputs.top_k:
-            local.top_NK[chunk] = top_k.of_logits(logit_CV, outputs.top_k)
-        kept_CV = logit_CV.clone() if outputs.entropy else None
-        below_CV = logit_CV - max_C[:, None] if logit_rows_NH is not None else None
-        exp_CV = logit_CV.sub_(max_C[:, None]).exp_()
-        local.sum_exp_N[chunk] = exp_CV.sum(dim=1)
-        if kept_CV is not None:
-            local.weighted_logit_N[chunk] = kept_CV.mul_(exp_CV).sum(dim=1)
-        if rows_NH is not None:
-            rows_NH[chunk] = exp_CV.to(real_VH.dtype) @ real_VH
-        if below_CV is not None and logit_rows_NH is not None:
-            logit_rows_NH[chunk] = below_CV.mul_(exp_CV).to(real_VH.dtype) @ real_VH
-
-
 def _scan_by_kernels(
-    local: _Local, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, shard: VocabShard
+    local: LocalSums, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, shard: VocabShard
 ) -> None:
     from megatron_worker.head import kernels as kernels
 
@@ -239,7 +193,7 @@ def _scan_by_kernels(
 
 
 def _merge(
-    local: _Local, group: dist.ProcessGroup | None
+    local: LocalSums, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Global logsumexp [N], target logit [N], expected logit [N] (0 unless scanned for), and the rows of the
     log-probability's and the entropy's gradient [N, H].
@@ -254,7 +208,7 @@ def _merge(
     if local.weighted_rows_NH is not None and local.logit_rows_NH is not None:
         # p (z - m) of this shard, its logits known relative to its own maximum
         from_mean_N = local.max_N - weighted_logit_N / sum_exp_N
-        entropy_rows_NH = local.logit_rows_NH.addcmul_(local.weighted_rows_NH, _finite(from_mean_N)[:, None])
+        entropy_rows_NH = local.logit_rows_NH.addcmul_(local.weighted_rows_NH, finite(from_mean_N)[:, None])
         entropy_rows_NH.mul_(-(scale_N / sum_exp_N)[:, None])
         _all_reduce(entropy_rows_NH, dist.ReduceOp.SUM, group)
     if local.weighted_rows_NH is not None and local.label_rows_NH is not None:
@@ -272,7 +226,7 @@ def _weight_gradient(
     entropy: tuple[Tensor, Tensor] | None,
     temperature: float,
     shard: VocabShard,
-    chunk_tokens: int,
+    tile: TileSize,
 ) -> Tensor:
     """d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype.
 
@@ -295,58 +249,15 @@ def _weight_gradient(
             temperature,
         )
         return grad_VH
-    column_N, owned_N = _own_labels(label_N, shard)
-    for chunk, logit_CV in _chunks_of_logits(hidden_NH, real_VH, temperature, chunk_tokens):
-        grad_C = grad_N[chunk]
-        pull_CV = -grad_C[:, None]
-        if entropy is not None:
-            mean_logit_N, by_entropy_N = entropy
-            pull_CV = pull_CV - by_entropy_N[chunk, None] * (logit_CV - mean_logit_N[chunk, None])
-        grad_CV = logit_CV.sub_(lse_N[chunk, None]).exp_().mul_(pull_CV)
-        grad_CV.scatter_add_(1, column_N[chunk, None], torch.where(owned_N[chunk], grad_C, 0.0)[:, None])
-        hidden_CH = hidden_NH[chunk]
-        if hidden_CH.dtype == grad_VH.dtype:
-            grad_VH[: shard.num_real].addmm_(grad_CV.t(), hidden_CH)
-        else:
-            grad_VH[: shard.num_real] += grad_CV.to(hidden_CH.dtype).t() @ hidden_CH
+    torch_tiles.add_weight_gradient(
+        grad_VH[: shard.num_real], hidden_NH, real_VH, label_N, lse_N, grad_N, entropy, temperature, shard.first, tile
+    )
     return grad_VH
-
-
-def _chunks_of_logits(
-    hidden_NH: Tensor, real_VH: Tensor, temperature: float, chunk_tokens: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of a chunk at a time, in the softmax's dtype, divided by the temperature.
-
-    Always the same buffer: use it up before going on.
-    """
-    num_targets, num_rows = len(hidden_NH), len(real_VH)
-    if not (num_targets and num_rows):
-        return
-    size = (min(chunk_tokens, num_targets), num_rows)
-    product_CV = hidden_NH.new_empty(size)
-    dtype = _softmax_dtype(hidden_NH)
-    logit_CV = product_CV if product_CV.dtype == dtype else product_CV.new_empty(size, dtype=dtype)
-    for start in range(0, num_targets, chunk_tokens):
-        chunk = slice(start, min(start + chunk_tokens, num_targets))
-        length = chunk.stop - chunk.start
-        torch.mm(hidden_NH[chunk].detach(), real_VH.detach().t(), out=product_CV[:length])
-        if logit_CV is not product_CV:
-            logit_CV[:length].copy_(product_CV[:length])
-        if temperature != 1:
-            logit_CV[:length].div_(temperature)
-        yield chunk, logit_CV[:length]
-
-
-def _own_labels(label_N: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The row of each label in this shard (0 where another shard owns it), and whether it is ours."""
-    row_N = label_N - shard.first
-    owned_N = (row_N >= 0) & (row_N < shard.num_real)
-    return torch.where(owned_N, row_N, 0), owned_N
 
 
 def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
     """The row of each label in this shard, -1 where another shard owns it."""
-    row_N, owned_N = _own_labels(label_N, shard)
+    row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
     return torch.where(owned_N, row_N, -1)
 
 
@@ -364,17 +275,8 @@ def _probe_kernels(one_NH: Tensor) -> None:
 
 
 def _label_rows(weight_VH: Tensor, label_N: Tensor, shard: VocabShard, dtype: torch.dtype) -> Tensor:
-    row_N, owned_N = _own_labels(label_N, shard)
+    row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
     return weight_VH.detach()[row_N].to(dtype).mul_(owned_N[:, None])
-
-
-def _finite(value_N: Tensor) -> Tensor:
-    """A shard that is all padding has no maximum, and nothing to weigh by it."""
-    return value_N.masked_fill(value_N == -torch.inf, 0.0)
-
-
-def _softmax_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

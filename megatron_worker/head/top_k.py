@@ -13,7 +13,6 @@ from torch import Tensor
 
 NONE = torch.iinfo(torch.int64).min  # the key of no logit, below that of every one
 _LAST_ID = (1 << 31) - 1
-COLUMNS = 8192  # keys of so many rows of a shard live at a time
 
 
 def pack(logit: Tensor, id: Tensor) -> Tensor:
@@ -44,13 +43,7 @@ def greatest(keys: Tensor, k: int) -> Tensor:
 
 def of_logits(logit_CV: Tensor, k: int) -> Tensor:
     """Keys of each row's k greatest, [C, K], their ids the columns."""
-    num_columns = logit_CV.shape[1]
-    id_V = torch.arange(num_columns, device=logit_CV.device)
-    kept = [
-        greatest(pack(logit_CV[:, start : start + COLUMNS], id_V[start : start + COLUMNS]), k)
-        for start in range(0, num_columns, COLUMNS)
-    ]
-    return greatest(torch.cat(kept, dim=1), k)
+    return greatest(pack(logit_CV, torch.arange(logit_CV.shape[1], device=logit_CV.device)), k)
 
 
 def shifted(keys: Tensor, first: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_worker.engine import Outputs
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.head.torch_tiles import TileSize
 from tests.megatron_worker.launch import run_ranks
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12
@@ -35,13 +36,13 @@ def reference(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Ten
     return logprob_N.detach(), entropy_N.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 256])
+@pytest.mark.parametrize("tile", [(1, 101), (5, 16), (37, 8), (256, 2048)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
-def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, tolerance: float, chunk_tokens: int):
+def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, tolerance: float, tile: tuple[int, int]):
     hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
     logprob_N, entropy_N, by_hidden, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
     outputs, shard = Outputs(entropy=True), whole_vocabulary(VOCAB_SIZE)
-    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(*tile))
     scores.logprob_N.backward(grad_N.to(scores.logprob_N.dtype))
     for ours, theirs in (
         (scores.logprob_N, logprob_N),
@@ -52,13 +53,15 @@ def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, toler
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 256])
+@pytest.mark.parametrize("tile", [(5, 16), (256, 2048)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_the_entropy_has_its_gradient_where_it_is_asked_for(dtype: torch.dtype, tolerance: float, chunk_tokens: int):
+def test_the_entropy_has_its_gradient_where_it_is_asked_for(
+    dtype: torch.dtype, tolerance: float, tile: tuple[int, int]
+):
     hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
     by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N)
     outputs, shard = Outputs(entropy=True, entropy_gradient=True), whole_vocabulary(VOCAB_SIZE)
-    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, chunk_tokens)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(*tile))
     ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
     torch.testing.assert_close(hidden_NH.grad.double(), by_hidden, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(weight_VH.grad.double(), by_weight, rtol=tolerance, atol=tolerance)
@@ -70,7 +73,7 @@ def test_a_temperature_divides_the_logits(dtype: torch.dtype, tolerance: float, 
     """Values, and the gradients of both, in chunks."""
     hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
     outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature)
-    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, whole_vocabulary(VOCAB_SIZE), 5)
+    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, whole_vocabulary(VOCAB_SIZE), TileSize(5, 16))
     ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
     logprob_N, entropy_N, _, _ = reference(hidden_NH / temperature, weight_VH, label_N, grad_N)
     by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N, temperature)
@@ -106,7 +109,9 @@ def test_gradcheck():
     hidden_NH, weight_VH, label_N, _ = inputs(torch.float64)
 
     def logprob(hidden: Tensor, weight: Tensor) -> Tensor:
-        return score_targets(hidden, weight, label_N[:7], Outputs(), whole_vocabulary(VOCAB_SIZE), 3).logprob_N
+        return score_targets(
+            hidden, weight, label_N[:7], Outputs(), whole_vocabulary(VOCAB_SIZE), TileSize(3, 40)
+        ).logprob_N
 
     assert torch.autograd.gradcheck(logprob, (hidden_NH.detach()[:7].requires_grad_(), weight_VH))
 
@@ -127,7 +132,7 @@ def test_bfloat16_is_as_close_as_its_logits_are():
     those in the normaliser."""
     hidden_NH, weight_VH, label_N, grad_N = inputs(torch.bfloat16)
     logprob_N, _, by_hidden, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
-    scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(VOCAB_SIZE), 8)
+    scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(VOCAB_SIZE), TileSize(8, 32))
     assert scores.logprob_N.dtype == torch.float32
     scores.logprob_N.backward(grad_N.float())
     largest_logit = float((hidden_NH.double() @ weight_VH.double().t()).abs().max())

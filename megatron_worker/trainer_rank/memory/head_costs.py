@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_worker.head.logprobs import CHUNK_TARGETS
-from megatron_worker.head.top_k import COLUMNS
+from megatron_worker.head.torch_tiles import CPU_TILE, DEVICE_TILE
 from megatron_worker.head.workspace import scan_bytes
 from megatron_worker.trainer_rank.heads import gathered_rows
 from megatron_worker.trainer_rank.inputs import Request
@@ -211,20 +210,19 @@ class Head:
         columns = num * (4 * self.exact + 18 + 8 * k + 8 * self.on_device)
         label_rows = rows + (num * self.row if self.is_rounded else 0) * keeps_graph
         merged = num * (7 * self.exact + k * (_UNPACK_BYTES + self.exact))
-        work = self._kernels(num, k, keeps_graph) if self.kernels else self._chunks(num, entropy, k, keeps_graph)
+        work = self._kernels(num, k, keeps_graph) if self.kernels else self._tiles(num, entropy, k, keeps_graph)
         return columns + max(rows + label_rows, 2 * rows + max(work, merged))
 
-    def _chunks(self, num: int, entropy: bool, k: int, keeps_graph: bool) -> float:
-        """The most while torch scans a chunk of targets at a time."""
-        chunk = min(num, CHUNK_TARGETS)
-        logits = chunk * self.shard_size * self.exact
-        rounded = chunk * self.shard_size * self.element if self.is_rounded else 0
-        columns = min(self.shard_size, COLUMNS)
-        keys = chunk * columns * _KEY_BYTES + max(chunk, 8) * columns + 8 * self.shard_size if k else 0
-        copy = logits * entropy
-        next_copy = min(chunk, num - chunk) * self.shard_size * self.exact * entropy  # made before the last goes
+    def _tiles(self, num: int, entropy: bool, k: int, keeps_graph: bool) -> float:
+        """The most while torch scans a tile of logits at a time."""
+        tile = DEVICE_TILE if self.on_device else CPU_TILE
+        chunk, columns = min(num, tile.targets), min(self.shard_size, tile.columns)
+        logits = chunk * columns * self.exact
+        rounded = chunk * columns * self.element if self.is_rounded else 0
+        keys = chunk * columns * _KEY_BYTES + max(chunk, 8) * columns + 8 * columns if k else 0
+        exponentials = 2 * logits * entropy  # made before the tile before lets go of its own
         product = (rounded + chunk * self.row) * keeps_graph
-        return logits + rounded + copy + max(keys, next_copy, product)
+        return logits + rounded + exponentials + max(keys, product)
 
     def _kernels(self, num: int, k: int, keeps_graph: bool) -> float:
         return scan_bytes(num, self.shard_size, self.hidden_size, self.dtype, num_buffers=int(keeps_graph), top_k=k)

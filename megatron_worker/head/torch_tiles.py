@@ -1,0 +1,176 @@
+"""Scores of targets by torch: sums over a shard of the vocabulary, and its gradient, a tile of logits at a time.
+
+Sums of exponentials are relative to the greatest logit so far and scaled when a greater one comes (Milakov & Gimelshein
+2018, arXiv:1805.02867, algorithm 3), so that no more than a tile of logits is held; on the CPU it fits into a core's
+cache, where passing over it again costs little.
+
+Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, T rows of a tile, K
+greatest logits kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_worker.engine import Outputs
+from megatron_worker.head import top_k
+
+
+class TileSize(NamedTuple):
+    """Logits that torch holds at a time, where no kernel is used."""
+
+    targets: int
+    columns: int
+
+
+CPU_TILE = TileSize(256, 2048)  # 2 MiB of float32, a core's second cache; products are large enough
+DEVICE_TILE = TileSize(256, 32_768)  # fewer and larger launches
+
+
+def tile_size(device: torch.device) -> TileSize:
+    return CPU_TILE if device.type == "cpu" else DEVICE_TILE
+
+
+@dataclass
+class LocalSums:
+    """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0.
+
+    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys of top_k.py.
+    """
+
+    max_N: Tensor
+    sum_exp_N: Tensor
+    target_N: Tensor
+    weighted_logit_N: Tensor
+    weighted_rows_NH: Tensor | None
+    label_rows_NH: Tensor | None
+    logit_rows_NH: Tensor | None
+    top_NK: Tensor
+
+
+def scan(
+    local: LocalSums,
+    hidden_NH: Tensor,
+    real_VH: Tensor,
+    label_N: Tensor,
+    outputs: Outputs,
+    first: int,
+    tile: TileSize,
+) -> None:
+    for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, outputs.temperature, tile):
+        _add_target(local.target_N[chunk], logit_CT, label_N[chunk], first + columns.start)
+        if outputs.top_k:
+            found_CK = top_k.shifted(top_k.of_logits(logit_CT, outputs.top_k), columns.start)
+            both = torch.cat([local.top_NK[chunk], found_CK], dim=1)
+            local.top_NK[chunk] = top_k.greatest(both, outputs.top_k)
+        _add_exponentials(local, chunk, logit_CT, real_VH[columns], outputs)
+
+
+def _add_target(target_C: Tensor, logit_CT: Tensor, label_C: Tensor, first: int) -> None:
+    """Add the logit of each label that is among a tile's ids, which begin at `first`."""
+    column_C, owned_C = rows_of_labels(label_C, first, logit_CT.shape[1])
+    target_C += torch.where(owned_C, logit_CT.gather(1, column_C[:, None])[:, 0], 0.0)
+
+
+def _add_exponentials(local: LocalSums, chunk: slice, logit_CT: Tensor, weight_TH: Tensor, outputs: Outputs) -> None:
+    """Scale a chunk's sums to a new maximum and add a tile's. Overwrites the tile's logits."""
+    max_C = torch.maximum(local.max_N[chunk], logit_CT.amax(dim=1))
+    fall_C = local.max_N[chunk] - max_C  # -inf at the first tile
+    scale_C = fall_C.exp()
+    local.max_N[chunk] = max_C
+    below_CT = logit_CT.sub_(max_C[:, None])
+    exp_CT = below_CT.exp() if outputs.entropy else below_CT.exp_()
+    sum_C = exp_CT.sum(dim=1)
+    local.sum_exp_N[chunk].mul_(scale_C).add_(sum_C)
+    if outputs.entropy:
+        below_CT.mul_(exp_CT)
+        local.weighted_logit_N[chunk].mul_(scale_C).add_(below_CT.sum(dim=1)).addcmul_(max_C, sum_C)
+    if local.weighted_rows_NH is None:
+        return
+    rows_CH = local.weighted_rows_NH[chunk]
+    if local.logit_rows_NH is not None:
+        logit_rows_CH = local.logit_rows_NH[chunk].addcmul_(rows_CH, finite(fall_C)[:, None]).mul_(scale_C[:, None])
+        _add_product(logit_rows_CH, below_CT, weight_TH)
+    _add_product(rows_CH.mul_(scale_C[:, None]), exp_CT, weight_TH)
+
+
+def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of matrices, computed in the dtype of `right`, in place."""
+    if right.dtype == sum_.dtype:
+        sum_.addmm_(left, right)
+    else:
+        sum_ += left.to(right.dtype) @ right
+
+
+def add_weight_gradient(
+    grad_VH: Tensor,
+    hidden_NH: Tensor,
+    real_VH: Tensor,
+    label_N: Tensor,
+    lse_N: Tensor,
+    grad_N: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    temperature: float,
+    first: int,
+    tile: TileSize,
+) -> None:
+    """Add d loss / d weight of rows of the shard, whose ids begin at `first`; the rest as logprobs.py has it."""
+    for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, temperature, tile):
+        grad_C = grad_N[chunk]
+        pull_CT = -grad_C[:, None]
+        if entropy is not None:
+            mean_logit_N, by_entropy_N = entropy
+            pull_CT = pull_CT - by_entropy_N[chunk, None] * (logit_CT - mean_logit_N[chunk, None])
+        grad_CT = logit_CT.sub_(lse_N[chunk, None]).exp_().mul_(pull_CT)
+        column_C, owned_C = rows_of_labels(label_N[chunk], first + columns.start, len(real_VH[columns]))
+        grad_CT.scatter_add_(1, column_C[:, None], torch.where(owned_C, grad_C, 0.0)[:, None])
+        _add_product(grad_VH[columns], grad_CT.t(), hidden_NH[chunk])
+
+
+def _tiles_of_logits(
+    hidden_NH: Tensor, real_VH: Tensor, temperature: float, tile: TileSize
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """A tile's targets, its rows, and its logits [C, T] in the softmax's dtype, divided by the temperature.
+
+    Always the same buffer: use it up before going on.
+    """
+    num_targets, num_rows = len(hidden_NH), len(real_VH)
+    if not (num_targets and num_rows):
+        return
+    size = min(tile.targets, num_targets) * min(tile.columns, num_rows)
+    product = hidden_NH.new_empty(size)
+    dtype = softmax_dtype(hidden_NH)
+    exact = product if product.dtype == dtype else product.new_empty(size, dtype=dtype)
+    for chunk in _slices(num_targets, tile.targets):
+        for columns in _slices(num_rows, tile.columns):
+            shape = chunk.stop - chunk.start, columns.stop - columns.start
+            product_CT, logit_CT = (x[: shape[0] * shape[1]].view(shape) for x in (product, exact))
+            torch.mm(hidden_NH[chunk].detach(), real_VH[columns].detach().t(), out=product_CT)
+            if exact is not product:
+                logit_CT.copy_(product_CT)
+            if temperature != 1:
+                logit_CT.div_(temperature)
+            yield chunk, columns, logit_CT
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Place of each label among ids from `first` on (0 where it is not among them), and whether it is."""
+    row_N = label_N - first
+    owned_N = (row_N >= 0) & (row_N < num_rows)
+    return torch.where(owned_N, row_N, 0), owned_N
+
+
+def finite(value_N: Tensor) -> Tensor:
+    """A shard that is all padding has no maximum, and nothing to weigh by it."""
+    return value_N.masked_fill(value_N == -torch.inf, 0.0)
+
+
+def softmax_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
