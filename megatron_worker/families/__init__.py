@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from shared.errors import InvalidInput
 from shared.jobs.layout import FAMILIES
 from shared.models.config import read_model_config
@@ -33,9 +33,9 @@ def read_architecture(folder: Path) -> Architecture:
     return architecture
 
 
-def pieces_of(architecture: Architecture, tp: int, etp: int = 1) -> list[Piece]:
+def pieces_of(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     """Every tensor of the model, for degrees of tensor and expert tensor parallelism."""
-    pieces: list[Piece] = _module(architecture.family).pieces(architecture, tp, etp)
+    pieces: list[TensorSlice] = _module(architecture.family).pieces(architecture, tp, etp)
     return pieces
 
 

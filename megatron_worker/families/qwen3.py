@@ -2,7 +2,7 @@
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import dense_architecture
-from megatron_worker.families.pieces import dense_pieces
+from megatron_worker.families.tensor_slices import dense_pieces
 from shared.models.config import DenseConfig
 
 pieces = dense_pieces  # its Hugging Face names are Llama's

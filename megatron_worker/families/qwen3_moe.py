@@ -4,7 +4,7 @@ import dataclasses
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import dense_architecture
-from megatron_worker.families.pieces import expert_pieces
+from megatron_worker.families.tensor_slices import expert_pieces
 from shared.models.config import MixtureConfig
 
 pieces = expert_pieces

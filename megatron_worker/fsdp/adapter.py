@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tensors.flat_buffer import Flat
@@ -26,7 +26,7 @@ class Adapter:
         """`sizes`: outputs and inputs of the model's linears."""
         self.lora = lora
         self._ranks = ranks
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorSlice] = []
         for linear, (num_outputs, num_inputs) in sizes.items():
             if linear.split(".")[-1] in lora.targets:
                 self.pieces += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
@@ -61,5 +61,5 @@ def _b(linear: str) -> str:
     return f"{PREFIX}{linear}.lora_B.weight"
 
 
-def _whole(name: str, *shape: int) -> Piece:
-    return Piece(name, name, shape, None, 0, shape[0])
+def _whole(name: str, *shape: int) -> TensorSlice:
+    return TensorSlice(name, name, shape, None, 0, shape[0])

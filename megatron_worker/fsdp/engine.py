@@ -9,27 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
-from megatron_worker.families import read_architecture
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks, join_ranks
-from megatron_worker.fsdp.state_files import (
-    read_adapter,
-    read_model,
-    read_optimizer,
-    write_adapter,
-    write_model_folder,
-    write_optimizer,
-)
 from megatron_worker.greedy import greedy, sequences_as_batch
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
-from megatron_worker.tensors.adapter_slots import Slots
+from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Dtype, Full, Lora
 from shared.jobs.layout import Layout, broken_rule
-from shared.models import peft as peft_format
 
 
 class FsdpEngine:
@@ -51,7 +42,11 @@ class FsdpEngine:
         self._dtype: torch.dtype = getattr(torch, dtype)
         with self._ranks.agreement():  # a device may be full on one rank alone
             self._model = Model(model, self._ranks, self._dtype)
-        self._slots = Slots(list(self._model.shards.values()), self._model.set_adapter, Adapter.new_optimizer)
+        shards = self._model.shards
+        base = Base(model, self._model.architecture, self._model.pieces, shards, list(shards.values()))
+        self._slots = Slots(
+            base, self._ranks, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer
+        )
         self._is_cut_short = False
         self.facts = _facts(self._ranks, layout, dtype, self._model.architecture.vocab_size)
         self._read_base()
@@ -61,33 +56,16 @@ class FsdpEngine:
         with self._ranks.agreement():
             read_model(self._folder, self._model.pieces, self._model.shards, self._ranks)
 
-    def _ensure_base(self) -> None:
-        """The base as it was published: full fine-tuning uses it up."""
-        if not self._slots.restore_base():
-            self._read_base()
+    def _new_adapter(self, lora: Lora) -> Adapter:
+        return Adapter(lora, self._model.sizes, self._ranks, self._dtype)
 
     # What is trained.
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        self._ensure_base()
-        adapter = self._new_adapter(lora)
-        adapter.initialise(seed)
-        self._slots.install(name, adapter, trainable=True)
+        self._slots.add_adapter(name, lora, seed)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        self._ensure_base()
-        with self._ranks.agreement():
-            adapter = self._new_adapter(peft_format.read_config(folder, lora))
-            # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
-            exact = adapter.flat.like(torch.float32)
-            read_adapter(folder, adapter, exact.views, self._ranks)
-        adapter.flat.buffer.copy_(exact.buffer)
-        self._slots.install(name, adapter, trainable)
-        if trainable:
-            self._slots.training.optimizer.set_masters(exact.views)
-
-    def _new_adapter(self, lora: Lora) -> Adapter:
-        return Adapter(lora, self._model.sizes, self._ranks, self._dtype)
+        self._slots.load_adapter(name, folder, lora, trainable)
 
     def drop_adapter(self, name: str) -> None:
         self._slots.drop(name)
@@ -96,10 +74,9 @@ class FsdpEngine:
         self._slots.activate(name)
 
     def train_full(self, full: Full) -> None:
-        self._ensure_base()
         model = self._model
         new_optimizer = partial(Optimizer, model.pieces, model.parameters, model.shards, self._ranks)
-        self._slots.train_base(new_optimizer, model.pieces)
+        self._slots.train_base(new_optimizer)
 
     # A step.
 
@@ -129,7 +106,7 @@ class FsdpEngine:
         """The output embedding, [V, H], gathered anew: it lives as long as it is held. Collective."""
         name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
         piece = next(piece for piece in self._model.pieces if piece.name == name)
-        return self._ranks.whole(piece, self._model.shards[name]), whole_vocabulary(self.facts.vocab_size)
+        return self._ranks.whole(piece, self._model.shards), whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
@@ -176,42 +153,17 @@ class FsdpEngine:
     # State.
 
     def save(self, folder: Path) -> None:
-        training, ranks = self._slots.training, self._ranks
-        weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
-        with ranks.agreement():
-            if training.slot is None:
-                write_model_folder(weights, self._folder, training.pieces, self._model.shards, ranks)
-            else:
-                write_adapter(weights, self._slots.adapters[training.slot], training.optimizer.master)
-        with ranks.agreement():
-            write_optimizer(optimizer, training.optimizer, training.pieces, ranks, training.keeps_masters)
+        self._slots.save(folder)
 
     def load(self, folder: Path) -> None:
-        training, optimizer = self._slots.training, self._slots.training.optimizer
-        with self._ranks.agreement():
-            if training.slot is None:
-                self._load_full(folder / "weights")
-            else:
-                adapter = self._slots.adapters[training.slot]
-                peft_format.read_config(folder / "weights", adapter.lora)
-                read_adapter(folder / "weights", adapter, optimizer.master, self._ranks)
-            read_optimizer(folder / "optimizer", optimizer, training.pieces, self._ranks, training.keeps_masters)
-        optimizer.refresh_working()
-
-    def _load_full(self, folder: Path) -> None:
-        if read_architecture(folder) != self._model.architecture:
-            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        read_model(folder, self._model.pieces, self._model.shards, self._ranks)
+        self._slots.load(folder)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for piece in self._model.pieces:
-            yield piece.name, self._ranks.whole(piece, self._model.shards[piece.name])
+        return self._slots.named_weights()
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """PEFT's names and whole float32 tensors of a slot, on every rank."""
-        adapter, training = self._slots.adapters[name], self._slots.trainings.get(name)
-        weights = adapter.flat.views if training is None else training.optimizer.master
-        return ((p.name, weights[p.name].float()) for p in adapter.pieces)
+        """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
+        return self._slots.adapter_weights(name)
 
     def _forget(self) -> None:
         """After a pass that an error cut short on some rank."""
@@ -228,7 +180,6 @@ class FsdpEngine:
 
     def reload(self) -> None:
         self._slots.reload()
-        self._ensure_base()
 
     def memory(self) -> Memory:
         return self._slots.memory()

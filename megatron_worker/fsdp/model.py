@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_worker.engine import Batch
 from megatron_worker.families import read_architecture
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp import attention
 from megatron_worker.fsdp.adapter import Adapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
@@ -59,7 +59,7 @@ class Model:
         _make_rotary(headed.causal_lm, ranks.device)
         names = {name.removeprefix("causal_lm."): p for name, p in self._root.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = names
-        self.pieces = [Piece(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
+        self.pieces = [TensorSlice(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
         with torch.no_grad():
             self.shards = {name: p.to_local() for name, p in names.items()}
         self._linears = _linears(headed.causal_lm)

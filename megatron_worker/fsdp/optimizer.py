@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from megatron_worker.engine import Norms
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tensors.adamw import sum_of_squares, update
 from megatron_worker.tensors.flat_buffer import Flat
+from megatron_worker.tensors.state_files import State
 from shared.jobs.job import Adam
 
 
@@ -24,7 +25,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], parameters: Mapping[str, Parameter], working: Mapping[str, Tensor], ranks: Ranks
+        self,
+        pieces: Sequence[TensorSlice],
+        parameters: Mapping[str, Parameter],
+        working: Mapping[str, Tensor],
+        ranks: Ranks,
     ) -> None:
         self._ranks = ranks
         self._is_sharded = any(piece.split is not None for piece in pieces)
@@ -35,7 +40,9 @@ class Optimizer:
         self.grad, self.exp_avg, self.exp_avg_sq = (Flat(shapes, torch.float32, ranks.device) for _ in range(3))
         self.is_exact = all(tensor.dtype == torch.float32 for tensor in working.values())
         self._masters = None if self.is_exact else Flat(shapes, torch.float32, ranks.device)
-        self.set_masters(working)
+        if self._masters is not None:
+            for name, view in self._masters.views.items():
+                view.copy_(working[name])
         self._hooks = [self._attach(name, parameter) for name, parameter in parameters.items()]
 
     def _attach(self, name: str, parameter: Parameter) -> torch.utils.hooks.RemovableHandle:
@@ -55,10 +62,20 @@ class Optimizer:
         """The float32 weights that are updated: the working ones, where those are float32."""
         return self._working if self._masters is None else self._masters.views
 
-    def set_masters(self, exact: Mapping[str, Tensor]) -> None:
-        if self._masters is not None:
-            for name, view in self._masters.views.items():
-                view.copy_(exact[name])
+    def gathered(self, state: State) -> Mapping[str, Tensor]:
+        """This rank's shards of a state, by name."""
+        match state:
+            case "master":
+                return self.master
+            case "exp_avg":
+                return self.exp_avg.views
+            case "exp_avg_sq":
+                return self.exp_avg_sq.views
+
+    def put(self, state: State, values: Flat) -> None:
+        """Take this rank's shards of a state."""
+        for name, tensor in self.gathered(state).items():
+            tensor.copy_(values.views[name])
 
     def flats(self) -> list[Flat]:
         """Every buffer of its own; the working weights are their owner's."""

@@ -1,5 +1,6 @@
 """The ranks of an FSDP engine: all of them share the data, and each holds a shard of every weight."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import join
 from shared.jobs.layout import Layout
@@ -33,8 +34,13 @@ class Ranks:
         self.sum(flag)
         return bool(flag)
 
-    def whole(self, piece: Piece, local: Tensor) -> Tensor:
-        """A whole tensor on every rank, from the shard of each. Collective where the piece is split."""
+    def splitting(self, _expert: int | None) -> "Ranks":
+        """The ranks that a tensor is split over: all."""
+        return self
+
+    def whole(self, piece: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+        """A whole tensor on every rank, from the shard of each. Collective where the tensor is split."""
+        local = parameters[piece.name]
         if piece.split is None or self.size == 1:
             return local
         share = -(-piece.shape[0] // self.size)

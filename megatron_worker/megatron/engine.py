@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.pieces import linears_of
+from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.greedy import greedy
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
@@ -20,22 +20,11 @@ from megatron_worker.megatron.optimizer import Optimizer
 from megatron_worker.megatron.parallel.mesh import Mesh, join_mesh
 from megatron_worker.megatron.parallel.stages import placed
 from megatron_worker.megatron.passes import Passes
-from megatron_worker.megatron.state_files import (
-    read_adapter,
-    read_optimizer,
-    read_pieces,
-    whole_tensor,
-    write_adapter,
-    write_full,
-    write_optimizer,
-)
 from megatron_worker.sums import over_ranks
-from megatron_worker.tensors.adapter_slots import Slots
-from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
-from shared.errors import InvalidInput
+from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.state_files import read_model
 from shared.jobs.job import Adam, Dtype, Full, Lora
 from shared.jobs.layout import Layout, ModelShape, check_layout
-from shared.models import peft as peft_format
 
 
 class MegatronEngine:
@@ -58,43 +47,27 @@ class MegatronEngine:
             self._model = Model(architecture, self._mesh, getattr(torch, dtype))
         self._passes = Passes(self._model, self._mesh)
         self._pieces = placed(pieces_of(architecture, layout.tp, layout.etp), architecture, layout)
-        self._slots = Slots([self._model.flat.buffer], self._model.set_adapter, Adapter.new_optimizer)
+        base = Base(model, architecture, self._pieces, self._model.flat.views, [self._model.flat.buffer])
+        self._slots = Slots(
+            base, self._mesh, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer
+        )
         self.facts = _facts(self._mesh, dtype, architecture.vocab_size)
         self._read_base()
 
     def _read_base(self) -> None:
-        with self._mesh.agreement(), model_files(self._folder) as files:
-            refuse_unknown(files, self._pieces, self._folder)
-            read_pieces(files, self._pieces, self._model.flat.views, self._mesh)
+        with self._mesh.agreement():
+            read_model(self._folder, self._pieces, self._model.flat.views, self._mesh)
 
-    def _ensure_base(self) -> None:
-        """The base as it was published: full fine-tuning uses it up."""
-        if not self._slots.restore_base():
-            self._model.flat.buffer.zero_()
-            self._read_base()
+    def _new_adapter(self, lora: Lora) -> Adapter:
+        return Adapter(lora, linears_of(self._pieces), self._mesh, self._model.flat.buffer.dtype)
 
     # What is trained.
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        self._ensure_base()
-        adapter = self._new_adapter(lora)
-        adapter.initialise(seed)
-        self._slots.install(name, adapter, trainable=True)
+        self._slots.add_adapter(name, lora, seed)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
-        self._ensure_base()
-        with self._mesh.agreement():
-            adapter = self._new_adapter(peft_format.read_config(folder, lora))
-            # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
-            exact = adapter.flat.like(torch.float32)
-            read_adapter(folder, adapter, exact, self._mesh)
-        adapter.flat.buffer.copy_(exact.buffer)
-        self._slots.install(name, adapter, trainable)
-        if trainable:
-            self._slots.training.optimizer.put("master", exact)
-
-    def _new_adapter(self, lora: Lora) -> Adapter:
-        return Adapter(lora, linears_of(self._pieces), self._mesh, self._model.flat.buffer.dtype)
+        self._slots.load_adapter(name, folder, lora, trainable)
 
     def drop_adapter(self, name: str) -> None:
         self._slots.drop(name)
@@ -103,10 +76,9 @@ class MegatronEngine:
         self._slots.activate(name)
 
     def train_full(self, full: Full) -> None:
-        self._ensure_base()
         model = self._model
         new_optimizer = partial(Optimizer, model.parameters, model.flat, model.regions, self._mesh)
-        self._slots.train_base(new_optimizer, self._pieces)
+        self._slots.train_base(new_optimizer)
 
     # A step.
 
@@ -165,49 +137,17 @@ class MegatronEngine:
     # State.
 
     def save(self, folder: Path) -> None:
-        training, writes = self._slots.training, self._mesh.rank == 0
-        weights, optimizer = (folder / "weights", folder / "optimizer") if writes else (None, None)
-        with self._mesh.agreement():
-            if training.slot is None:
-                write_full(weights, self._folder, training.pieces, self._model.flat, self._mesh)
-            else:
-                adapter = self._slots.adapters[training.slot]
-                write_adapter(weights, adapter, training.optimizer.gathered("master"), self._mesh)
-        with self._mesh.agreement():
-            write_optimizer(optimizer, training.optimizer, training.pieces, self._mesh, training.keeps_masters)
+        self._slots.save(folder)
 
     def load(self, folder: Path) -> None:
-        training, mesh = self._slots.training, self._mesh
-        with mesh.agreement():
-            if training.slot is None:
-                self._load_full(folder / "weights")
-            else:
-                adapter = self._slots.adapters[training.slot]
-                weights = folder / "weights"
-                peft_format.read_config(weights, adapter.lora)
-                exact = adapter.flat.like(torch.float32)
-                read_adapter(weights, adapter, exact, mesh)
-                training.optimizer.put("master", exact)
-            read_optimizer(folder / "optimizer", training.optimizer, training.pieces, mesh, training.keeps_masters)
-        training.optimizer.refresh_working()
-
-    def _load_full(self, folder: Path) -> None:
-        found = read_architecture(folder)
-        if found != self._model.architecture:
-            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        with model_files(folder) as files:
-            refuse_unknown(files, self._pieces, folder)
-            read_pieces(files, self._pieces, self._model.flat.views, self._mesh)
+        self._slots.load(folder)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for piece in self._pieces:
-            yield piece.name, whole_tensor(piece, self._model.flat.views, self._mesh)
+        return self._slots.named_weights()
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
-        adapter, training = self._slots.adapters[name], self._slots.trainings.get(name)
-        weights = adapter.flat if training is None else training.optimizer.gathered("master")
-        return ((p.name, whole_tensor(p, weights.views, self._mesh).float()) for p in adapter.pieces)
+        return self._slots.adapter_weights(name)
 
     def drop_training_state(self) -> None:
         self._slots.drop_all()
@@ -217,7 +157,6 @@ class MegatronEngine:
 
     def reload(self) -> None:
         self._slots.reload()
-        self._ensure_base()
 
     def memory(self) -> Memory:
         return self._slots.memory()

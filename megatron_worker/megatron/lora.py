@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from megatron_worker.families.pieces import Linear, Piece
+from megatron_worker.families.tensor_slices import Linear, TensorSlice
 from megatron_worker.megatron.optimizer import Optimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group, Holding, Mesh
@@ -42,7 +42,7 @@ class Beside:
 
     rank: int
     scale: float
-    parts: tuple[Piece, ...]
+    parts: tuple[TensorSlice, ...]
     a_RI: Parameter
     b_parts: tuple[Parameter, ...]
 
@@ -223,11 +223,11 @@ class Adapter:
         }
 
 
-def _targeted(linear: Linear, lora: Lora) -> tuple[Piece, ...]:
+def _targeted(linear: Linear, lora: Lora) -> tuple[TensorSlice, ...]:
     return tuple(p for p in linear.pieces if p.name.split(".")[-2] in lora.targets)
 
 
-def _pieces(linear: Linear, parts: tuple[Piece, ...], rank: int) -> list[Piece]:
+def _pieces(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
     """The A and B of every part, under PEFT's names."""
     pieces = []
     for number, part in enumerate(parts):
@@ -241,7 +241,7 @@ def _pieces(linear: Linear, parts: tuple[Piece, ...], rank: int) -> list[Piece]:
     return pieces
 
 
-def _holding(piece: Piece, mesh: Mesh) -> Holding:
+def _holding(piece: TensorSlice, mesh: Mesh) -> Holding:
     if piece.expert is not None:
         return "expert" if piece.split is not None else "expert partial"
     if piece.split is not None:
@@ -249,7 +249,7 @@ def _holding(piece: Piece, mesh: Mesh) -> Holding:
     return "partial" if mesh.layout.sp else "whole"
 
 
-def _local_shapes(pieces: Sequence[Piece], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+def _local_shapes(pieces: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
     rows: dict[str, int] = {}
     for piece in pieces:
         rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.stop)

@@ -5,7 +5,7 @@ et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, weigh
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
 from megatron_worker.tensors.adamw import sum_of_squares, update
 from megatron_worker.tensors.flat_buffer import Flat
+from megatron_worker.tensors.state_files import State
 from shared.jobs.job import Adam
-
-State = Literal["master", "exp_avg", "exp_avg_sq"]
 
 
 class Optimizer:
@@ -85,14 +84,14 @@ class Optimizer:
         for own, share in zip(self._owned(values.buffer), self._shares(state), strict=True):
             share.copy_(own)
 
-    def gathered(self, state: State) -> Flat:
-        """A buffer like the working one in float32, or the working one itself. Collective."""
+    def gathered(self, state: State) -> Mapping[str, Tensor]:
+        """A state in float32 by the parameters' names, or the working weights themselves. Collective."""
         if self._is_working(state):
-            return self._working
+            return self._working.views
         whole = self._working.like(torch.float32)
         for region, share in zip(self._regions, self._shares(state), strict=True):
             whole.buffer[region.all] = region.copies.join_shares(share)
-        return whole
+        return whole.views
 
     def refresh_working(self) -> None:
         """Round the masters into the weights that the model computes with, on all ranks that hold them."""

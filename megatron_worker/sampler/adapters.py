@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import Beside, Decoder, FusedLinear
 from megatron_worker.tensors.safetensors_files import TensorFiles, check_names, single_file
 from shared.jobs.job import Lora
@@ -36,15 +36,17 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
     return Adapter(name, str(folder), beside)
 
 
-def _targeted(linear: FusedLinear, lora: Lora) -> list[Piece]:
+def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
     return [p for p in linear.parts if p.name.split(".")[-2] in lora.targets]
 
 
-def _name(part: Piece, matrix: str) -> str:
+def _name(part: TensorSlice, matrix: str) -> str:
     return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
-def _beside(linear: FusedLinear, targeted: list[Piece], lora: Lora, files: TensorFiles, decoder: Decoder) -> Beside:
+def _beside(
+    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, files: TensorFiles, decoder: Decoder
+) -> Beside:
     num_outputs, num_inputs = linear.weight_OI.shape
     a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
     b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
@@ -58,6 +60,6 @@ def _beside(linear: FusedLinear, targeted: list[Piece], lora: Lora, files: Tenso
     return Beside(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
 
 
-def _read(files: TensorFiles, part: Piece, matrix: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read(files: TensorFiles, part: TensorSlice, matrix: str, shape: tuple[int, ...]) -> torch.Tensor:
     name = _name(part, matrix)
-    return files.local(Piece(name, name, shape, None, 0, shape[0]), name, 0, 1)
+    return files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)

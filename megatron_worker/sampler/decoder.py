@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_worker.families import pieces_of, read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
 from shared.errors import InvalidInput
 
@@ -48,7 +48,7 @@ class FusedLinear:
     """Hugging Face linears of one input, their rows one below the other."""
 
     name: str
-    parts: tuple[Piece, ...]
+    parts: tuple[TensorSlice, ...]
     weight_OI: Tensor
     bias_O: Tensor | None
 
@@ -276,7 +276,7 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
         return {p.name: files.local(p, p.name, 0, 1).to(device, dtype, copy=True) for p in pieces}
 
 
-def _layer(a: Architecture, weights: dict[str, Tensor], pieces: dict[str, Piece], number: int) -> Layer:
+def _layer(a: Architecture, weights: dict[str, Tensor], pieces: dict[str, TensorSlice], number: int) -> Layer:
     prefix = f"model.layers.{number}"
     fused = {name: _fused(f"{prefix}.{name}", prefix, parts, weights, pieces) for name, parts in _FUSED.items()}
     return Layer(
@@ -289,7 +289,7 @@ def _layer(a: Architecture, weights: dict[str, Tensor], pieces: dict[str, Piece]
 
 
 def _fused(
-    name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], pieces: dict[str, Piece]
+    name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], pieces: dict[str, TensorSlice]
 ) -> FusedLinear:
     """The parts leave `weights` as they are fused, so that none is held twice."""
     modules = [f"{prefix}.{part}" for part in parts]

@@ -1,26 +1,45 @@
 """The slots of an engine: adapters beside one base, what is trained of them or of it, and their way to the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_worker.engine import Memory
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families import read_architecture
+from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
+from megatron_worker.tensors.state_files import (
+    StatefulOptimizer,
+    StateRanks,
+    read_adapter,
+    read_model,
+    read_optimizer,
+    write_adapter,
+    write_model_folder,
+    write_optimizer,
+)
+from shared.errors import InvalidInput
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
 
 
 class SlotAdapter(Protocol):
     """An adapter's weights, in one buffer."""
 
-    pieces: list[Piece]
+    lora: Lora
+    pieces: list[TensorSlice]
     flat: Flat
 
+    def initialise(self, seed: int) -> None: ...
 
-class SlotOptimizer(Protocol):
+
+class SlotOptimizer(StatefulOptimizer, Protocol):
     """`flats`: every buffer of its own. `detach`: freeze what it trains, and let go of the gradients.
 
     `is_exact`: it updates the weights that the model computes with, in float32, and no masters of them.
@@ -31,6 +50,8 @@ class SlotOptimizer(Protocol):
     def flats(self) -> list[Flat]: ...
 
     def detach(self) -> None: ...
+
+    def refresh_working(self) -> None: ...
 
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
@@ -43,7 +64,7 @@ class Training(Generic[OptimizerT]):
 
     slot: str | None
     optimizer: OptimizerT
-    pieces: list[Piece]
+    pieces: list[TensorSlice]
 
     @property
     def keeps_masters(self) -> bool:
@@ -51,24 +72,45 @@ class Training(Generic[OptimizerT]):
         return self.slot is None and not self.optimizer.is_exact
 
 
+@dataclass(frozen=True)
+class Base:
+    """A model's own weights on this rank.
+
+    Args:
+        folder: where its published weights are.
+        parameters: by the names that `pieces` give them.
+        storages: the tensors that hold them, each with a storage of its own.
+    """
+
+    folder: Path
+    architecture: Architecture
+    pieces: list[TensorSlice]
+    parameters: Mapping[str, Tensor]
+    storages: list[Tensor]
+
+
 class Slots(Generic[AdapterT, OptimizerT]):
     """Any number of adapters, trained or not, of which one or none is active; or the base is trained.
 
     Args:
-        base: this rank's weights of the base, as published. Each has a storage of its own.
+        read_base: read the published weights into the base's parameters.
         use: make the model compute with an adapter beside the base, or with none.
-        new_optimizer: begin to train an adapter.
+        new_adapter: an adapter of zeros; `new_optimizer`: begin to train one.
     """
 
     def __init__(
         self,
-        base: Sequence[Tensor],
+        base: Base,
+        ranks: StateRanks,
+        read_base: Callable[[], None],
         use: Callable[[AdapterT | None], None],
+        new_adapter: Callable[[Lora], AdapterT],
         new_optimizer: Callable[[AdapterT], OptimizerT],
     ) -> None:
-        self._device = base[0].device
-        self._published, self._trained = HostCopy(base), HostCopy(base)
-        self._use, self._new_optimizer = use, new_optimizer
+        self._base, self._ranks, self._read_base = base, ranks, read_base
+        self._device = base.storages[0].device
+        self._published, self._trained = HostCopy(base.storages), HostCopy(base.storages)
+        self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
         self._active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
         self.trainings: dict[str | None, Training[OptimizerT]] = {}
@@ -83,8 +125,27 @@ class Slots(Generic[AdapterT, OptimizerT]):
         assert self.is_training, "nothing is being trained"
         return self.trainings[self._active]
 
-    def install(self, name: str, adapter: AdapterT, trainable: bool) -> None:
-        """Take an adapter in, and make it the active one."""
+    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
+        """Install a fresh adapter, trainable and active."""
+        self.ensure_base()
+        adapter = self._new_adapter(lora)
+        adapter.initialise(seed)
+        self._install(name, adapter, trainable=True)
+
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
+        """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
+        self.ensure_base()
+        with self._ranks.agreement():
+            adapter = self._new_adapter(peft_format.read_config(folder, lora))
+            # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
+            exact = adapter.flat.like(torch.float32)
+            read_adapter(folder, adapter.pieces, exact.views, self._ranks)
+        adapter.flat.buffer.copy_(exact.buffer)
+        self._install(name, adapter, trainable)
+        if trainable:
+            self.training.optimizer.put("master", exact)
+
+    def _install(self, name: str, adapter: AdapterT, trainable: bool) -> None:
         assert name not in self.adapters, f"slot {name!r} is taken"
         assert not (trainable and self._trains_base), "adapters are trained, or the base, not both"
         self.adapters[name] = adapter
@@ -92,9 +153,11 @@ class Slots(Generic[AdapterT, OptimizerT]):
             self.trainings[name] = Training(name, self._new_optimizer(adapter), adapter.pieces)
         self.activate(name)
 
-    def train_base(self, new_optimizer: Callable[[], OptimizerT], pieces: list[Piece]) -> None:
+    def train_base(self, new_optimizer: Callable[[], OptimizerT]) -> None:
+        """Train every weight of the base."""
+        self.ensure_base()
         assert not self.trainings, "drop_training_state comes before training something else"
-        self.trainings[None] = Training(None, new_optimizer(), pieces)
+        self.trainings[None] = Training(None, new_optimizer(), self._base.pieces)
 
     def activate(self, name: str | None) -> None:
         self._active = name
@@ -109,7 +172,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         del self.adapters[name]
 
     def drop_all(self) -> None:
-        """Forget every slot, and what is being trained. A base that was trained goes too (`restore_base`)."""
+        """Forget every slot, and what is being trained. A base that was trained goes too (`ensure_base`)."""
         for training in self.trainings.values():
             training.optimizer.detach()
         if self._trains_base:
@@ -119,15 +182,17 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.activate(None)
         self.adapters.clear()
 
-    def restore_base(self) -> bool:
-        """Have the base's weights on the device. False: they have storage, but are to be read into it anew."""
+    def ensure_base(self) -> None:
+        """Have the base as it was published on the device: full fine-tuning uses it up."""
         if self._published.device_bytes:
-            return True
+            return
         if self._published.host_bytes:
             self._published.reload()
-            return True
+            return
         self._published.restore()
-        return False
+        for storage in self._base.storages:
+            storage.zero_()
+        self._read_base()
 
     def offload(self) -> None:
         for copy in self._changing():
@@ -137,9 +202,55 @@ class Slots(Generic[AdapterT, OptimizerT]):
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Undo `offload`, but for a base that is not trained: `restore_base`."""
+        """Undo `offload`."""
         for copy in self._changing():
             copy.reload()
+        self.ensure_base()
+
+    # Files.
+
+    def save(self, folder: Path) -> None:
+        """Write `weights/` and `optimizer/` of what is being trained; rank 0 writes. Collective."""
+        training, base, ranks = self.training, self._base, self._ranks
+        weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
+        with ranks.agreement():
+            if training.slot is None:
+                write_model_folder(weights, base.folder, training.pieces, base.parameters, ranks)
+            else:
+                lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
+                write_adapter(weights, lora, training.pieces, exact, ranks)
+        with ranks.agreement():
+            write_optimizer(optimizer, training.optimizer, training.pieces, ranks, training.keeps_masters)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
+        training, ranks = self.training, self._ranks
+        with ranks.agreement():
+            if training.slot is None:
+                self._load_base(folder / "weights")
+            else:
+                adapter = self.adapters[training.slot]
+                peft_format.read_config(folder / "weights", adapter.lora)
+                exact = adapter.flat.like(torch.float32)
+                read_adapter(folder / "weights", adapter.pieces, exact.views, ranks)
+                training.optimizer.put("master", exact)
+            read_optimizer(folder / "optimizer", training.optimizer, training.pieces, ranks, training.keeps_masters)
+        training.optimizer.refresh_working()
+
+    def _load_base(self, folder: Path) -> None:
+        if read_architecture(folder) != self._base.architecture:
+            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
+        read_model(folder, self._base.pieces, self._base.parameters, self._ranks)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors of the base, one at a time, on every rank."""
+        return ((p.name, self._ranks.whole(p, self._base.parameters)) for p in self._base.pieces)
+
+    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
+        adapter, training = self.adapters[name], self.trainings.get(name)
+        weights = adapter.flat.views if training is None else training.optimizer.gathered("master")
+        return ((p.name, self._ranks.whole(p, weights).float()) for p in adapter.pieces)
 
     def memory(self) -> Memory:
         held = self._published.device_bytes + sum(flat.host.device_bytes for flat in self._flats())

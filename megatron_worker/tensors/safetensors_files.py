@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from shared.errors import InvalidInput
 
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def local(self, piece: Piece, name: str, rank: int, size: int) -> Tensor:
+    def local(self, piece: TensorSlice, name: str, rank: int, size: int) -> Tensor:
         """A rank's slice of a tensor. Raises InvalidInput when it is missing or not of the piece's shape."""
         if name not in self._files:
             raise InvalidInput(f"the tensor {name!r} is missing", self._place())
@@ -111,7 +111,7 @@ def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
         raise InvalidInput(f"{len(unknown)} tensors do not belong here, the first is {unknown[0]!r}", str(place))
 
 
-def refuse_unknown(files: TensorFiles, pieces: Iterable[Piece], folder: Path) -> None:
+def refuse_unknown(files: TensorFiles, pieces: Iterable[TensorSlice], folder: Path) -> None:
     """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
     known = {piece.name for piece in pieces} | {"lm_head.weight"}
     unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))

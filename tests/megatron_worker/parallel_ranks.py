@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Batch, LossFunction, Outputs
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import Model
@@ -235,7 +235,7 @@ Change = Callable[[Any], Any]
 
 
 def _same_shard(_: Any) -> Any:
-    def local(self: Piece, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    def local(self: TensorSlice, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         return whole if self.split is None else whole.narrow(self.split, 0, self.bounds(0, size)[1])
 
     return local
@@ -272,7 +272,7 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
     "drop-shard": (Group, "gather", lambda _: lambda self, x: [x] * self.size),
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
     "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
-    "same-shard": (Piece, "local", _same_shard),
+    "same-shard": (TensorSlice, "local", _same_shard),
     "forget-finalize": (Model, "_holding", _holding("partial", "whole")),
     "forget-tied": (Model, "_holding", _holding("tied", "split")),
     "forget-copies": (Model, "_holding", _holding("expert", "split")),

@@ -6,7 +6,7 @@ stage anew: expert tensor parallelism fastest, then expert parallelism, then cop
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import join
 from shared.jobs.layout import Layout
@@ -117,6 +118,29 @@ class Mesh:
     def splitting(self, expert: int | None) -> Group:
         """The ranks that a tensor, of an expert or not, is split over."""
         return self.tp if expert is None else self.etp
+
+    def whole(self, piece: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+        """A whole tensor on every rank, gathered from the ranks that hold it. Collective.
+
+        Args:
+            parameters: this rank's, all of one dtype.
+        """
+        if piece.parameter in parameters:
+            whole = self._gathered(piece, parameters[piece.parameter].detach())
+        else:
+            whole = next(iter(parameters.values())).new_empty(piece.shape)
+        if piece.expert is not None and piece.stage == self.pp.rank:
+            self.ep.broadcast(whole, piece.ep_rank)
+        self.pp.broadcast(whole, piece.stage)
+        return whole
+
+    def _gathered(self, piece: TensorSlice, parameter: Tensor) -> Tensor:
+        group = self.splitting(piece.expert)
+        share = piece.shape[0] if piece.split != 0 else -(-piece.shape[0] // group.size)
+        local = piece.read(parameter, share)
+        if piece.split is None:
+            return local
+        return torch.cat(group.gather(local), dim=piece.split).narrow(piece.split, 0, piece.shape[piece.split])
 
     def counts(self, holding: Holding) -> bool:
         """Whether this rank is the one that counts what several hold with the same gradient: in a norm, once."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.pieces import Piece
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from shared.jobs.layout import Layout
 
@@ -18,12 +18,12 @@ def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
     return range(first, first + share + (stage < rest))
 
 
-def placed(pieces: Sequence[Piece], architecture: Architecture, layout: Layout) -> list[Piece]:
+def placed(pieces: Sequence[TensorSlice], architecture: Architecture, layout: Layout) -> list[TensorSlice]:
     """The same pieces with the stage and the expert-parallel rank that hold them."""
     of_layer = [stage for stage in range(layout.pp) for _ in layers_of(stage, layout.pp, architecture.num_layers)]
     per_rank = max(1, architecture.num_experts // layout.ep)
 
-    def place(piece: Piece) -> Piece:
+    def place(piece: TensorSlice) -> TensorSlice:
         if piece.parameter.startswith(LAYERS):
             stage = of_layer[int(piece.parameter.removeprefix(LAYERS).split(".")[0])]
         else:
@@ -34,6 +34,6 @@ def placed(pieces: Sequence[Piece], architecture: Architecture, layout: Layout) 
     return [place(piece) for piece in pieces]
 
 
-def holds(mesh: Mesh, piece: Piece) -> bool:
+def holds(mesh: Mesh, piece: TensorSlice) -> bool:
     """Whether this rank has a part of a layer's piece."""
     return piece.stage == mesh.pp.rank and (piece.expert is None or piece.ep_rank == mesh.ep.rank)

@@ -15,7 +15,7 @@ from megatron_worker.families.architecture import Architecture
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
@@ -67,19 +67,19 @@ class Linear:
 
     name: str
     kind: Literal["column", "row"]  # megatron's words: "column" splits output rows over ranks, "row" input columns
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
 
 
-def linears_of(pieces: Sequence[Piece]) -> list[Linear]:
+def linears_of(pieces: Sequence[TensorSlice]) -> list[Linear]:
     """The linears that LoRA can stand beside, in model order."""
-    grouped: dict[str, list[Piece]] = {}
+    grouped: dict[str, list[TensorSlice]] = {}
     for piece in pieces:
         if piece.name.endswith("_proj.weight"):
             grouped.setdefault(piece.parameter.removesuffix(".weight"), []).append(piece)
     return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
 
 
-def dense_pieces(architecture: Architecture, tp: int, etp: int = 1) -> list[Piece]:
+def dense_pieces(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share.
 
     `etp` has no meaning without experts.
@@ -88,24 +88,24 @@ def dense_pieces(architecture: Architecture, tp: int, etp: int = 1) -> list[Piec
     return _between_ends(architecture, tp, layers)
 
 
-def expert_pieces(architecture: Architecture, tp: int, etp: int) -> list[Piece]:
+def expert_pieces(architecture: Architecture, tp: int, etp: int) -> list[TensorSlice]:
     """Every tensor of a decoder with experts in all layers, by the names of Qwen3-MoE."""
     layers = [_attention(architecture, tp, n) + _experts(architecture, etp, n) for n in range(architecture.num_layers)]
     return _between_ends(architecture, tp, layers)
 
 
-def _between_ends(a: Architecture, tp: int, layers: Sequence[Sequence[Piece]]) -> list[Piece]:
+def _between_ends(a: Architecture, tp: int, layers: Sequence[Sequence[TensorSlice]]) -> list[TensorSlice]:
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
-    pieces = [Piece("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
+    pieces = [TensorSlice("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
     pieces += [piece for layer in layers for piece in layer]
     pieces.append(_vector("model.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
     if not a.tied:
-        pieces.append(Piece("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
+        pieces.append(TensorSlice("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
     return pieces
 
 
-def _attention(a: Architecture, tp: int, layer: int) -> list[Piece]:
+def _attention(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
     """Of a layer all but its MLP."""
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
     attention = f"{theirs}.self_attn"
@@ -118,7 +118,9 @@ def _attention(a: Architecture, tp: int, layer: int) -> list[Piece]:
         pieces.append(_vector(f"{attention}.k_norm.weight", f"{ours}.self_attention.k_layernorm.weight", a.head_dim))
     output = (a.hidden_size, a.num_heads * a.head_dim)
     pieces.append(
-        Piece(f"{attention}.o_proj.weight", f"{ours}.self_attention.linear_proj.weight", output, 1, 0, a.hidden_size)
+        TensorSlice(
+            f"{attention}.o_proj.weight", f"{ours}.self_attention.linear_proj.weight", output, 1, 0, a.hidden_size
+        )
     )
     pieces.append(
         _vector(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size)
@@ -126,14 +128,14 @@ def _attention(a: Architecture, tp: int, layer: int) -> list[Piece]:
     return pieces
 
 
-def _mlp(a: Architecture, tp: int, layer: int) -> list[Piece]:
+def _mlp(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
     return _swiglu(f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp", a.hidden_size, a.ffn_size, tp)
 
 
-def _experts(a: Architecture, etp: int, layer: int) -> list[Piece]:
+def _experts(a: Architecture, etp: int, layer: int) -> list[TensorSlice]:
     theirs, ours = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
     router = (a.num_experts, a.hidden_size)
-    pieces = [Piece(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, a.num_experts)]
+    pieces = [TensorSlice(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, a.num_experts)]
     for number in range(a.num_experts):
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"
         pieces += _swiglu(*names, a.hidden_size, a.expert_ffn_size, etp, number)
@@ -142,27 +144,27 @@ def _experts(a: Architecture, etp: int, layer: int) -> list[Piece]:
 
 def _swiglu(
     theirs: str, ours: str, hidden_size: int, ffn_size: int, num_ranks: int, expert: int | None = None
-) -> list[Piece]:
+) -> list[TensorSlice]:
     up, down, share = (ffn_size, hidden_size), (hidden_size, ffn_size), ffn_size // num_ranks
     fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
     return [
-        Piece(f"{theirs}.gate_proj.weight", fc1, up, 0, 0, share, expert=expert),
-        Piece(f"{theirs}.up_proj.weight", fc1, up, 0, share, 2 * share, expert=expert),
-        Piece(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert),
+        TensorSlice(f"{theirs}.gate_proj.weight", fc1, up, 0, 0, share, expert=expert),
+        TensorSlice(f"{theirs}.up_proj.weight", fc1, up, 0, share, 2 * share, expert=expert),
+        TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert),
     ]
 
 
-def _qkv(a: Architecture, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[Piece]:
+def _qkv(a: Architecture, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
     """Megatron interleaves by key/value head: its queries, its key, its value."""
     pieces, start = [], 0
     for name, per_group in (("q_proj", a.heads_per_group), ("k_proj", 1), ("v_proj", 1)):
         stop = start + per_group * a.head_dim
         whole = (a.num_kv_heads * per_group * a.head_dim, *rest)
         groups = a.num_kv_heads // tp
-        pieces.append(Piece(f"{theirs}.{name}.{suffix}", f"{ours}.{suffix}", whole, 0, start, stop, groups))
+        pieces.append(TensorSlice(f"{theirs}.{name}.{suffix}", f"{ours}.{suffix}", whole, 0, start, stop, groups))
         start = stop
     return pieces
 
 
-def _vector(name: str, parameter: str, size: int) -> Piece:
-    return Piece(name, parameter, (size,), None, 0, size)
+def _vector(name: str, parameter: str, size: int) -> TensorSlice:
+    return TensorSlice(name, parameter, (size,), None, 0, size)

@@ -1,0 +1,180 @@
+"""A checkpoint's `weights/` and `optimizer/`: whole tensors under PEFT's or Hugging Face's names, whatever the layout.
+
+Rank 0 writes what all ranks gather, a tensor at a time. Every rank reads its own slices.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.tensors.flat_buffer import Flat
+from megatron_worker.tensors.model_folder import write_beside_weights
+from megatron_worker.tensors.safetensors_files import (
+    Entry,
+    TensorFiles,
+    all_drawn,
+    check_names,
+    model_files,
+    refuse_unknown,
+    single_file,
+    write_model,
+    write_safetensors,
+)
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
+
+OPTIMIZER = "optimizer.safetensors"
+STEP = "step"
+_MAX_FILE_BYTES = 5 << 30
+
+State = Literal["master", "exp_avg", "exp_avg_sq"]
+
+
+class Place(Protocol):
+    """A rank's place among those that a tensor is split over."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class StateRanks(Protocol):
+    """The ranks of an engine, as far as its state is concerned."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def splitting(self, expert: int | None) -> Place:
+        """The ranks that a tensor, of an expert or not, is split over."""
+        ...
+
+    def whole(self, piece: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+        """A whole tensor on every rank, gathered from the ranks that hold it. Collective."""
+        ...
+
+    def agreement(self) -> AbstractContextManager[None]: ...
+
+
+class StatefulOptimizer(Protocol):
+    """An optimizer whose state is saved. `gathered` is collective where ranks share the state out."""
+
+    step_count: int
+    grad: Flat
+
+    def gathered(self, state: State) -> Mapping[str, Tensor]: ...
+
+    def put(self, state: State, values: Flat) -> None: ...
+
+
+def read_model(
+    folder: Path, pieces: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+) -> None:
+    """Raises InvalidInput when a file is missing or damaged, or a tensor is missing, unknown or of another shape."""
+    with model_files(folder) as files:
+        refuse_unknown(files, pieces, folder)
+        _read(files, pieces, parameters, ranks)
+
+
+def write_model_folder(
+    folder: Path | None,
+    model: Path,
+    pieces: Sequence[TensorSlice],
+    parameters: Mapping[str, Tensor],
+    ranks: StateRanks,
+    max_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """Write Hugging Face's folder: weights and config in the weights' dtype, tokenizer and templates as in `model`.
+
+    Args:
+        folder: None on ranks that only help gathering; below too.
+    """
+    dtype = next(iter(parameters.values())).dtype
+    tensors = _whole(pieces, parameters, ranks)
+    with all_drawn(tensors):
+        if folder is not None:
+            write_beside_weights(folder, model, dtype)
+        write_model(folder, [Entry(p.name, dtype, p.shape) for p in pieces], tensors, max_bytes)
+
+
+def read_adapter(
+    folder: Path, pieces: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+) -> None:
+    """Raises InvalidInput as `read_model`."""
+    path = folder / peft_format.WEIGHTS
+    with single_file(path) as files:
+        check_names(files, {p.name for p in pieces}, path)
+        _read(files, pieces, parameters, ranks)
+
+
+def write_adapter(
+    folder: Path | None,
+    lora: Lora,
+    pieces: Sequence[TensorSlice],
+    parameters: Mapping[str, Tensor],
+    ranks: StateRanks,
+) -> None:
+    """Write PEFT's folder, in float32 whatever the engine computes in."""
+    tensors = _whole(pieces, parameters, ranks)
+    with all_drawn(tensors):
+        if folder is not None:
+            peft_format.write_config(folder, lora)
+        entries = [Entry(p.name, torch.float32, p.shape) for p in pieces]
+        write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
+
+
+def read_optimizer(
+    folder: Path, optimizer: StatefulOptimizer, pieces: Sequence[TensorSlice], ranks: StateRanks, master: bool
+) -> None:
+    """Raises InvalidInput when the file is missing, damaged, or of another model or adapter."""
+    path = folder / OPTIMIZER
+    states = _states(master)
+    with single_file(path) as files:
+        check_names(files, {f"{state}.{p.name}" for state in states for p in pieces} | {STEP}, path)
+        for state in states:
+            values = optimizer.grad.like(torch.float32)
+            _read(files, pieces, values.views, ranks, prefix=f"{state}.")
+            optimizer.put(state, values)
+        optimizer.step_count = int(files.local(TensorSlice(STEP, STEP, (), None, 0, 0), STEP, 0, 1))
+
+
+def write_optimizer(
+    folder: Path | None, optimizer: StatefulOptimizer, pieces: Sequence[TensorSlice], ranks: StateRanks, master: bool
+) -> None:
+    """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
+    states = _states(master)
+    entries = [Entry(f"{state}.{p.name}", torch.float32, p.shape) for state in states for p in pieces]
+    entries.append(Entry(STEP, torch.int64, ()))
+    moments = chain.from_iterable(_whole(pieces, optimizer.gathered(state), ranks) for state in states)
+    tensors = chain(moments, [torch.tensor(optimizer.step_count)])
+    with all_drawn(tensors):
+        write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
+
+
+def _states(master: bool) -> tuple[State, ...]:
+    return ("exp_avg", "exp_avg_sq", "master") if master else ("exp_avg", "exp_avg_sq")
+
+
+def _whole(pieces: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks) -> Iterator[Tensor]:
+    return (ranks.whole(p, parameters) for p in pieces)
+
+
+def _read(
+    files: TensorFiles,
+    pieces: Iterable[TensorSlice],
+    parameters: Mapping[str, Tensor],
+    ranks: StateRanks,
+    prefix: str = "",
+) -> None:
+    """Fill this rank's parameters from whole tensors named `prefix + name`; other ranks' tensors are left out."""
+    for piece in pieces:
+        if piece.parameter in parameters:
+            place = ranks.splitting(piece.expert)
+            piece.write(parameters[piece.parameter], files.local(piece, prefix + piece.name, place.rank, place.size))
