@@ -25,7 +25,6 @@ import torch
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
-from megatron_worker.greedy import sequences_as_batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.jobs.job import LINEARS, Adam, CrossEntropy, Lora
@@ -106,7 +105,7 @@ def packed_batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def our_batch(rows: list[list[int]]) -> Batch:
-    bin_ = sequences_as_batch(rows, torch.device("cpu"))
+    bin_ = Batch.of_sequences(rows, torch.device("cpu"))
     target_N = (bin_.position_T > 0).nonzero()[:, 0]
     zeros_N = torch.zeros(len(target_N))
     return dataclasses.replace(

@@ -8,7 +8,7 @@ while its peers still have some gives empty ones: weights, or experts, may be sp
 Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +44,46 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         return len(self.token_id_T) == 0
+
+    @staticmethod
+    def to_score(
+        token_id_T: Tensor, position_T: Tensor, parent_T: Tensor, hidden_index_N: Tensor, label_N: Tensor
+    ) -> "Batch":
+        """Make a bin whose targets are only scored: they weigh nothing and are all of sequence 0."""
+        zeros_N = torch.zeros(len(label_N), device=label_N.device)
+        return Batch(
+            token_id_T=token_id_T,
+            position_T=position_T,
+            parent_T=parent_T,
+            hidden_index_N=hidden_index_N,
+            label_N=label_N,
+            weight_N=zeros_N,
+            advantage_N=zeros_N,
+            old_logprob_N=zeros_N,
+            ref_logprob_N=zeros_N,
+            sampler_logprob_N=zeros_N,
+            sequence_N=torch.zeros_like(label_N),
+        )
+
+    @staticmethod
+    def of_sequences(sequences: Sequence[Sequence[int]], device: torch.device) -> "Batch":
+        """Make a bin of whole sequences, one target each: what comes after the last token, with label 0."""
+        lengths = torch.tensor([len(s) for s in sequences])
+        position_T = torch.cat([torch.arange(len(s)) for s in sequences])
+        parent_T = torch.where(position_T == 0, -1, torch.arange(len(position_T)) - 1)
+        return Batch.to_score(
+            torch.tensor([t for s in sequences for t in s], device=device),
+            position_T.to(device),
+            parent_T.to(device),
+            (lengths.cumsum(0) - 1).to(device),
+            torch.zeros(len(sequences), dtype=torch.int64, device=device),
+        )
+
+    @staticmethod
+    def empty(device: torch.device) -> "Batch":
+        """Make a bin of no token and no target."""
+        nothing_0 = torch.zeros(0, dtype=torch.int64, device=device)
+        return Batch.to_score(nothing_0, nothing_0, nothing_0, nothing_0, nothing_0)
 
 
 @dataclass(frozen=True)

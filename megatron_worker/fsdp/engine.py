@@ -13,7 +13,7 @@ from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
 from megatron_worker.fsdp.ranks import Ranks, join_ranks
-from megatron_worker.greedy import greedy, sequences_as_batch
+from megatron_worker.greedy import greedy
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
@@ -146,7 +146,7 @@ class FsdpEngine:
         return greedy(self._next_tokens, prompts, max_tokens, stop_ids)
 
     def _next_tokens(self, sequences: list[list[int]]) -> list[int]:
-        batch = sequences_as_batch(sequences, self._ranks.device)
+        batch = Batch.of_sequences(sequences, self._ranks.device)
         found = self._model.forward(batch, lambda last_BH, weight_VH: {"token_B": (last_BH @ weight_VH.t()).argmax(1)})
         return found["token_B"].tolist()
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_worker.greedy import sequences_as_batch
+from megatron_worker.engine import Batch
 from megatron_worker.megatron.model import Model
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.passes import Passes
@@ -11,7 +11,7 @@ from megatron_worker.megatron.passes import Passes
 
 def next_tokens(passes: Passes, model: Model, mesh: Mesh, sequences: list[list[int]]) -> list[int]:
     """The most likely token after each sequence, all in one bin; the same on every rank."""
-    last_BH = passes.hidden_states(sequences_as_batch(sequences, mesh.device))
+    last_BH = passes.hidden_states(Batch.of_sequences(sequences, mesh.device))
     token_B = torch.empty(len(sequences), dtype=torch.int64, device=mesh.device)
     if last_BH is not None:
         logit_BV = (last_BH @ model.output_weight_VH[: model.shard.num_real].t()).float()

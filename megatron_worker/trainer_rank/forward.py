@@ -83,20 +83,9 @@ def _batch(requests: Sequence[Request], packed: Pack, questions: Sequence[_Rows]
 
     nothing = np.zeros(0, dtype=np.int64)
     index_N = np.concatenate([nothing, *(index_P for rows in questions for index_P in rows.indices)])
-    zeros_N = torch.zeros(len(index_N), device=device)
-    return Batch(
-        token_id_T=on_device(packed.token_id_T),
-        position_T=on_device(packed.position_T),
-        parent_T=on_device(packed.parent_T),
-        hidden_index_N=on_device(index_N),
-        label_N=torch.zeros(len(index_N), dtype=torch.int64, device=device),
-        weight_N=zeros_N,
-        advantage_N=zeros_N,
-        old_logprob_N=zeros_N,
-        ref_logprob_N=zeros_N,
-        sampler_logprob_N=zeros_N,
-        sequence_N=torch.zeros(len(index_N), dtype=torch.int64, device=device),
-    )
+    label_N = torch.zeros(len(index_N), dtype=torch.int64, device=device)
+    token_id_T, position_T, parent_T = map(on_device, (packed.token_id_T, packed.position_T, packed.parent_T))
+    return Batch.to_score(token_id_T, position_T, parent_T, on_device(index_N), label_N)
 
 
 def _answer(

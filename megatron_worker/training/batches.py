@@ -106,20 +106,7 @@ class Sums:
     def __init__(self, loss: LossFunction, device: torch.device) -> None:
         self._device = device
         zeros_0 = torch.zeros(0, device=device)
-        indices_0 = torch.zeros(0, dtype=torch.int64, device=device)
-        empty = Batch(
-            token_id_T=indices_0,
-            position_T=indices_0,
-            parent_T=indices_0,
-            hidden_index_N=indices_0,
-            label_N=indices_0,
-            weight_N=zeros_0,
-            advantage_N=zeros_0,
-            old_logprob_N=zeros_0,
-            ref_logprob_N=zeros_0,
-            sampler_logprob_N=zeros_0,
-            sequence_N=indices_0,
-        )
+        empty = Batch.empty(device)
         self.totals: dict[str, Tensor] = {}
         self.add(loss.sums(Scores(zeros_0, zeros_0), empty).detached(), empty)
 

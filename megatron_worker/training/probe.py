@@ -31,17 +31,4 @@ def _chain(token_ids: tuple[int, ...], device: torch.device) -> Batch:
     """A bin of one sequence, every token but the first a target."""
     token_id_T = torch.tensor(token_ids, device=device)
     position_T = torch.arange(len(token_ids), device=device)
-    zeros_N = torch.zeros(len(token_ids) - 1, device=device)
-    return Batch(
-        token_id_T=token_id_T,
-        position_T=position_T,
-        parent_T=position_T - 1,
-        hidden_index_N=position_T[:-1],
-        label_N=token_id_T[1:],
-        weight_N=zeros_N,
-        advantage_N=zeros_N,
-        old_logprob_N=zeros_N,
-        ref_logprob_N=zeros_N,
-        sampler_logprob_N=zeros_N,
-        sequence_N=zeros_N.long(),
-    )
+    return Batch.to_score(token_id_T, position_T, position_T - 1, position_T[:-1], token_id_T[1:])

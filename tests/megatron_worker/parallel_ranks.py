@@ -24,7 +24,6 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import Model
 from megatron_worker.megatron.parallel import collectives
 from megatron_worker.megatron.parallel.mesh import Group
-from megatron_worker.megatron.state_files import whole_tensor
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, CrossEntropy, Dtype, Full, Lora
 from shared.jobs.layout import Layout
@@ -118,7 +117,7 @@ def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[st
     for region in optimizer._regions:
         whole.buffer[region.all] = region.copies.join_shares(optimizer.grad.buffer[region.own])
     optimizer.zero_grad()
-    return {piece.name: whole_tensor(piece, whole.views, engine._mesh).clone() for piece in training.pieces}
+    return {piece.name: engine._mesh.whole(piece, whole.views).clone() for piece in training.pieces}
 
 
 def scores(engine: MegatronEngine, batch: Batch) -> list[list[float]]:

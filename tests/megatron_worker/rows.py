@@ -12,7 +12,6 @@ import torch
 
 from examples.tiny_model import Family, make_tiny_model
 from megatron_worker.engine import Batch
-from megatron_worker.greedy import sequences_as_batch
 
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
@@ -68,7 +67,7 @@ def bin_of(rows: Sequence[Row]) -> Batch:
         start += len(row.ids)
     zeros_N = torch.zeros(len(index))
     return dataclasses.replace(
-        sequences_as_batch([row.ids for row in rows], torch.device("cpu")),
+        Batch.of_sequences([row.ids for row in rows], torch.device("cpu")),
         hidden_index_N=torch.tensor(index),
         label_N=torch.tensor(label),
         weight_N=torch.tensor(weight),

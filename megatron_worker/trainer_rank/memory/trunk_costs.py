@@ -116,20 +116,8 @@ def _probe(num_tokens: int, branches: bool, device: torch.device) -> Batch:
     second = root + (num_tokens - root) // 2
     position[second:] -= second - root
     parent[second] = root - 1
-    zero, one_index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    return Batch(
-        token_id_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        position_T=position,
-        parent_T=parent,
-        hidden_index_N=one_index + num_tokens - 1,
-        label_N=one_index,
-        weight_N=zero,
-        advantage_N=zero,
-        old_logprob_N=zero,
-        ref_logprob_N=zero,
-        sampler_logprob_N=zero,
-        sequence_N=one_index,
-    )
+    zero_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    return Batch.to_score(torch.zeros_like(index), position, parent, zero_1 + num_tokens - 1, zero_1)
 
 
 def mask_bytes(parent_T: Ints, element_bytes: int, device_type: str) -> int:
