@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from megatron_worker.process.watchdog import keep_vigil
+from megatron_worker.process.watchdog import start_watchdog
 from shared.errors import InvalidInput
 from shared.jobs.job import Job
 from shared.settings import Settings
@@ -29,7 +29,9 @@ def main(arguments: list[str] | None = None, build: "BuildEngine | None" = None)
     """Run this rank; returns its exit status. `build` makes the engine of a plan; Longshore's own unless given."""
     options = _parse(arguments)
     paths = WorkerPaths(options.root.resolve()) if options.root else None
-    keep_vigil(paths.record if paths else None)  # before the slow imports: a worker whose host dies now must leave too
+    start_watchdog(
+        paths.record if paths else None
+    )  # before the slow imports: a worker whose host dies now must leave too
     settings = Settings()
     try:
         job = _job_by_hand(options.once, options.into) if options.once else None

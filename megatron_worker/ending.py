@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_worker.process.event_log import Report
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.runner import Outcome
 from megatron_worker.warm_engine import WarmEngine, collect_garbage
 from shared.jobs.events import Cancelled, Failed, Offloaded, Succeeded
@@ -17,19 +17,19 @@ from shared.jobs.job import Job
 
 
 def end_job(
-    job: Job, outcome: Outcome, warm: WarmEngine, report: Report, control: Control, archive: Callable[[], None]
+    job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks, archive: Callable[[], None]
 ) -> None:
     """Steps 2 to 7. The runner's own objects went when it returned. `archive` is called on rank 0."""
-    _free_device(job, warm, report, control)  # 2, 3
-    control.barrier()  # 4
-    if control.rank == 0:
+    _free_device(job, warm, report, ranks)  # 2, 3
+    ranks.barrier()  # 4
+    if ranks.rank == 0:
         if Path(job.scratch_dir).exists():
             shutil.rmtree(job.scratch_dir)  # 5
         archive()  # 6
         _conclude(outcome, warm, report)  # 7
 
 
-def _free_device(job: Job, warm: WarmEngine, report: Report, control: Control) -> None:
+def _free_device(job: Job, warm: WarmEngine, report: Report, ranks: WorkerRanks) -> None:
     """Drop what the job made, then offload what the next job can use. A job that was refused has touched nothing."""
     if not warm.in_use or warm.engine is None:
         collect_garbage()
@@ -40,7 +40,7 @@ def _free_device(job: Job, warm: WarmEngine, report: Report, control: Control) -
     if job.plan.after == "offload":
         warm.offload()
         after = warm.engine.memory()
-        sums = control.total([before.device_bytes, after.device_bytes, after.host_bytes])
+        sums = ranks.total([before.device_bytes, after.device_bytes, after.host_bytes])
         report.emit(
             Offloaded,
             device_bytes_before=sums[0],

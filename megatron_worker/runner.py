@@ -18,13 +18,13 @@ from megatron_worker.losses import loss_function
 from megatron_worker.losses.parts.columns import check_columns
 from megatron_worker.process.event_log import Report
 from megatron_worker.process.faults import Fault, JobFailed, fault_of
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import PackedBatches, Sums
 from megatron_worker.training.checkpoint import load_checkpoint, load_initial_checkpoint, read_state, save_checkpoint
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts
-from megatron_worker.training.frozen_logprobs import score, score_reference, turns
+from megatron_worker.training.frozen_logprobs import bins_to_score, score, score_reference
 from megatron_worker.training.probe import check_probe, probe
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.warm_engine import WarmEngine
@@ -59,7 +59,7 @@ class Work:
     loss: LossFunction
     evaluator: Evaluator
     report: Report
-    control: Control
+    ranks: WorkerRanks
     cancelled: Callable[[], bool]
     done: int = 0
     saved: int | None = None
@@ -75,13 +75,13 @@ class Work:
 
 
 def run_job(
-    job: Job, warm: WarmEngine, staging: Staging, report: Report, control: Control, cancelled: Callable[[], bool]
+    job: Job, warm: WarmEngine, staging: Staging, report: Report, ranks: WorkerRanks, cancelled: Callable[[], bool]
 ) -> Outcome:
     """Do a job. A fault that all ranks know is an outcome; any other error is this rank's alone, and propagates."""
     work: Work | None = None
     with ExitStack() as open_files:
         try:
-            work = prepare(job, warm, staging, report, control, cancelled, open_files)
+            work = prepare(job, warm, staging, report, ranks, cancelled, open_files)
             return train(work)
         except JobFailed as failed:
             return Outcome("failed", work.step if work else job.plan.first_step, failed.fault)
@@ -92,7 +92,7 @@ def prepare(
     warm: WarmEngine,
     staging: Staging,
     report: Report,
-    control: Control,
+    ranks: WorkerRanks,
     cancelled: Callable[[], bool],
     open_files: ExitStack,
 ) -> Work:
@@ -101,21 +101,21 @@ def prepare(
     make_deterministic(plan)
     folders = staging.fetch(job)
     model_sha256 = staging.contents_sha256(plan.model)
-    data, evaluator = control.agree(lambda: _open_data(plan, folders, open_files))
-    engine = _take_engine(warm, plan, folders, control)
-    control.agree(lambda: check_probe(plan.probe, engine.facts.vocab_size))
+    data, evaluator = ranks.agree(lambda: _open_data(plan, folders, open_files))
+    engine = _take_engine(warm, plan, folders, ranks)
+    ranks.agree(lambda: check_probe(plan.probe, engine.facts.vocab_size))
     loss = loss_function(plan.loss, plan.temperature)
-    work = Work(job, model_sha256, engine, data, loss, evaluator, report, control, cancelled)
+    work = Work(job, model_sha256, engine, data, loss, evaluator, report, ranks, cancelled)
     # Two agreements: loading is collective, so no rank may come to it alone.
-    control.agree(lambda: _make_trainable(engine, job, folders))
-    control.agree(lambda: _score_reference(work, folders))
+    ranks.agree(lambda: _make_trainable(engine, job, folders))
+    ranks.agree(lambda: _score_reference(work, folders))
     if job.needs_its_beginning and plan.initial_checkpoint is not None:
         before = folders[plan.initial_checkpoint]
-        control.agree(lambda: load_initial_checkpoint(engine, plan, work.model_sha256, before))
-    control.agree(lambda: _score_old(work, folders))
+        ranks.agree(lambda: load_initial_checkpoint(engine, plan, work.model_sha256, before))
+    ranks.agree(lambda: _score_old(work, folders))
     if job.start is not None:
         checkpoint = folders[job.start]
-        work.done = control.agree(lambda: load_checkpoint(engine, plan, work.model_sha256, checkpoint))
+        work.done = ranks.agree(lambda: load_checkpoint(engine, plan, work.model_sha256, checkpoint))
     report.emit(
         Started,
         run_id=plan.run_id,
@@ -124,7 +124,7 @@ def prepare(
         first_step=work.step,
         num_steps=plan.first_step + plan.num_steps,
         device=engine.facts.device_name,
-        world_size=control.world_size,
+        world_size=ranks.world_size,
     )
     return work
 
@@ -146,7 +146,7 @@ def train(work: Work) -> Outcome:
     except JobFailed:
         raise
     except Exception as error:
-        raise work.control.agree_on(error) from None
+        raise work.ranks.agree_on(error) from None
     return Outcome("succeeded" if is_whole else "cancelled", work.step)
 
 
@@ -170,7 +170,7 @@ def train_step(work: Work, step: int) -> dict[str, float]:
         **{name: value for name, value in reported(reduced).items() if name not in ("loss", "weight")},
         "step_s": duration_s,
         "tokens_per_s": reduced["tokens"] / duration_s,
-        "memory_bytes": float(work.control.largest([engine.memory().device_bytes])[0]),
+        "memory_bytes": float(work.ranks.largest([engine.memory().device_bytes])[0]),
     }
 
 
@@ -210,9 +210,9 @@ def save(work: Work) -> None:
     """A checkpoint of what is done, unless it stands."""
     if work.saved == work.done:
         return
-    path, sha256 = save_checkpoint(work.engine, work.control, work.job, work.model_sha256, work.step)
+    path, sha256 = save_checkpoint(work.engine, work.ranks, work.job, work.model_sha256, work.step)
     work.saved = work.done
-    if work.control.rank == 0:
+    if work.ranks.rank == 0:
         work.report.emit(Saved, step=work.step, path=str(path), manifest_sha256=sha256)
 
 
@@ -238,12 +238,12 @@ def make_deterministic(plan: JobPlan) -> None:
     torch.manual_seed(plan.seed)
 
 
-def _take_engine(warm: WarmEngine, plan: JobPlan, folders: Folders, control: Control) -> Engine:
-    if plan.layout.world_size != control.world_size:
-        place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {control.world_size}"
+def _take_engine(warm: WarmEngine, plan: JobPlan, folders: Folders, ranks: WorkerRanks) -> Engine:
+    if plan.layout.world_size != ranks.world_size:
+        place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
         raise JobFailed(fault_of(InvalidInput(message, place)))
     try:
-        return control.agree(lambda: warm.take(plan, folders[plan.model]))
+        return ranks.agree(lambda: warm.take(plan, folders[plan.model]))
     except JobFailed:
         warm.discard()  # on every rank: an engine that some ranks have and others lack is of no use to the next job
         raise
@@ -290,7 +290,7 @@ def _score_reference(work: Work, folders: Folders) -> None:
     trained = ADAPTER if isinstance(work.plan.trainable, Lora) else None
     scored = [(work.data, _turns(work, folders, 0))]
     if (held_out := work.evaluator.wants_reference) is not None:
-        scored.append((held_out, turns(held_out, 0, 1, work.engine.facts.dp_rank, work.engine.facts.dp_size)))
+        scored.append((held_out, bins_to_score(held_out, 0, 1, work.engine.facts.dp_rank, work.engine.facts.dp_size)))
     score_reference(work.engine, scored, reference, folder, trained, work.plan.temperature)
 
 
@@ -305,4 +305,4 @@ def _turns(work: Work, folders: Folders, first_step: int) -> list[Ints]:
     """What is to be scored for the steps from `first_step` on that are not done."""
     plan, start, facts = work.plan, work.job.start, work.engine.facts
     done = 0 if start is None else read_state(folders[start]).step - plan.first_step
-    return turns(work.data, max(done, first_step), plan.num_steps, facts.dp_rank, facts.dp_size)
+    return bins_to_score(work.data, max(done, first_step), plan.num_steps, facts.dp_rank, facts.dp_size)

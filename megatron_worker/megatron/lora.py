@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from megatron_worker.families.tensor_slices import Linear, TensorSlice
 from megatron_worker.megatron.optimizer import Optimizer
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
-from megatron_worker.megatron.parallel.mesh import Group, Holding, Mesh
+from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.megatron.parallel.stages import holds
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.tensors.lora_init import kaiming_uniform
@@ -37,7 +37,7 @@ from shared.models.peft import PREFIX
 
 
 @dataclass(frozen=True)
-class Beside:
+class LoraWeights:
     """An adapter's weights beside one fused linear. Part p owns ranks `p * rank` to `(p + 1) * rank`."""
 
     rank: int
@@ -67,64 +67,64 @@ class Beside:
 class AdaptedColumnLinear(ColumnParallelLinear):
     """A column-parallel linear with an adapter beside it, or none."""
 
-    beside: Beside | None = None
+    lora: LoraWeights | None = None
     sequence: Group | None = None  # under sequence parallelism, the ranks that share the tokens out
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
-            return _alone(gather_rows(input_, self.sequence), self.weight, self.bias, self.beside), None
-        if self.beside is None:
+            return _local_linear(gather_rows(input_, self.sequence), self.weight, self.bias, self.lora), None
+        if self.lora is None:
             return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _beside(input_, self.weight, self.bias, self.beside, None, group), None
+        return _with_lora(input_, self.weight, self.bias, self.lora, None, group), None
 
 
 class AdaptedRowLinear(RowParallelLinear):
     """A row-parallel linear with an adapter beside it, or none."""
 
-    beside: Beside | None = None
+    lora: LoraWeights | None = None
     sequence: Group | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
-            return sum_rows(_alone(input_, self.weight, None, self.beside), self.sequence), None
-        if self.beside is None:
+            return sum_rows(_local_linear(input_, self.weight, None, self.lora), self.sequence), None
+        if self.lora is None:
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _beside(input_, self.weight, None, self.beside, group, None), None
+        return _with_lora(input_, self.weight, None, self.lora, group, None), None
 
 
 class ExpertLinear(torch.nn.Module):
     """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none."""
 
-    beside: Beside | None = None
+    lora: LoraWeights | None = None
 
     def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
 
     def forward(self, input_: Tensor) -> Tensor:
-        return _alone(input_, self.weight, None, self.beside)
+        return _local_linear(input_, self.weight, None, self.lora)
 
 
-def _alone(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, beside: Beside | None) -> Tensor:
+def _local_linear(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LoraWeights | None) -> Tensor:
     """Without a word to other ranks."""
-    if beside is None:
+    if lora is None:
         return F.linear(input_, weight_OI, bias_O)
-    return _beside(input_, weight_OI, bias_O, beside, None, None)
+    return _with_lora(input_, weight_OI, bias_O, lora, None, None)
 
 
-def _beside(
+def _with_lora(
     input_: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    beside: Beside,
+    lora: LoraWeights,
     forward_group: dist.ProcessGroup | None,
     backward_group: dist.ProcessGroup | None,
 ) -> Tensor:
     flat_TI = input_.reshape(-1, input_.shape[-1])
     output_TO = _LoraLinear.apply(
-        flat_TI, weight_OI, bias_O, beside, forward_group, backward_group, beside.a_RI, *beside.b_parts
+        flat_TI, weight_OI, bias_O, lora, forward_group, backward_group, lora.a_RI, *lora.b_parts
     )
     return output_TO.view(*input_.shape[:-1], output_TO.shape[-1])
 
@@ -138,28 +138,28 @@ class _LoraLinear(torch.autograd.Function):
         input_TI: Tensor,
         weight_OI: Tensor,
         bias_O: Tensor | None,
-        beside: Beside,
+        lora: LoraWeights,
         forward_group: dist.ProcessGroup | None,
         backward_group: dist.ProcessGroup | None,
         a_RI: Tensor,
         *b_parts: Tensor,
     ) -> Tensor:
-        low_TR = (input_TI @ a_RI.t()).mul_(beside.scale)
-        b_OR = beside.b_OR(weight_OI.shape[0])
+        low_TR = (input_TI @ a_RI.t()).mul_(lora.scale)
+        b_OR = lora.b_OR(weight_OI.shape[0])
         output_TO = input_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, input_TI, weight_OI.t())
         _sum(output_TO, forward_group)
         _sum(low_TR, forward_group)
         output_TO.addmm_(low_TR, b_OR.t())
         ctx.save_for_backward(input_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.beside, ctx.group = beside, backward_group
+        ctx.lora, ctx.group = lora, backward_group
         return output_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         input_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
-        beside: Beside = ctx.beside
-        grad_low_TR = (grad_TO @ b_OR).mul_(beside.scale)
+        lora: LoraWeights = ctx.lora
+        grad_low_TR = (grad_TO @ b_OR).mul_(lora.scale)
         _sum(grad_low_TR, ctx.group)
         grad_TI = None
         if ctx.needs_input_grad[0]:
@@ -167,10 +167,10 @@ class _LoraLinear(torch.autograd.Function):
             _sum(grad_TI, ctx.group)
             grad_TI.addmm_(grad_low_TR, a_RI)
         grad_a_RI = grad_low_TR.t() @ input_TI if ctx.needs_input_grad[6] else None
-        grad_b: list[Tensor | None] = [None] * len(beside.b_parts)
+        grad_b: list[Tensor | None] = [None] * len(lora.b_parts)
         if any(ctx.needs_input_grad[7:]):
-            blocks = beside.blocks(grad_TO.t() @ low_TR)
-            grad_b = [block.reshape(p.shape) for block, p in zip(blocks, beside.b_parts, strict=True)]
+            blocks = lora.blocks(grad_TO.t() @ low_TR)
+            grad_b = [block.reshape(p.shape) for block, p in zip(blocks, lora.b_parts, strict=True)]
         return (grad_TI, None, None, None, None, None, grad_a_RI, *grad_b)
 
 
@@ -193,8 +193,8 @@ class Adapter:
         self.pieces = [p for linear, parts in chosen for p in _pieces(linear, parts, lora.rank)]
         self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
         held = [p for p in self.pieces if holds(mesh, p)]
-        holdings = {p.parameter: _holding(p, mesh) for p in held}
-        self.flat, self._regions = arrange(_local_shapes(held, mesh), holdings, mesh, dtype)
+        placements = {p.parameter: _placement(p, mesh) for p in held}
+        self.flat, self._regions = arrange(_local_shapes(held, mesh), placements, mesh, dtype)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
@@ -209,10 +209,10 @@ class Adapter:
         """Train this adapter."""
         return Optimizer(self.parameters, self.flat, self._regions, self._mesh)
 
-    def beside(self) -> dict[str, Beside]:
+    def lora_weights(self) -> dict[str, LoraWeights]:
         """By the name of the fused linear."""
         return {
-            linear.name: Beside(
+            linear.name: LoraWeights(
                 self.lora.rank,
                 self.lora.scale,
                 parts,
@@ -241,7 +241,7 @@ def _pieces(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[T
     return pieces
 
 
-def _holding(piece: TensorSlice, mesh: Mesh) -> Holding:
+def _placement(piece: TensorSlice, mesh: Mesh) -> Placement:
     if piece.expert is not None:
         return "expert" if piece.split is not None else "expert partial"
     if piece.split is not None:

@@ -28,7 +28,7 @@ from megatron_worker.megatron.experts import Experts
 from megatron_worker.megatron.local_bins import LocalBin
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, Adapter
 from megatron_worker.megatron.parallel.collectives import gather_alike, own_rows
-from megatron_worker.megatron.parallel.mesh import Holding, Mesh
+from megatron_worker.megatron.parallel.mesh import Mesh, Placement
 from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
 from megatron_worker.megatron.regions import arrange
 
@@ -74,9 +74,9 @@ class Model:
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)
         self._gpt = _build(a, mesh, dtype, share * mesh.tp.size, len(self._layers))
         self.parameters = {self._whole_name(name): p for name, p in self._gpt.named_parameters()}
-        holdings = {name: self._holding(name) for name in self.parameters}
+        placements = {name: self._placement(name) for name in self.parameters}
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.flat, self.regions = arrange(shapes, holdings, mesh, dtype)
+        self.flat, self.regions = arrange(shapes, placements, mesh, dtype)
         for name, parameter in self.parameters.items():
             parameter.data = self.flat.views[name]
             parameter.requires_grad_(False)
@@ -88,7 +88,7 @@ class Model:
             return f"{LAYERS}{int(number) + self._layers.start}.{rest}"
         return _EMBEDDING if name == _OUTPUT and self.architecture.tied else name
 
-    def _holding(self, name: str) -> Holding:
+    def _placement(self, name: str) -> Placement:
         if ".experts." in name:
             return "expert"
         if "norm" in name or ".router." in name:
@@ -104,10 +104,10 @@ class Model:
 
     def set_adapter(self, adapter: Adapter | None) -> None:
         """Put its weights beside the linears that it targets, and take them away from all others."""
-        beside = {} if adapter is None else adapter.beside()
+        weights = {} if adapter is None else adapter.lora_weights()
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
-                module.beside = beside.get(self._whole_name(name))
+                module.lora = weights.get(self._whole_name(name))
 
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
         """A bin through this stage: hidden states for the next, [s, 1, H]; of the last, after the final norm, [t, H].

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_worker.megatron.parallel.mesh import Group, Holding, Mesh
+from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
 from megatron_worker.tensors.flat_buffer import Flat
 
 _SHARE_ALIGNMENT = 64  # elements
@@ -33,14 +33,14 @@ class Region:
 
 def arrange(
     shapes: Mapping[str, tuple[int, ...]],
-    holdings: Mapping[str, Holding],
+    placements: Mapping[str, Placement],
     mesh: Mesh,
     dtype: torch.dtype,
 ) -> tuple[Flat, list[Region]]:
     """A flat buffer of zeros for these tensors, and its regions, which cover it."""
     sections: dict[tuple[Group, bool], list[str]] = {}
     for name in shapes:
-        key = mesh.copies[holdings[name]], mesh.counts(holdings[name])
+        key = mesh.copies[placements[name]], mesh.counts(placements[name])
         sections.setdefault(key, []).append(name)
     names = [name for section in sections.values() for name in section]
     multiples = {section[0]: _SHARE_ALIGNMENT * copies.size for (copies, _), section in sections.items()}

@@ -21,7 +21,7 @@ from megatron_worker.process.rendezvous import RENDEZVOUS_VARIABLE
 _TERM_GRACE_S = 1.0
 
 
-class Ranks:
+class RankProcesses:
     """The processes of all ranks, by pid. A signal that asks the launcher to leave is passed on to them."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def _place(rank: int, num: int) -> dict[str, str]:
 
 def main() -> int:
     num, module, *arguments = sys.argv[1:]
-    ranks = Ranks()
+    ranks = RankProcesses()
     with tempfile.TemporaryDirectory(prefix="longshore-ranks-") as folder:  # which only this user can open
         ranks.start(int(num), module, arguments, Path(folder) / "rendezvous")
         return ranks.wait()

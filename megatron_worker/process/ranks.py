@@ -24,7 +24,7 @@ class AbsentRank(Exception):
     """A rank did not come to an exchange in time, or ended."""
 
 
-class Control:
+class WorkerRanks:
     """One per process. With one rank, every method is local and free."""
 
     def __init__(self, store: Store, rank: int, local_rank: int, world_size: int) -> None:
@@ -130,10 +130,10 @@ def _told(error: Exception) -> Fault:
     return fault_of(error)
 
 
-def connect() -> Control:
+def connect() -> WorkerRanks:
     """Join the ranks that were started with this one; alone, be a group of one."""
     rank, local_rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     store = start_group(backend())
-    return Control(dist.PrefixStore("longshore", store), rank, local_rank, max(world_size, 1))
+    return WorkerRanks(dist.PrefixStore("longshore", store), rank, local_rank, max(world_size, 1))

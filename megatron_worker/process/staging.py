@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Artifact
 from shared.jobs.job import Job, PackedData, reference_of
 from shared.settings import S3Settings
@@ -16,7 +16,7 @@ class Staging:
 
     cache: Path
     s3: S3Settings
-    control: Control
+    ranks: WorkerRanks
 
     def fetch(self, job: Job) -> dict[Artifact, Path]:
         """Every input of the job. Raises JobFailed on all ranks when one of them cannot have one."""
@@ -25,13 +25,13 @@ class Staging:
         def fetch_all() -> dict[Artifact, Path]:
             return {artifact: stage(artifact, self.cache, self.s3) for artifact in wanted}
 
-        if self.control.world_size > 1:
-            self.control.agree(lambda: fetch_all() if self.control.local_rank == 0 else {})
-        return self.control.agree(fetch_all)
+        if self.ranks.world_size > 1:
+            self.ranks.agree(lambda: fetch_all() if self.ranks.local_rank == 0 else {})
+        return self.ranks.agree(fetch_all)
 
     def contents_sha256(self, artifact: Artifact) -> str:
         """What an artifact's files are, wherever they lie. Raises JobFailed as `fetch`."""
-        return self.control.agree(lambda: files_of(artifact, self.s3)[1].contents_sha256)
+        return self.ranks.agree(lambda: files_of(artifact, self.s3)[1].contents_sha256)
 
 
 def artifacts_of(job: Job) -> list[Artifact]:

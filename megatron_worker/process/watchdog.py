@@ -1,4 +1,4 @@
-"""The vigil: a thread that ends this process when its parent, or the host that launched the worker, is gone.
+"""A watchdog: a thread that ends this process when its parent, or the host that launched the worker, is gone.
 
 It ends it hard. A rank that waits in a collective cannot be asked, and no process has state worth keeping.
 """
@@ -17,10 +17,10 @@ PERIOD_S = 0.2
 _START_TIME_TOLERANCE_S = 1.0
 
 
-def keep_vigil(record: Path | None) -> None:
+def start_watchdog(record: Path | None) -> None:
     """Watch from now on. `record` is `worker.json`, which may not be there yet, and names another host once adopted."""
     parent = os.getppid()
-    threading.Thread(target=_watch, args=(parent, record), name="vigil", daemon=True).start()
+    threading.Thread(target=_watch, args=(parent, record), name="watchdog", daemon=True).start()
 
 
 def _watch(parent: int, record: Path | None) -> None:

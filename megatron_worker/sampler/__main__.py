@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import get_args
 
-from megatron_worker.process.watchdog import keep_vigil
+from megatron_worker.process.watchdog import start_watchdog
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.job import Dtype
@@ -26,7 +26,7 @@ from shared.storage.paths import write_atomically
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
-    keep_vigil(options.host_record)
+    start_watchdog(options.host_record)
     os.umask(0o077)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
     try:

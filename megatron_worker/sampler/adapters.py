@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.sampler.decoder import Beside, Decoder, FusedLinear
+from megatron_worker.sampler.decoder import Decoder, FusedLinear, LoraWeights
 from megatron_worker.tensors.safetensors_files import TensorFiles, check_names, single_file
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
@@ -22,7 +22,7 @@ class Adapter:
 
     name: str
     folder: str
-    beside: Mapping[str, Beside]
+    lora_weights: Mapping[str, LoraWeights]
 
 
 def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
@@ -32,8 +32,10 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
     parts = {linear.name: _targeted(linear, lora) for linear in decoder.linears}
     with single_file(path) as files:
         check_names(files, {_name(p, ab) for own in parts.values() for p in own for ab in "AB"}, path)
-        beside = {x.name: _beside(x, parts[x.name], lora, files, decoder) for x in decoder.linears if parts[x.name]}
-    return Adapter(name, str(folder), beside)
+        lora_weights = {
+            x.name: _lora_weights(x, parts[x.name], lora, files, decoder) for x in decoder.linears if parts[x.name]
+        }
+    return Adapter(name, str(folder), lora_weights)
 
 
 def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
@@ -44,9 +46,9 @@ def _name(part: TensorSlice, matrix: str) -> str:
     return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
-def _beside(
+def _lora_weights(
     linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, files: TensorFiles, decoder: Decoder
-) -> Beside:
+) -> LoraWeights:
     num_outputs, num_inputs = linear.weight_OI.shape
     a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
     b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
@@ -57,7 +59,7 @@ def _beside(
             a_RI[columns] = _read(files, part, "A", (lora.rank, num_inputs))
             b_OR[row : row + part.shape[0], columns] = _read(files, part, "B", (part.shape[0], lora.rank))
         row += part.shape[0]
-    return Beside(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
+    return LoraWeights(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
 
 
 def _read(files: TensorFiles, part: TensorSlice, matrix: str, shape: tuple[int, ...]) -> torch.Tensor:

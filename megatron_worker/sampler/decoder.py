@@ -35,7 +35,7 @@ _FUSED = {
 
 
 @dataclass(frozen=True)
-class Beside:
+class LoraWeights:
     """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks."""
 
     a_RI: Tensor
@@ -52,9 +52,9 @@ class FusedLinear:
     weight_OI: Tensor
     bias_O: Tensor | None
 
-    def __call__(self, x: Tensor, beside: Mapping[str, Beside]) -> Tensor:
+    def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
         y = F.linear(x, self.weight_OI, self.bias_O)
-        extra = beside.get(self.name)
+        extra = lora_weights.get(self.name)
         if extra is not None:
             low = F.linear(x, extra.a_RI).mul_(extra.scale)
             y += F.linear(low, extra.b_OR)
@@ -140,18 +140,18 @@ class Decoder:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: tuple[int, ...], beside: Mapping[str, Beside]) -> Prefilled:
+    def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraWeights]) -> Prefilled:
         """Read a prompt, alone."""
         a = self.architecture
         x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
         cos_T1D, sin_T1D = self._rotary(torch.arange(len(token_ids), device=self.device))
         keys, values = [], []
         for layer in self._layers:
-            query_TQD, key_TGD, value_TGD = self._heads(layer, x_TH, beside, cos_T1D, sin_T1D)
+            query_TQD, key_TGD, value_TGD = self._heads(layer, x_TH, lora_weights, cos_T1D, sin_T1D)
             query, key, value = (t.transpose(0, 1).contiguous() for t in (query_TQD, key_TGD, value_TGD))
             key_1QTD, value_1QTD = (t.repeat_interleave(a.heads_per_group, dim=0)[None] for t in (key, value))
             attended_1QTD = F.scaled_dot_product_attention(query[None], key_1QTD, value_1QTD, is_causal=True)
-            x_TH = self._rest(layer, x_TH, attended_1QTD[0].transpose(0, 1).flatten(1), beside)
+            x_TH = self._rest(layer, x_TH, attended_1QTD[0].transpose(0, 1).flatten(1), lora_weights)
             keys.append(key)
             values.append(value)
         last_1H = x_TH[-1:]
@@ -175,7 +175,12 @@ class Decoder:
 
     @torch.inference_mode()
     def step(
-        self, token_B: Tensor, position_B: Tensor, num_blocks: int, cache: Cache, beside: Mapping[str, Beside]
+        self,
+        token_B: Tensor,
+        position_B: Tensor,
+        num_blocks: int,
+        cache: Cache,
+        lora_weights: Mapping[str, LoraWeights],
     ) -> Tensor:
         """One token of every slot at its position. Returns final hidden states, [B, H].
 
@@ -187,11 +192,11 @@ class Decoder:
         masks = _masks(position_B, num_blocks)
         block_B, offset_B = position_B // BLOCK, position_B % BLOCK
         for number, layer in enumerate(self._layers):
-            query_BQD, key_BGD, value_BGD = self._heads(layer, x_BH, beside, cos_B1D, sin_B1D)
+            query_BQD, key_BGD, value_BGD = self._heads(layer, x_BH, lora_weights, cos_B1D, sin_B1D)
             cache.keys[number][block_B, cache.slots_B, :, offset_B] = key_BGD
             cache.values[number][block_B, cache.slots_B, :, offset_B] = value_BGD
             attended_BX = _attend(query_BQD, cache.keys[number], cache.values[number], masks)
-            x_BH = self._rest(layer, x_BH, attended_BX, beside)
+            x_BH = self._rest(layer, x_BH, attended_BX, lora_weights)
         return self._norm(x_BH, self._final_norm_H)
 
     @torch.inference_mode()
@@ -200,22 +205,22 @@ class Decoder:
         return F.linear(hidden_BH, self._output_VH).float()
 
     def _heads(
-        self, layer: Layer, x_TH: Tensor, beside: Mapping[str, Beside], cos_T1D: Tensor, sin_T1D: Tensor
+        self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights], cos_T1D: Tensor, sin_T1D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, rotated: [T, heads, D]."""
         a = self.architecture
-        mixed_TO = layer.qkv(self._norm(x_TH, layer.input_norm_H), beside)
+        mixed_TO = layer.qkv(self._norm(x_TH, layer.input_norm_H), lora_weights)
         mixed_TXD = mixed_TO.view(len(x_TH), -1, a.head_dim)
         query, key, value = mixed_TXD.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
         if layer.query_norm_D is not None and layer.key_norm_D is not None:
             query, key = self._norm(query, layer.query_norm_D), self._norm(key, layer.key_norm_D)
         return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value
 
-    def _rest(self, layer: Layer, x_TH: Tensor, attended_TX: Tensor, beside: Mapping[str, Beside]) -> Tensor:
+    def _rest(self, layer: Layer, x_TH: Tensor, attended_TX: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
         """The residual stream behind a layer's attention and MLP."""
-        x_TH = x_TH + layer.output(attended_TX, beside)
-        gate, up = layer.gate_up(self._norm(x_TH, layer.mlp_norm_H), beside).chunk(2, dim=-1)
-        return x_TH + layer.down(F.silu(gate) * up, beside)
+        x_TH = x_TH + layer.output(attended_TX, lora_weights)
+        gate, up = layer.gate_up(self._norm(x_TH, layer.mlp_norm_H), lora_weights).chunk(2, dim=-1)
+        return x_TH + layer.down(F.silu(gate) * up, lora_weights)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_worker.sampler.adapters import Adapter
-from megatron_worker.sampler.decoder import BLOCK, Beside, Cache, Decoder, Prefilled
+from megatron_worker.sampler.decoder import BLOCK, Cache, Decoder, LoraWeights, Prefilled
 from megatron_worker.sampler.drawing import Drawn, draw, uniform
 from megatron_worker.sampler.ending import End, Ending
 from shared.chat.completions import Sampling
@@ -107,8 +107,8 @@ class Generator:
     def _lane(self, adapter: Adapter) -> "_Lane":
         if adapter not in self._lanes:
             if adapter not in self._widths:
-                self._widths[adapter] = reliable_width(self._decoder, adapter.beside, self._num_slots)
-            self._lanes[adapter] = _Lane(self._decoder, adapter.beside, self._widths[adapter])
+                self._widths[adapter] = reliable_width(self._decoder, adapter.lora_weights, self._num_slots)
+            self._lanes[adapter] = _Lane(self._decoder, adapter.lora_weights, self._widths[adapter])
         return self._lanes[adapter]
 
 
@@ -121,9 +121,9 @@ class _Seat:
 class _Lane:
     """The slots that draw from one adapter."""
 
-    def __init__(self, decoder: Decoder, beside: Mapping[str, Beside], num_slots: int) -> None:
+    def __init__(self, decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> None:
         self._decoder = decoder
-        self._beside = beside
+        self._lora = lora_weights
         self._cache = decoder.new_cache(num_slots)
         self._hidden_BH = torch.zeros(
             num_slots, decoder.architecture.hidden_size, dtype=decoder.dtype, device=decoder.device
@@ -165,7 +165,7 @@ class _Lane:
 
     def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
         if prompt not in self._prompts:
-            self._prompts[prompt] = self._decoder.prefill(prompt, self._beside)
+            self._prompts[prompt] = self._decoder.prefill(prompt, self._lora)
             if len(self._prompts) > _KEPT_PROMPTS:
                 self._prompts.popitem(last=False)
         return self._prompts[prompt]
@@ -210,16 +210,20 @@ class _Lane:
         if not any(self._slots):
             return
         token_B, position_B = (torch.tensor(values, device=self._decoder.device) for values in zip(*last, strict=True))
-        self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._beside)
+        self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._lora)
 
 
 def forward(
-    decoder: Decoder, token_B: torch.Tensor, position_B: torch.Tensor, cache: Cache, beside: Mapping[str, Beside]
+    decoder: Decoder,
+    token_B: torch.Tensor,
+    position_B: torch.Tensor,
+    cache: Cache,
+    lora_weights: Mapping[str, LoraWeights],
 ) -> torch.Tensor:
     """`Decoder.step` over as many blocks as the longest sequence needs."""
     num_tokens = int(position_B.max()) + 1
     cache.reserve(num_tokens)
-    return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, beside)
+    return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights)
 
 
 def _likeliest(drawn: Drawn, slot: int, num: int) -> list[tuple[int, float]]:
@@ -229,29 +233,29 @@ def _likeliest(drawn: Drawn, slot: int, num: int) -> list[tuple[int, float]]:
 
 
 @torch.inference_mode()
-def reliable_width(decoder: Decoder, beside: Mapping[str, Beside], num_slots: int) -> int:
+def reliable_width(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> int:
     """The largest of num_slots, num_slots / 2, ..., 1 whose slots all compute the same bits from the same tokens."""
-    while num_slots > 1 and not _slots_are_equal(decoder, beside, num_slots):
+    while num_slots > 1 and not _slots_are_equal(decoder, lora_weights, num_slots):
         num_slots //= 2
     return num_slots
 
 
-def _slots_are_equal(decoder: Decoder, beside: Mapping[str, Beside], num_slots: int) -> bool:
+def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> bool:
     """Two tokens, in all slots alike, then in slots at either end and in the middle, among others."""
     other = torch.arange(num_slots, device=decoder.device) % decoder.architecture.vocab_size
-    alike = _two_tokens(decoder, beside, torch.full_like(other, 1))
+    alike = _two_tokens(decoder, lora_weights, torch.full_like(other, 1))
     if not all(torch.equal(row, alike[0]) for row in alike):
         return False
     for slot in {0, num_slots // 2, num_slots - 1}:
         mixed = other.clone()
         mixed[slot] = 1
-        if not torch.equal(_two_tokens(decoder, beside, mixed)[slot], alike[0]):
+        if not torch.equal(_two_tokens(decoder, lora_weights, mixed)[slot], alike[0]):
             return False
     return True
 
 
-def _two_tokens(decoder: Decoder, beside: Mapping[str, Beside], token_B: torch.Tensor) -> torch.Tensor:
+def _two_tokens(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], token_B: torch.Tensor) -> torch.Tensor:
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
-        hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, beside)
+        hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)
     return decoder.logits(hidden_BH)

@@ -42,9 +42,9 @@ class _Rows:
 def forward_slot(
     engine: SlotEngine, requests: Sequence[Request], min_shared_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
-    """Outputs of requests of the slot that is active, each of which asks for something. `watch` sees the trunk's.
+    """Outputs of requests of the slot that is active, each of which asks for something. `watch` sees the backbone's.
 
-    Of no requests an empty pack goes through the trunk, for ranks that go in step.
+    Of no requests an empty pack goes through the backbone, for ranks that go in step.
     """
     packed = pack([request.token_L for request in requests], min_shared_tokens)
     questions = _questions(requests, packed)

@@ -1,4 +1,4 @@
-"""The light heads on hidden states that the trunk has made once: several labels a position, top-k, whole logits.
+"""The light heads on hidden states that the backbone has made once: several labels a position, top-k, whole logits.
 
 All probabilities come from the scan of `head.logprobs`: Triton's kernels on CUDA, chunks of torch elsewhere, the
 shards of a vocabulary merged. One label a position is that head as it is. Several, and the top ids, are one scan for no

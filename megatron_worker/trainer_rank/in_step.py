@@ -1,8 +1,9 @@
 """Ranks that must go in step: their weights, or experts, are spread over ranks that have other data than they.
 
-Each forward and backward of the trunk then wants all ranks, in the same order, whatever each of them asks. A rank that
-has nothing for a slot sends an empty pack through. The graph is cut between trunk and heads: once the heads have told
-the gradients of the hidden states, ranks agree which trunks go backward, and do those together, the newest first.
+Each forward and backward of the backbone then wants all ranks, in the same order, whatever each of them asks. A rank
+that has nothing for a slot sends an empty pack through. The graph is cut between backbone and heads: once the heads
+have the gradients of the hidden states, ranks agree which backbones go backward, and do those together, the newest
+first.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from shared.errors import InvalidInput
 
 
 @dataclass(frozen=True, eq=False)
-class _Trunk:
+class _Backbone:
     """A forward's hidden states, and the same again where the heads' graph begins."""
 
     hidden_NH: Tensor
@@ -25,11 +26,11 @@ class _Trunk:
 
 
 class InStep:
-    """Every method but `cut` is collective. A trunk is kept until it has gone backward, or no rank holds outputs."""
+    """Every method but `cut` is collective. A backbone is kept until it has gone backward, or no rank holds outputs."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
-        self._trunks: dict[int, _Trunk] = {}  # by numbers that are alike on all ranks
+        self._backbones: dict[int, _Backbone] = {}  # by numbers that are alike on all ranks
         self._graphs = Graphs()
         self._num_cut = 0
 
@@ -42,13 +43,13 @@ class InStep:
         return {name for names, _ in found for name in names}
 
     def cut(self, hidden_NH: Tensor) -> Tensor:
-        """The hidden states for the heads, without the trunk's graph, which is kept here."""
+        """The hidden states for the heads, without the backbone's graph, which is kept here."""
         if not hidden_NH.requires_grad:
             return hidden_NH
         number, self._num_cut = self._num_cut, self._num_cut + 1
         leaf_NH = hidden_NH.detach().requires_grad_()
         leaf_NH.register_hook(lambda _: self._refuse_done(number))
-        self._trunks[number] = _Trunk(hidden_NH, leaf_NH)
+        self._backbones[number] = _Backbone(hidden_NH, leaf_NH)
         return self._graphs.watch(leaf_NH, str(number))
 
     def backward(self, heads: Callable[[], None]) -> None:
@@ -57,27 +58,27 @@ class InStep:
             with agreement(self._world_size, self._device):
                 heads()
         except Exception:
-            for trunk in self._trunks.values():
-                trunk.leaf_NH.grad = None
+            for backbone in self._backbones.values():
+                backbone.leaf_NH.grad = None
             raise
         for number in sorted(self._of_any_rank(self._with_gradient()), reverse=True):
-            trunk = self._trunks.pop(number)
-            grad_NH, trunk.leaf_NH.grad = trunk.leaf_NH.grad, None
-            trunk.hidden_NH.backward(torch.zeros_like(trunk.hidden_NH) if grad_NH is None else grad_NH)
+            backbone = self._backbones.pop(number)
+            grad_NH, backbone.leaf_NH.grad = backbone.leaf_NH.grad, None
+            backbone.hidden_NH.backward(torch.zeros_like(backbone.hidden_NH) if grad_NH is None else grad_NH)
 
     def release(self) -> None:
-        """Let go of trunks whose outputs no rank holds any more."""
-        if self._trunks:
-            alive = self._of_any_rank({number for number in self._trunks if self._graphs.is_alive(str(number))})
-            self._trunks = {number: trunk for number, trunk in self._trunks.items() if number in alive}
+        """Let go of backbones whose outputs no rank holds any more."""
+        if self._backbones:
+            alive = self._of_any_rank({number for number in self._backbones if self._graphs.is_alive(str(number))})
+            self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}
 
     def _with_gradient(self) -> set[int]:
-        return {number for number, trunk in self._trunks.items() if trunk.leaf_NH.grad is not None}
+        return {number for number, backbone in self._backbones.items() if backbone.leaf_NH.grad is not None}
 
     def _of_any_rank(self, numbers: set[int]) -> set[int]:
         return set().union(*everyone(self._world_size, numbers))
 
     def _refuse_done(self, number: int) -> None:
-        if number not in self._trunks:
-            message = "the trunk of these outputs has gone backward with a loss before: one backward a forward"
+        if number not in self._backbones:
+            message = "the backbone of these outputs has gone backward with a loss before: one backward a forward"
             raise InvalidInput(message, "loss")

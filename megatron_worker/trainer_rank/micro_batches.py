@@ -12,10 +12,10 @@ from megatron_worker.engine import Facts
 from megatron_worker.head.logprobs import kernels_do
 from megatron_worker.process.agreement import everyone
 from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, TopK
+from megatron_worker.trainer_rank.memory.backbone_costs import Backbone, BackboneCost, measure_backbone
 from megatron_worker.trainer_rank.memory.head_costs import Head
 from megatron_worker.trainer_rank.memory.meter import free_bytes, new_meter
-from megatron_worker.trainer_rank.memory.planner import Experience, Height, Planner, Share, Slots
-from megatron_worker.trainer_rank.memory.trunk_costs import Trunk, TrunkCost, measure_trunk
+from megatron_worker.trainer_rank.memory.planner import Experience, Peak, Planner, Share, Slots
 from megatron_worker.trainer_rank.packing import PackSize
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.errors import InvalidInput
@@ -24,7 +24,7 @@ from shared.jobs.job import Lora
 
 @dataclass(frozen=True)
 class Planning:
-    """Of this rank's micro-batch: what was planned, and the height that the one before it reached, if measured.
+    """Of this rank's micro-batch: what was planned, and the peak that the one before it reached, if measured.
 
     `num_logical_tokens`: without sharing prefixes. Bytes are beside weights and optimizer.
     """
@@ -35,7 +35,7 @@ class Planning:
     num_logical_tokens: int
     estimated_bytes: int
     budget_bytes: int
-    previous_height_bytes: int | None
+    previous_peak_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MemoryModel:
     """What a TrainerRank has learnt of memory, from one loop to the next."""
 
     def __init__(self) -> None:
-        self.costs: dict[Trunk, TrunkCost] = {}
+        self.costs: dict[Backbone, BackboneCost] = {}
         self.experience = Experience()
 
 
@@ -81,7 +81,7 @@ def micro_batches(
     planner = _new_planner(rank, requests, model, min(everyone(world_size, free)))
     measures = budget_bytes is not None or rank.facts.device.type == "cuda"
     meter = new_meter(rank.facts.device)
-    first, number, height = 0, 0, None
+    first, number, peak = 0, 0, None
     if measures:
         meter.start()
     try:
@@ -99,14 +99,14 @@ def micro_batches(
                 own.num_logical_tokens,
                 int(own.corrected_bytes),
                 int(budget),
-                height,
+                peak,
             )
             to_hand_over = [_forward(rank, items, own, planning)]
             output_bytes = _bytes_of(to_hand_over[0])
             yield to_hand_over.pop()  # nothing here holds its outputs
             if measures:
-                height = meter.height(output_bytes)
-                _learn(rank, model.experience, own, height)
+                peak = meter.peak_of_new(output_bytes)
+                _learn(rank, model.experience, own, peak)
             number += 1
     finally:
         if measures:
@@ -128,12 +128,12 @@ def _bytes_of(micro_batch: MicroBatch) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _learn(rank: Forwards, experience: Experience, own: Share, height: int) -> None:
-    for heights in everyone(
-        rank.facts.layout.world_size, Height(own.kind, own.estimated_bytes, height) if own.items else None
+def _learn(rank: Forwards, experience: Experience, own: Share, peak: int) -> None:
+    for peaks in everyone(
+        rank.facts.layout.world_size, Peak(own.kind, own.estimated_bytes, peak) if own.items else None
     ):
-        if heights is not None and heights.estimated_bytes:
-            experience.learn(heights)
+        if peaks is not None and peaks.estimated_bytes:
+            experience.learn(peaks)
 
 
 def _agreed_requests(rank: Forwards, items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:
@@ -158,7 +158,7 @@ def _digest(requests: list[list[Request]]) -> int:
 
 
 def _new_planner(rank: Forwards, requests: list[list[Request]], model: MemoryModel, budget_bytes: float) -> Planner:
-    """With the cost of every trunk that may be met, measured where it is not known yet."""
+    """With the cost of every backbone that may be met, measured where it is not known yet."""
     keeps_graph = torch.is_grad_enabled()
     slots: Slots = {}
     by_name: dict[str | None, list[Request]] = {}
@@ -171,10 +171,10 @@ def _new_planner(rank: Forwards, requests: list[list[Request]], model: MemoryMod
         for request in by_name[name]:
             size.add(request.token_L)
         for branches in (False, True)[: 1 + (size.num_shared > 0)]:
-            trunk = Trunk(lora, trainable and keeps_graph, branches)
-            if trunk not in model.costs:
+            backbone = Backbone(lora, trainable and keeps_graph, branches)
+            if backbone not in model.costs:
                 with rank.adapter(name):
-                    model.costs[trunk] = measure_trunk(rank.engine, trunk, budget_bytes)
+                    model.costs[backbone] = measure_backbone(rank.engine, backbone, budget_bytes)
     min_shared, in_step = rank.min_shared_tokens, rank.engine.in_step
     return Planner(_head(rank), slots, model.costs, model.experience, rank.facts.dp_size, min_shared, in_step)
 

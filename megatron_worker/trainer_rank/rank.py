@@ -153,7 +153,7 @@ class TrainerRank:
         return outputs
 
     def _to_answer(self, inputs: Sequence[ForwardInput]) -> tuple[list[Request], set[str | None]]:
-        """Checked inputs, and the slots whose trunk is to be run."""
+        """Checked inputs, and the slots whose backbone is to be run."""
         if self._in_step is None:
             requests = self.checked(inputs, "inputs")
             return requests, _asked_of(requests)

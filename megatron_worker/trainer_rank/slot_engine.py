@@ -1,4 +1,4 @@
-"""What TrainerRank needs of an engine beyond the Engine Protocol: the trunk alone, and slots trained side by side."""
+"""The engine that TrainerRank needs: the Engine Protocol, the backbone alone, and slots trained side by side."""
 
 from collections.abc import Iterator
 from typing import Protocol

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_worker.engine import Engine
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_rule
@@ -42,7 +42,7 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save_checkpoint(engine: Engine, control: Control, job: Job, model_sha256: str, step: int) -> tuple[Path, str]:
+def save_checkpoint(engine: Engine, ranks: WorkerRanks, job: Job, model_sha256: str, step: int) -> tuple[Path, str]:
     """Write the checkpoint of `step`; durable on return. All ranks call it.
 
     It grows in the job's scratch folder, so that `checkpoint_dir` (on the same file system) holds whole ones only.
@@ -59,12 +59,12 @@ def save_checkpoint(engine: Engine, control: Control, job: Job, model_sha256: st
     def write() -> str:
         try:
             engine.save(temporary)
-            return _commit(temporary, final, _state(job.plan, model_sha256, step)) if control.rank == 0 else ""
+            return _commit(temporary, final, _state(job.plan, model_sha256, step)) if ranks.rank == 0 else ""
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    return final, control.agree(write)
+    return final, ranks.agree(write)
 
 
 def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> int:

@@ -20,7 +20,7 @@ from shared.jobs.packed import Ints
 REFERENCE = "reference"
 
 
-def turns(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
+def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
     """The units that this rank scores, a bin at a time: its bins less what it met before.
 
     Turns whose units no step from `first_step` on trains on are left out; the others stay as they are. All ranks have

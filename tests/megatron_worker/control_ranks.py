@@ -5,11 +5,11 @@ import time
 from datetime import timedelta
 
 from megatron_worker.process.faults import JobFailed
-from megatron_worker.process.ranks import Control, connect
+from megatron_worker.process.ranks import WorkerRanks, connect
 from shared.errors import InvalidInput
 
 
-def fail_on(control: Control, ranks: tuple[int, ...]) -> str:
+def fail_on(control: WorkerRanks, ranks: tuple[int, ...]) -> str:
     def action() -> str:
         if control.rank in ranks:
             raise InvalidInput(f"rank {control.rank} cannot", "field")
@@ -21,14 +21,14 @@ def fail_on(control: Control, ranks: tuple[int, ...]) -> str:
         return f"{failed.fault.kind}: {failed.fault.message}"
 
 
-def check_messages(control: Control) -> None:
+def check_messages(control: WorkerRanks) -> None:
     for content in (b"", b"x", b"\0" * 100_000):
         assert control.broadcast(content if control.rank == 0 else None) == content
     assert control.total([1, control.rank]) == [2, 1]
     assert control.largest([5 - control.rank]) == [5]
 
 
-def check_agreement(control: Control) -> None:
+def check_agreement(control: WorkerRanks) -> None:
     assert fail_on(control, ()) == f"done by {control.rank}"
     assert fail_on(control, (1,)) == "invalid_input: field: rank 1 cannot"
     assert fail_on(control, (0, 1)) == "invalid_input: field: rank 0 cannot"
@@ -38,7 +38,7 @@ def check_agreement(control: Control) -> None:
     control.barrier()
 
 
-def check_a_fault_of_one_rank(control: Control) -> None:
+def check_a_fault_of_one_rank(control: WorkerRanks) -> None:
     """Rank 1 fails in a step, rank 0 does not: rank 1 finds out that it is alone, and raises its own error again."""
     if control.rank == 1:
         began = time.monotonic()

@@ -244,13 +244,13 @@ def _own_alone(_: Any) -> Any:
     return lambda self, tensor: tensor.chunk(self.size)[self.rank].clone()
 
 
-def _holding(of: str, instead: str) -> Change:
+def _placement(of: str, instead: str) -> Change:
     def change(original: Any) -> Any:
-        def holding(self: Any, name: str) -> str:
+        def placement(self: Any, name: str) -> str:
             found = original(self, name)
             return instead if found == of else found
 
-        return holding
+        return placement
 
     return change
 
@@ -272,9 +272,9 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
     "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
     "same-shard": (TensorSlice, "local", _same_shard),
-    "forget-finalize": (Model, "_holding", _holding("partial", "whole")),
-    "forget-tied": (Model, "_holding", _holding("tied", "split")),
-    "forget-copies": (Model, "_holding", _holding("expert", "split")),
+    "forget-finalize": (Model, "_placement", _placement("partial", "whole")),
+    "forget-tied": (Model, "_placement", _placement("tied", "split")),
+    "forget-copies": (Model, "_placement", _placement("expert", "split")),
     "own-context": (
         collectives._Gather,
         "backward",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
@@ -37,8 +37,8 @@ def worker(workshop: Workshop) -> Iterator[Worker]:
 
 
 def new_worker(root: Path) -> Worker:
-    control = Control(dist.HashStore(), rank=0, local_rank=0, world_size=1)
-    return Worker(control, Staging(root / "cache", S3Settings(), control), build_engine)
+    ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
+    return Worker(ranks, Staging(root / "cache", S3Settings(), ranks), build_engine)
 
 
 def plan(workshop: Workshop, **changes: object) -> JobPlan:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.training.batches import PackedBatches
-from megatron_worker.training.frozen_logprobs import turns
+from megatron_worker.training.frozen_logprobs import bins_to_score
 from shared.contract import Artifact
 from shared.jobs.events import Saved, Step, Succeeded
 from shared.jobs.job import (
@@ -250,12 +250,12 @@ def test_a_missing_reference_adapter_fails_before_any_step(workshop: Workshop):
 
 def test_every_unit_is_scored_once_and_a_resumed_job_in_the_same_turns(workshop: Workshop):
     with PackedBatches(workshop.root / "rollouts", workshop.root / "rollouts-plan") as data:
-        whole = [units.tolist() for units in turns(data, 0, 4, 0, 1)]
+        whole = [units.tolist() for units in bins_to_score(data, 0, 4, 0, 1)]
         assert whole == [[0, 1], [2], [3], [4, 5]]
-        assert [units.tolist() for units in turns(data, 3, 4, 0, 1)] == [[0, 1], [2], [4, 5]]
+        assert [units.tolist() for units in bins_to_score(data, 3, 4, 0, 1)] == [[0, 1], [2], [4, 5]]
         for first_step in range(4):
             for rank in range(2):
-                mine = {int(u) for units in turns(data, first_step, 4, rank, 2) for u in units}
+                mine = {int(u) for units in bins_to_score(data, first_step, 4, rank, 2) for u in units}
                 wanted = {int(u) for s in range(first_step, 4) for b in data.bins_of_rank(s, rank, 2) for u in b}
                 assert wanted <= mine
 

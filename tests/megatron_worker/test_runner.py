@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_worker.engine import Batch, LossFunction
 from megatron_worker.process.event_log import Report
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Worker
@@ -36,8 +36,8 @@ def workshop(tmp_path: Path) -> Workshop:
 
 
 def new_worker(root: Path, build: BuildEngine = build) -> Worker:
-    control = Control(dist.HashStore(), rank=0, local_rank=0, world_size=1)
-    return Worker(control, Staging(root / "cache", S3Settings(), control), build)
+    ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
+    return Worker(ranks, Staging(root / "cache", S3Settings(), ranks), build)
 
 
 def do(

@@ -262,7 +262,7 @@ def test_all_slots_are_equal_on_this_machine(place):
     decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
     adapter = load_adapter("all", place / "all", decoder)
     assert reliable_width(decoder, {}, 32) == 32
-    assert reliable_width(decoder, adapter.beside, 32) == 32
+    assert reliable_width(decoder, adapter.lora_weights, 32) == 32
 
 
 def test_unequal_slots_make_the_lane_narrower(place):

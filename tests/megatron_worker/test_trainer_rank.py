@@ -113,7 +113,7 @@ class TestAnswers:
         assert (again - expected).abs().max() <= 2e-5
 
     def test_gradients_of_every_answer_are_those_of_its_logits(self, rank):
-        """Each kind alone against the same function of logits, through the same trunk."""
+        """Each kind alone against the same function of logits, through the same backbone."""
         generator = np.random.default_rng(1)
         ids = random_ids(generator, 300)  # more than one chunk of rows
         labels = generator.integers(0, VOCAB_SIZE, (300, 3))

@@ -157,11 +157,11 @@ def test_the_estimate_is_what_a_micro_batch_holds(engine, folders, mixture, mode
     generator = np.random.default_rng(1)
     for longest, num_items in ((16, 1), (60, 2), (60, 20)):
         run(rank, [WORKLOADS[kind](generator, longest) for _ in range(num_items)])
-    heights = [height for of_kind in rank._memory.experience._heights.values() for height in of_kind]
-    large = max(heights, key=lambda height: height.measured_bytes)
-    ratios = [height.measured_bytes / height.estimated_bytes for height in heights]
+    peaks = [peak for of_kind in rank._memory.experience._peaks.values() for peak in of_kind]
+    large = max(peaks, key=lambda peak: peak.measured_bytes)
+    ratios = [peak.measured_bytes / peak.estimated_bytes for peak in peaks]
     print(kind, model, [round(ratio, 4) for ratio in ratios], int(large.measured_bytes))
-    assert len(heights) == 3 and max(ratios) <= 1.01
+    assert len(peaks) == 3 and max(ratios) <= 1.01
     assert large.measured_bytes >= 0.985 * large.estimated_bytes
 
 
@@ -170,10 +170,10 @@ def test_both_counts_of_live_bytes_agree(engine, folders):
     rank = new_rank(engine, folders, 100_000_000)
     generator = np.random.default_rng(2)
     items = [WORKLOADS["mixed"](generator, 24) for _ in range(20)]
-    run(rank, items)  # trunks are measured
+    run(rank, items)  # backbones are measured
     ((peak,), _plans) = run(rank, items)
-    ((*_, height),) = rank._memory.experience._heights.values()
-    assert abs(peak - height.measured_bytes) <= 0.002 * peak
+    ((*_, peak),) = rank._memory.experience._peaks.values()
+    assert abs(peak - peak.measured_bytes) <= 0.002 * peak
 
 
 def test_micro_batches_give_what_one_forward_does(engine, folders):

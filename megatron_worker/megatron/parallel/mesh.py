@@ -24,7 +24,7 @@ from shared.jobs.layout import Layout
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
 # gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
 # expert, split over etp; of one expert, whole with a gradient to be added up over etp.
-Holding = Literal["split", "whole", "partial", "tied", "expert", "expert partial"]
+Placement = Literal["split", "whole", "partial", "tied", "expert", "expert partial"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Group:
 class Mesh:
     """This process's place, by dimension. `experts`: the ranks that hold one copy of all experts of a stage.
 
-    `copies[holding]`: the ranks whose gradients of what they hold so are added up.
+    `copies[placement]`: the ranks whose gradients of what they hold so are added up.
     """
 
     layout: Layout
@@ -101,7 +101,7 @@ class Mesh:
     ep: Group
     etp: Group
     experts: Group
-    copies: dict[Holding, Group]
+    copies: dict[Placement, Group]
 
     @property
     def rank(self) -> int:
@@ -142,9 +142,9 @@ class Mesh:
             return local
         return torch.cat(group.gather(local), dim=piece.split).narrow(piece.split, 0, piece.shape[piece.split])
 
-    def counts(self, holding: Holding) -> bool:
+    def counts(self, placement: Placement) -> bool:
         """Whether this rank is the one that counts what several hold with the same gradient: in a norm, once."""
-        return holding != "whole" or self.tp.rank == 0
+        return placement != "whole" or self.tp.rank == 0
 
     def agreement(self) -> AbstractContextManager[None]:
         """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
@@ -166,7 +166,7 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
         return _group_of(_alike(places, varying))
 
     data = group(dense, 1, 2)
-    copies: dict[Holding, Group] = {
+    copies: dict[Placement, Group] = {
         "split": data,
         "whole": data,
         "partial": group(dense, 0, 1, 2),

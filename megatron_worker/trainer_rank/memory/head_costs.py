@@ -131,7 +131,7 @@ class Head:
             case "logits":
                 return self._logits(rows, keeps_graph)
             case _:
-                # Views of the trunk's hidden states, which are counted there.
+                # Views of the backbone's hidden states, which are counted there.
                 gradient = rows.num * self.row * keeps_graph
                 return HeadBytes(0, gradient, rows.most * self.row, 0, 0, gradient)
 
@@ -220,9 +220,8 @@ class Head:
         logits = chunk * columns * self.exact
         rounded = chunk * columns * self.element if self.is_rounded else 0
         keys = chunk * columns * _KEY_BYTES + max(chunk, 8) * columns + 8 * columns if k else 0
-        exponentials = 2 * logits * entropy  # made before the tile before lets go of its own
         product = (rounded + chunk * self.row) * keeps_graph
-        return logits + rounded + exponentials + max(keys, product)
+        return logits + rounded + max(keys, logits * entropy + product)  # exponentials beside the logits
 
     def _kernels(self, num: int, k: int, keeps_graph: bool) -> float:
         return scan_bytes(num, self.shard_size, self.hidden_size, self.dtype, num_buffers=int(keeps_graph), top_k=k)

@@ -19,7 +19,7 @@ _SHARE_OF_FREE = 0.9
 
 
 class Meter(Protocol):
-    """Counts bytes of tensors that came to be since `start`, until `stop`: what lives now, and the height of it."""
+    """Counts bytes of tensors that came to be since `start`, until `stop`: what lives now, and the most that did."""
 
     def start(self) -> None: ...
 
@@ -28,14 +28,14 @@ class Meter(Protocol):
     def live_bytes(self) -> int: ...
 
     def mark(self) -> int:
-        """Begin anew to look for a peak and a height. Returns what lives now."""
+        """Begin anew to look for the peaks. Returns what lives now."""
         ...
 
     def peak(self) -> int:
         """The most that lived at once since the last `mark`."""
         ...
 
-    def height(self, held_bytes: int = 0) -> int:
+    def peak_of_new(self, held_bytes: int = 0) -> int:
         """The same of what came to be since the last `mark` alone.
 
         Args:
@@ -51,7 +51,7 @@ class CpuMeter(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._bytes = self._peak = self._num_marks = 0
-        self._young_bytes = self._height = 0  # of what came since the last mark
+        self._young_bytes = self._young_peak = 0  # of what came since the last mark
         self._is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ class CpuMeter(TorchDispatchMode):
                 self._bytes += size
                 self._young_bytes += size
         self._peak = max(self._peak, self._bytes)
-        self._height = max(self._height, self._young_bytes)
+        self._young_peak = max(self._young_peak, self._young_bytes)
 
     def _forget(self, key: int, _: object) -> None:
         _gone, size, born = self._live.pop(key)
@@ -99,14 +99,14 @@ class CpuMeter(TorchDispatchMode):
     def mark(self) -> int:
         self._num_marks += 1
         self._peak = self._bytes
-        self._young_bytes = self._height = 0
+        self._young_bytes = self._young_peak = 0
         return self._bytes
 
     def peak(self) -> int:
         return self._peak
 
-    def height(self, held_bytes: int = 0) -> int:
-        return self._height
+    def peak_of_new(self, held_bytes: int = 0) -> int:
+        return self._young_peak
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -143,7 +143,7 @@ class CudaMeter:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
-    def height(self, held_bytes: int = 0) -> int:
+    def peak_of_new(self, held_bytes: int = 0) -> int:
         # The allocator knows no ages: what lives now, but for what is surely young, is taken to be old.
         return self.peak() - max(0, self.live_bytes() - held_bytes)
 

@@ -1,6 +1,6 @@
 """The planner: which of the next items make a micro-batch, and which rank takes which. The same on every rank.
 
-It knows what all ranks know: the items, the trunk's costs and the heights that were measured, each brought together
+It knows what all ranks know: the items, the backbone's costs and the peaks that were measured, each brought together
 over the ranks before it is used. It plans one micro-batch at a time, so that what the last one taught counts for the
 next.
 """
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_worker.trainer_rank.inputs import Ints, Request
+from megatron_worker.trainer_rank.memory.backbone_costs import Backbone, BackboneCost, mask_bytes
 from megatron_worker.trainer_rank.memory.costs import SlotLoad, estimate, total_tokens
 from megatron_worker.trainer_rank.memory.head_costs import Head
-from megatron_worker.trainer_rank.memory.trunk_costs import Trunk, TrunkCost, mask_bytes
 from megatron_worker.trainer_rank.packing import PackSize, pack
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 
-_MARGIN = 0.01  # on an estimate corrected by many heights
-_DOUBT = 0.04  # on top, on one that no height has been measured for; less the more there were
-_SPREAD = 0.5  # on top, of how far measured heights differ in this from each other
+_MARGIN = 0.01  # on an estimate corrected by many peaks
+_DOUBT = 0.04  # on top, on one that no peak has been measured for; less the more there were
+_SPREAD = 0.5  # on top, of how far measured peaks differ in this from each other
 _LEAST = 0.9  # of an estimate: what a loss did without before it may want again
-_MEMORY = 16  # heights that are remembered of a kind
-_COMPARABLE = 4  # a height says nothing of a micro-batch more than so many times as large
+_MEMORY = 16  # peaks that are remembered of a kind
+_COMPARABLE = 4  # a peak says nothing of a micro-batch more than so many times as large
 
 Slots = dict[str | None, tuple[Lora | None, bool]]
 
 
 @dataclass(frozen=True)
-class Height:
+class Peak:
     """What a micro-batch was estimated to hold, and what it did. `kind`: what was asked of it."""
 
     kind: str
@@ -39,20 +39,20 @@ class Height:
 
 
 class Experience:
-    """How far measured heights were from their estimates, by kind."""
+    """How far measured peaks were from their estimates, by kind."""
 
     def __init__(self) -> None:
-        self._heights: defaultdict[str, deque[Height]] = defaultdict(lambda: deque(maxlen=_MEMORY))
+        self._peaks: defaultdict[str, deque[Peak]] = defaultdict(lambda: deque(maxlen=_MEMORY))
 
-    def learn(self, height: Height) -> None:
-        self._heights[height.kind].append(height)
+    def learn(self, peak: Peak) -> None:
+        self._peaks[peak.kind].append(peak)
 
     def corrected(self, kind: str, estimated_bytes: float) -> float:
         """An estimate as it should have been, with a margin."""
         ratios = [
-            max(_LEAST, height.measured_bytes / height.estimated_bytes)
-            for height in self._heights.get(kind, ())
-            if height.estimated_bytes * _COMPARABLE >= estimated_bytes
+            max(_LEAST, peak.measured_bytes / peak.estimated_bytes)
+            for peak in self._peaks.get(kind, ())
+            if peak.estimated_bytes * _COMPARABLE >= estimated_bytes
         ]
         if not ratios:
             return estimated_bytes * (1 + _MARGIN + _DOUBT)
@@ -108,15 +108,15 @@ class Planner:
 
     Args:
         slots: of each adapter's name its shape, and whether a graph of it will be kept, in the order of their forwards.
-        costs: of every trunk that may be met.
-        in_step: every rank sends all slots' trunks forward, if with nothing.
+        costs: of every backbone that may be met.
+        in_step: every rank sends all slots' backbones forward, if with nothing.
     """
 
     def __init__(
         self,
         head: Head,
         slots: Slots,
-        costs: dict[Trunk, TrunkCost],
+        costs: dict[Backbone, BackboneCost],
         experience: Experience,
         num_ranks: int,
         min_shared_tokens: int,
@@ -161,7 +161,7 @@ class Planner:
         for name in self._slots:
             if (load := loads.get(name)) is not None:
                 lora, keeps_graph = self._slots[name]
-                slots.append((load, self._costs[Trunk(lora, keeps_graph, load.branches)], keeps_graph))
+                slots.append((load, self._costs[Backbone(lora, keeps_graph, load.branches)], keeps_graph))
         return estimate(slots, self._head, self._in_step)
 
     def next_shares(

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_worker.process.faults import Fault, JobFailed, fault_of
-from megatron_worker.process.ranks import Control
+from megatron_worker.process.ranks import WorkerRanks
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, StoreUnavailable
 from tests.megatron_worker.launch import run_ranks
 
@@ -16,12 +16,12 @@ def test_two_ranks_hear_of_each_others_faults():
 
 
 def test_a_single_rank_needs_nobody():
-    control = Control(dist.HashStore(), rank=0, local_rank=0, world_size=1)
-    assert control.broadcast(b"x") == b"x"
-    assert control.total([3]) == control.largest([3]) == [3]
-    assert control.agree(lambda: 7) == 7
+    ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
+    assert ranks.broadcast(b"x") == b"x"
+    assert ranks.total([3]) == ranks.largest([3]) == [3]
+    assert ranks.agree(lambda: 7) == 7
     with pytest.raises(JobFailed, match="no such field"):
-        control.agree(lambda: (_ for _ in ()).throw(InvalidInput("no such field")))
+        ranks.agree(lambda: (_ for _ in ()).throw(InvalidInput("no such field")))
 
 
 @pytest.mark.parametrize(

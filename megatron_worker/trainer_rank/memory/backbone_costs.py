@@ -1,4 +1,4 @@
-"""What a trunk's forward and backward hold in memory, measured.
+"""What a backbone's forward and backward hold in memory, measured.
 
 Bytes follow from the tokens of a pack: at any moment they are a line, and the most at any moment is a chain of lines
 that grows steeper. A few small packs measure it, whatever the engine, the family, the adapter's rank, the layout or
@@ -28,7 +28,7 @@ _MASK_BLOCK = 128  # tokens, on CUDA
 
 
 @dataclass(frozen=True)
-class Trunk:
+class Backbone:
     """What tells one cost from another. `lora`: of the adapter, if any; `keeps_graph`: its backward will follow."""
 
     lora: Lora | None
@@ -51,7 +51,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class TrunkCost:
+class BackboneCost:
     """Bytes without masks. `kept`: after the forward; `forward`, `backward`: the most at any moment of it."""
 
     kept: Curve
@@ -66,7 +66,7 @@ class _Point:
     backward: int
 
 
-def measure_trunk(engine: SlotEngine, trunk: Trunk, budget_bytes: float) -> TrunkCost:
+def measure_backbone(engine: SlotEngine, backbone: Backbone, budget_bytes: float) -> BackboneCost:
     """Of the slot that is active, on the rank where it is most. Collective.
 
     Args:
@@ -74,36 +74,36 @@ def measure_trunk(engine: SlotEngine, trunk: Trunk, budget_bytes: float) -> Trun
     """
     sizes = _PROBE_TOKENS[engine.facts.device.type]
     if engine.facts.device.type == "cuda":  # libraries take their workspaces once
-        _measure(engine, trunk, sizes[0])
+        _measure(engine, backbone, sizes[0])
     points: list[_Point] = []
     for number, size in enumerate(sizes):
         growth = size / sizes[number - 1]
         if number > 1 and growth * max(points[-1].forward, points[-1].backward) > _PROBE_SHARE * budget_bytes:
             break
-        points.append(_worst(everyone(engine.facts.layout.world_size, _measure(engine, trunk, size))))
+        points.append(_worst(everyone(engine.facts.layout.world_size, _measure(engine, backbone, size))))
     tokens = sizes[: len(points)]
     kept, forward, backward = (tuple(getattr(p, name) for p in points) for name in ("kept", "forward", "backward"))
-    return TrunkCost(Curve(tokens, kept), Curve(tokens, forward), Curve(tokens, backward))
+    return BackboneCost(Curve(tokens, kept), Curve(tokens, forward), Curve(tokens, backward))
 
 
 def _worst(points: Sequence[_Point]) -> _Point:
     return _Point(*(max(getattr(p, name) for p in points) for name in ("kept", "forward", "backward")))
 
 
-def _measure(engine: SlotEngine, trunk: Trunk, num_tokens: int) -> _Point:
+def _measure(engine: SlotEngine, backbone: Backbone, num_tokens: int) -> _Point:
     device = engine.facts.device
-    batch = _probe(num_tokens, trunk.branches, device)
+    batch = _probe(num_tokens, backbone.branches, device)
     masks = mask_bytes(batch.parent_T.cpu().numpy(), getattr(torch, engine.facts.dtype).itemsize, device.type)
     meter = new_meter(device)
     meter.start()
     meter.mark()
     try:
-        with torch.set_grad_enabled(trunk.keeps_graph):
+        with torch.set_grad_enabled(backbone.keeps_graph):
             hidden_NH = engine.hidden_states(batch)
             forward, kept = meter.peak(), meter.mark()
             if hidden_NH.requires_grad:
                 (hidden_NH * 0).sum().backward()
-        return _Point(kept - masks * trunk.keeps_graph, forward - masks, meter.peak() - masks * trunk.keeps_graph)
+        return _Point(kept - masks * backbone.keeps_graph, forward - masks, meter.peak() - masks * backbone.keeps_graph)
     finally:
         meter.stop()
 
