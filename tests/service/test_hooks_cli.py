@@ -166,7 +166,7 @@ def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cl
     changed = cli("webhook", "update", made["id"], "--enable", "--all-events", "--json").json
     assert (changed["url"], changed["events"], changed["enabled"]) == (receiver.url, [], True)
     for options, code, words in (
-        ((), 2, "say what is to be another"),
+        ((), 2, "give what is to change"),
         (("--event", "run.failed", "--all-events"), 2, "exclude each other"),
         (("--url", "ftp://x"), 100, "url"),
         (("--event", "run.exploded"), 100, "events"),
