@@ -448,7 +448,7 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
     strict = stack.settings.model_copy(
         update={"webhooks": WebhookSettings(timeout_s=5), "control_queue": tmp_path.name}
     )
-    strict_webhooks = Webhooks(strict, stack.store, stack.temporal)
+    strict_webhooks = Webhooks(strict, stack.store, Temporal(strict))
     client = await connect(strict)
     deliver = Deliver(HostContext(strict))
     activities = [deliver.deliver, deliver.give_up]
