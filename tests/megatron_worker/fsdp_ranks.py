@@ -6,15 +6,17 @@ python -m megatron_worker.process.launcher N tests.megatron_worker.fsdp_ranks MO
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_worker.engine import Outputs
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.process.process_group import start_group
 from shared.errors import InvalidInput
@@ -126,7 +128,13 @@ def run_mutated(model: Path, layout: Layout, out: Path) -> None:
     mutated(Ranks, "sum", average, three("lora-average", "lora"))
     mutated(Ranks, "sum", local, three("full-local-norm", "full"))
     mutated(FSDPModule, "set_gradient_divide_factor", lambda _: lambda self, f: None, three("full-average", "full"))
-    own = lambda original: lambda self, piece, t: original(self, piece, torch.zeros_like(t) if self.rank else t)  # noqa: E731
+
+    def own(original: Any) -> Any:
+        def whole(self: Ranks, piece: TensorSlice, shards: Mapping[str, Tensor]) -> Tensor:
+            return original(self, piece, {piece.name: torch.zeros_like(shards[piece.name])} if self.rank else shards)
+
+        return whole
+
     mutated(Ranks, "whole", own, three("full-drop-shard", "full"))
 
 
