@@ -1,6 +1,7 @@
 """Datasets into prompts: the ids that training shows before an answer, any row by its number, refusals with a place."""
 
 import json
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -258,7 +259,8 @@ def test_the_activity_renders_the_same_rows_once(tiny_model: Path, tmp_path: Pat
     store = LocalStore(tmp_path / "given")
     rows = rows_in(tmp_path / "rows", *({"prompt": f"crate {i}"} for i in range(5)))
     artifacts = {}
-    for name, folder in (("dataset", rows), ("model", tiny_model)):
+    model = shutil.copytree(tiny_model, tmp_path / "model")  # all tests share the other, unsealed
+    for name, folder in (("dataset", rows), ("model", model)):
         seal(folder)
         artifacts[name] = upload(store, name, folder)
     own = Settings(root=tmp_path / "machine")
