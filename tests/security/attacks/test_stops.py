@@ -68,8 +68,9 @@ def test_a_pattern_that_is_not_is_found(tmp_path: Path, pattern: str) -> None:
         "from shared.grading.expressions import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
         "\nexcept ExpressionError: pass",
         "from activities.grading.score_model import score_in\n"
-        "for said in ('```' + ' ' * 500_000, '```' + ' \\n' * 200_000 + 'x', '```json' * 100_000):\n"
-        "  try: score_in({'choices': [{'message': {'content': said + 'x```'}}]}, (0, 1))\n"
+        "openings = ('```' + ' ' * 500_000, '```' + ' \\n' * 200_000 + 'x', '```json' * 100_000)\n"
+        "for said in (opening + end for opening in openings for end in ('x```', 'x')):\n"
+        "  try: score_in({'choices': [{'message': {'content': said}}]}, (0, 1))\n"
         "  except Exception as error: assert type(error).__name__ == 'NotGraded'",
         "from activities.tokenizing.tool_calls import told_calls\n"
         "for said in ('<tool_call>' * 200_000, '<tool_call></tool_call' * 100_000): told_calls(said, 'a')",
