@@ -25,6 +25,9 @@ with workflow.unsafe.imports_passed_through():
 
 # A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
+# Runs take their sampler before their worker. One that has lost its sampler and keeps an idle worker while it waits for
+# another one would wait for ever, if who has that sampler waits for the worker.
+_SAMPLER_FIRST = "a run that waits for a sampler holds no idle worker"
 
 
 @workflow.defn
@@ -37,12 +40,13 @@ class RLWorkflow(RunHandlers):
         self._start = start
         self._state = before
         self._steps = Steps(before)
-        self._sampling = Sampling(start)
+        self._sampling = Sampling(start, self._yield_worker)
         self._source: RolloutSource | None = None
         self._eta = StepEta()  # of train steps, with the rollouts between them
         self._wanted_epoch: int | None = None  # of the lease that another run waits for
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
+        self._run.training.must_yield = lambda: self._sampling.is_awaited and workflow.patched(_SAMPLER_FIRST)
         self._run.training.epoch = before.epoch if before else 0
         self._run.training.is_tracked = self._run.training.epoch > 0
 
@@ -214,6 +218,10 @@ class RLWorkflow(RunHandlers):
     def make_room(self) -> None:
         """Give the worker back as soon as no step waits: another run waits for it. The next step leases another one."""
         self._wanted_epoch = self._run.training.epoch
+
+    def _yield_worker(self) -> None:
+        if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
+            self._run.training.release()
 
     def _is_wanted(self) -> bool:
         return self._wanted_epoch == self._run.training.epoch

@@ -122,3 +122,23 @@ def test_kills_in_every_phase_change_nothing(
         wait_until(is_there, f"{point.__name__} after {number} steps", every_s=0.01)
         kill(fresh_stack, victim)
     _assert_undisturbed(fresh_stack, run_id, undisturbed)
+
+
+def test_a_run_that_lost_its_sampler_keeps_no_worker_from_the_run_that_has_it(
+    fresh_stack: Stack, rollout_options: list[str]
+) -> None:
+    """One worker and one sampler for two runs: each must not wait for what the other holds."""
+    first = fresh_stack.cli(*rollout_options, "--steps", "4", "--seed", "8").json["run_id"]
+    wait_until(lambda: _count(fresh_stack, f"runs/{first}/steps/*.json") >= 1, "a step of the first run")
+    second = fresh_stack.cli(*rollout_options, "--steps", "2", "--seed", "9").json["run_id"]
+    wait_until(lambda: _phase(fresh_stack, second) == "waiting_for_sampler", "the second run waits", every_s=0.1)
+    assert _count(fresh_stack, f"runs/{first}/steps/*.json") < 4, "the first run still needs its sampler"
+    kill(fresh_stack, sampler)
+    for run_id in (first, second):
+        answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "240")
+        assert answer.json["status"] == "succeeded", answer
+
+
+def _phase(stack: Stack, run_id: str) -> str:
+    phase: str = stack.cli("get", run_id, "--json").json["phase"]
+    return phase

@@ -25,9 +25,13 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class Sampling:
-    """A run's sampler and its leases. Two activities may use it at a time."""
+    """A run's sampler and its leases. Two activities may use it at a time.
+
+    `waits` is called before the run waits for a sampler, which another run may hold that waits for a worker.
+    """
 
     start: RLStart
+    waits: Callable[[], None]
     _leasing: Leasing = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -43,6 +47,11 @@ class Sampling:
     @property
     def is_up(self) -> bool:
         return self.is_served or self._leasing.grant is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while the run waits for a sampler."""
+        return self._lock.locked() and not self._leasing.is_warm
 
     @property
     def held_s(self) -> float:
@@ -95,6 +104,7 @@ class Sampling:
         """Return the sampler that is up, or lease a new one."""
         async with self._lock:
             if not self._leasing.is_warm:
+                self.waits()
                 self._leasing.take_sampler(self.start.run_id, sampler_key(self.start, model))
             return await self._leasing.wait()
 

@@ -59,15 +59,17 @@ class Training:
     """A run's jobs and leases of workers. Signals of a fence that is not the current one change nothing.
 
     `is_ending`: tells that the run was paused or cancelled. `changed` is called when a lease begins, is granted, or
-    ends. `holds`: a worker that did its job well is kept for the next one, until `release`. `notices`: messages for the
-    run's user. `num_lost`: leases of this execution that ended in a loss. `eta`: of the steps within a job.
-    `is_tracked`: a workflow follows the run for W&B, from its first worker on.
+    ends. `holds`: a worker that did its job well is kept for the next one, until `release`, unless `must_yield` then
+    says that the run waits for what another run may hold that waits for a worker. `notices`: messages for the run's
+    user. `num_lost`: leases of this execution that ended in a loss. `eta`: of the steps within a job. `is_tracked`: a
+    workflow follows the run for W&B, from its first worker on.
     """
 
     start: RunStart | RLStart
     is_ending: Callable[[], bool]
     changed: Callable[[], None]
     holds: bool = False
+    must_yield: Callable[[], bool] = lambda: False
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
@@ -79,6 +81,7 @@ class Training:
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
     _begun_step: int = 0
+    _is_at_work: bool = False
     _passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,6 +104,11 @@ class Training:
     def held_s(self) -> float:
         """Seconds that workers were leased and up in this execution of the run."""
         return self._leasing.held_s
+
+    @property
+    def is_idle(self) -> bool:
+        """True while a worker is leased that has no job."""
+        return self.is_leased and not self._is_at_work
 
     def leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a worker is up."""
@@ -127,6 +135,13 @@ class Training:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
             RunCancelled: the worker ended the job because it was asked to, or was lost after that.
         """
+        self._is_at_work = True
+        try:
+            return await self._do(plan)
+        finally:
+            self._is_at_work = False
+
+    async def _do(self, plan: JobPlan) -> JobResult:
         losses: list[str] = []
         self._found = None
         while True:
@@ -189,7 +204,7 @@ class Training:
             result = await self._run_job(plan, grant)
             self._note(result)
             accepted = _accepted(result)
-            keep = self.holds
+            keep = self.holds and not self.must_yield()
             return accepted
         except ActivityError as error:
             raise lost(error) from error
