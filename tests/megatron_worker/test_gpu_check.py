@@ -106,7 +106,8 @@ def test_flops_are_those_that_torch_counts(make, tmp_path):
         run(engine, step)
     ours = flops(TINY, 16, step.num_tokens, step.num_pairs, step.num_targets)
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
-    assert ours["linears"] + ours["head"] == pytest.approx(counted, rel=0.03)
+    seen = ours["linears"] + ours["head"] / 2  # the rows that are the targets' gradients are added up in place
+    assert seen == pytest.approx(counted, rel=0.03)
 
 
 @pytest.mark.parametrize("engine", [RandomMegatron, RandomFsdp])
