@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from temporalio.client import Client, Interceptor, WorkflowFailureError, WorkflowHandle
+from temporalio.client import Client, Interceptor, WorkflowExecution, WorkflowFailureError, WorkflowHandle
 from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
@@ -179,3 +179,17 @@ def _tls(settings: Settings) -> TLSConfig | bool:
         )
     except OSError as error:
         raise InvalidInput(f"cannot be read: {error.strerror}", str(error.filename)) from error
+
+
+async def memo_of(execution: WorkflowExecution, name: str, kind: type[T]) -> T | None:
+    """Return a value of a workflow's memo; None where there is none, or none that this installation has sealed.
+
+    Whoever reaches the server can start a workflow of any type with any memo, and lists show it.
+    """
+    try:
+        value: T | None = await execution.memo_value(name, None, type_hint=kind)
+    except ApplicationError as error:
+        if error.type != UNSEALED:
+            raise
+        return None
+    return value

@@ -31,7 +31,7 @@ from service.accounts.access import Access
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
-from service.temporal import PATIENCE, Temporal, share_of
+from service.temporal import PATIENCE, Temporal, memo_of, share_of
 from shared.errors import InvalidInput, NotFound
 from shared.runs.schedules import (
     ACTION_MEMO,
@@ -322,8 +322,7 @@ def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> Schedule
 
 async def _action(execution: WorkflowExecution) -> ActionView:
     """The action in a workflow's memo; of a workflow that ended before it wrote one, Temporal's own status."""
-    said = (await execution.memo()).get(ACTION_MEMO)
-    action = Action.model_validate(said) if said is not None else Action()
+    action = await memo_of(execution, ACTION_MEMO, Action) or Action()
     ended = execution.status not in (None, WorkflowExecutionStatus.RUNNING)
     if action.state == "preparing" and ended:
         assert execution.status is not None

@@ -15,7 +15,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from service.inference.sampler_leases import SERVING_WORKFLOW
 from service.runs.rows import RunRows
-from service.temporal import LIST_PATIENCE, PATIENCE, Temporal
+from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of
 from shared.runs.start import RL_WORKFLOW
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.settings import Settings
@@ -90,7 +90,7 @@ class IdleEviction:
 
 async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
     """The last lease of a run that waits for its client: the run may hold it yet."""
-    status: RunStatus | None = await execution.memo_value(STATUS_MEMO, None, type_hint=RunStatus)
+    status = await memo_of(execution, STATUS_MEMO, RunStatus)
     if status is None or status.phase != "waiting_for_groups" or not status.epoch:
         return None
     return execution.run_id, status.epoch

@@ -5,7 +5,7 @@ import logging
 
 from service.runs.rows import IndexedRun, RunRows
 from service.runs.states import RunStates
-from service.temporal import LIST_PATIENCE, Temporal
+from service.temporal import LIST_PATIENCE, Temporal, memo_of
 from shared.errors import NotFound
 from shared.runs.start import RL_WORKFLOW, SFT_WORKFLOW
 from shared.runs.status import STATUS_MEMO, RunStatus
@@ -44,7 +44,7 @@ class Watch:
         """Running workflows of runs, each with the status in its memo."""
         async with self._temporal.client() as client:
             found = client.list_workflows(_RUNNING, rpc_timeout=LIST_PATIENCE)
-            return {e.id: await e.memo_value(STATUS_MEMO, None, type_hint=RunStatus) async for e in found}
+            return {e.id: await memo_of(e, STATUS_MEMO, RunStatus) async for e in found}
 
     async def _look(self, run_id: str) -> None:
         async with self._places:

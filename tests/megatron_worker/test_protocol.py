@@ -51,7 +51,7 @@ class Host:
                 start_new_session=True,
             )
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.paths.output.read_text()

@@ -133,6 +133,6 @@ class TestAgainstOneRank:
         for said in everyone:
             assert said == [
                 "forward: some ranks keep a gra",
-                "loss: the backbone of these ou",
+                "loss: the backbone of these",
                 "inputs[0].tokens: 999 to 999 are not al",
             ]

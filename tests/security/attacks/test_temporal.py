@@ -35,7 +35,7 @@ from shared.jobs.layout import Layout
 from shared.jobs.leases import WorkerKey
 from shared.runs.requests import SFTRun
 from shared.runs.start import RunStart
-from shared.runs.status import RunStatus, StepRequest
+from shared.runs.status import STATUS_MEMO, RunStatus, StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
 from workflows.control import NOT_STARTED
@@ -97,6 +97,27 @@ async def start_raw(client: Client, kind: str, id: str, given: Payloads) -> None
             request_id=uuid.uuid4().hex,
         )
     )
+
+
+async def test_a_strangers_workflow_hides_no_runs(
+    stranger: Client, stack: Stack, victim: Tenant, run: dict[str, Any]
+) -> None:
+    """It is of a run's type and has a run's memo; nobody works for it, so that it is listed on and on."""
+    id = "sft-0196f0000000000009"
+    memo = {STATUS_MEMO: RunStatus(run_id=id).model_dump(mode="json")}
+    handle = await stranger.start_workflow("SFTWorkflow", id=id, task_queue="nobody", memo=memo)
+    try:
+        sent = await asyncio.to_thread(victim.http.post, "/api/v1/runs/sft", json=run)
+        assert sent.status_code == 201, sent.text
+        address = "/api/v1/runs?state=succeeded&limit=100"
+        run_id = sent.json()["run_id"]
+
+        def is_listed() -> bool:
+            return run_id in {row["run_id"] for row in victim.http.get(address).json()["runs"]}
+
+        await asyncio.to_thread(wait_until, is_listed, "the list shows the run's end")
+    finally:
+        await handle.terminate()
 
 
 async def test_a_run_in_the_name_of_another_tenant_fails_at_once(
