@@ -4,13 +4,13 @@ Prints one JSON object per revision: lines, files and functions of each package,
 directly below it) with the imports between them, import circles, the longest import chain, and the README's lines.
 """
 
+import argparse
 import ast
 import io
 import json
 import subprocess
-import sys
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from statistics import median
 from typing import Any
@@ -174,9 +174,11 @@ def _git(*arguments: str) -> bytes:
     return subprocess.run(["git", *arguments], capture_output=True, check=True).stdout
 
 
-def main(revisions: Sequence[str]) -> None:
-    print(json.dumps([measure(revision) for revision in revisions or ["HEAD"]], indent=1))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revisions", nargs="*", default=["HEAD"], metavar="REV")
+    print(json.dumps([measure(revision) for revision in parser.parse_args().revisions], indent=1))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
