@@ -221,7 +221,7 @@ def do_job(plan: JobPlan, worker: WorkerProcess) -> list[Event]:
         was_alive = worker.is_alive()
         events += [line.event for line in reader.read()]
         if not was_alive and not (events and isinstance(events[-1], Terminal)):
-            raise WorkerLost(worker.obituary())
+            raise WorkerLost(worker.death_report())
         time.sleep(_POLL_S)
     if not isinstance(events[-1], Succeeded):
         raise RuntimeError(f"job {plan.job_id}: {events[-1].model_dump_json()}")
@@ -241,7 +241,7 @@ def running(paths: HostPaths, key: ProcessKey, command: WorkerCommand) -> Iterat
     try:
         while not process.is_ready():
             if not process.is_alive():
-                raise WorkerLost(process.obituary())
+                raise WorkerLost(process.death_report())
             time.sleep(_POLL_S)
         yield process
     finally:
