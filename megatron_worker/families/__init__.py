@@ -33,12 +33,12 @@ def read_architecture(folder: Path) -> Architecture:
     return architecture
 
 
-def pieces_of(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
+def slices_of(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     """Every tensor of the model, for degrees of tensor and expert tensor parallelism."""
-    pieces: list[TensorSlice] = _module(architecture.family).pieces(architecture, tp, etp)
-    return pieces
+    slices: list[TensorSlice] = _module(architecture.family).slices(architecture, tp, etp)
+    return slices
 
 
 def _module(family: str) -> ModuleType:
-    """The module of a family. It has `architecture(config)` and `pieces(architecture, tp, etp)`."""
+    """The module of a family. It has `architecture(config)` and `slices(architecture, tp, etp)`."""
     return import_module(f"{__name__}.{family}")

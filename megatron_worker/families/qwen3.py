@@ -2,10 +2,10 @@
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import dense_architecture
-from megatron_worker.families.tensor_slices import dense_pieces
+from megatron_worker.families.tensor_slices import dense_slices
 from shared.models.config import DenseConfig
 
-pieces = dense_pieces  # its Hugging Face names are Llama's
+slices = dense_slices  # its Hugging Face names are Llama's
 
 
 def architecture(config: DenseConfig) -> Architecture:

@@ -4,10 +4,10 @@ import dataclasses
 
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.dense_config import dense_architecture
-from megatron_worker.families.tensor_slices import expert_pieces
+from megatron_worker.families.tensor_slices import expert_slices
 from shared.models.config import MixtureConfig
 
-pieces = expert_pieces
+slices = expert_slices
 
 
 def architecture(config: MixtureConfig) -> Architecture:

@@ -1,10 +1,11 @@
-"""Pieces: where each Hugging Face tensor lies in the engine's parameters, under tensor parallelism, both ways.
+"""Tensor slices: the rows of the engine's parameters that each Hugging Face tensor fills, under tensor parallelism.
 
 The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over
-the tensor-parallel ranks. A piece is one Hugging Face tensor: the slice of it that a rank holds, and the rows of the
-rank's parameter where that slice stands.
+the tensor-parallel ranks. A tensor slice describes one Hugging Face tensor: the part of it that a rank holds, and the
+rows of the rank's parameter that this part fills.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -67,19 +68,19 @@ class Linear:
 
     name: str
     kind: Literal["column", "row"]  # megatron's words: "column" splits output rows over ranks, "row" input columns
-    pieces: tuple[TensorSlice, ...]
+    slices: tuple[TensorSlice, ...]
 
 
-def linears_of(pieces: Sequence[TensorSlice]) -> list[Linear]:
+def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     """The linears that LoRA can stand beside, in model order."""
     grouped: dict[str, list[TensorSlice]] = {}
-    for piece in pieces:
-        if piece.name.endswith("_proj.weight"):
-            grouped.setdefault(piece.parameter.removesuffix(".weight"), []).append(piece)
+    for s in slices:
+        if s.name.endswith("_proj.weight"):
+            grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(s)
     return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
 
 
-def dense_pieces(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
+def dense_slices(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
     """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share.
 
     `etp` has no meaning without experts.
@@ -88,7 +89,7 @@ def dense_pieces(architecture: Architecture, tp: int, etp: int = 1) -> list[Tens
     return _between_ends(architecture, tp, layers)
 
 
-def expert_pieces(architecture: Architecture, tp: int, etp: int) -> list[TensorSlice]:
+def expert_slices(architecture: Architecture, tp: int, etp: int) -> list[TensorSlice]:
     """Every tensor of a decoder with experts in all layers, by the names of Qwen3-MoE."""
     layers = [_attention(architecture, tp, n) + _experts(architecture, etp, n) for n in range(architecture.num_layers)]
     return _between_ends(architecture, tp, layers)
@@ -97,35 +98,35 @@ def expert_pieces(architecture: Architecture, tp: int, etp: int) -> list[TensorS
 def _between_ends(a: Architecture, tp: int, layers: Sequence[Sequence[TensorSlice]]) -> list[TensorSlice]:
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
-    pieces = [TensorSlice("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
-    pieces += [piece for layer in layers for piece in layer]
-    pieces.append(_vector("model.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
+    slices = [TensorSlice("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
+    slices += itertools.chain.from_iterable(layers)
+    slices.append(_vector("model.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
     if not a.tied:
-        pieces.append(TensorSlice("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
-    return pieces
+        slices.append(TensorSlice("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
+    return slices
 
 
 def _attention(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
     """Of a layer all but its MLP."""
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
     attention = f"{theirs}.self_attn"
-    pieces = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
-    pieces += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "weight", (a.hidden_size,))
+    slices = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
+    slices += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "weight", (a.hidden_size,))
     if a.qkv_bias:
-        pieces += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "bias", ())
+        slices += _qkv(a, tp, attention, f"{ours}.self_attention.linear_qkv", "bias", ())
     if a.qk_norm:
-        pieces.append(_vector(f"{attention}.q_norm.weight", f"{ours}.self_attention.q_layernorm.weight", a.head_dim))
-        pieces.append(_vector(f"{attention}.k_norm.weight", f"{ours}.self_attention.k_layernorm.weight", a.head_dim))
+        slices.append(_vector(f"{attention}.q_norm.weight", f"{ours}.self_attention.q_layernorm.weight", a.head_dim))
+        slices.append(_vector(f"{attention}.k_norm.weight", f"{ours}.self_attention.k_layernorm.weight", a.head_dim))
     output = (a.hidden_size, a.num_heads * a.head_dim)
-    pieces.append(
+    slices.append(
         TensorSlice(
             f"{attention}.o_proj.weight", f"{ours}.self_attention.linear_proj.weight", output, 1, 0, a.hidden_size
         )
     )
-    pieces.append(
+    slices.append(
         _vector(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size)
     )
-    return pieces
+    return slices
 
 
 def _mlp(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
@@ -135,11 +136,11 @@ def _mlp(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
 def _experts(a: Architecture, etp: int, layer: int) -> list[TensorSlice]:
     theirs, ours = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
     router = (a.num_experts, a.hidden_size)
-    pieces = [TensorSlice(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, a.num_experts)]
+    slices = [TensorSlice(f"{theirs}.gate.weight", f"{ours}.router.weight", router, None, 0, a.num_experts)]
     for number in range(a.num_experts):
         names = f"{theirs}.experts.{number}", f"{ours}.experts.{number}"
-        pieces += _swiglu(*names, a.hidden_size, a.expert_ffn_size, etp, number)
-    return pieces
+        slices += _swiglu(*names, a.hidden_size, a.expert_ffn_size, etp, number)
+    return slices
 
 
 def _swiglu(
@@ -156,14 +157,14 @@ def _swiglu(
 
 def _qkv(a: Architecture, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
     """Megatron interleaves by key/value head: its queries, its key, its value."""
-    pieces, start = [], 0
+    slices, start = [], 0
     for name, per_group in (("q_proj", a.heads_per_group), ("k_proj", 1), ("v_proj", 1)):
         stop = start + per_group * a.head_dim
         whole = (a.num_kv_heads * per_group * a.head_dim, *rest)
         groups = a.num_kv_heads // tp
-        pieces.append(TensorSlice(f"{theirs}.{name}.{suffix}", f"{ours}.{suffix}", whole, 0, start, stop, groups))
+        slices.append(TensorSlice(f"{theirs}.{name}.{suffix}", f"{ours}.{suffix}", whole, 0, start, stop, groups))
         start = stop
-    return pieces
+    return slices
 
 
 def _vector(name: str, parameter: str, size: int) -> TensorSlice:

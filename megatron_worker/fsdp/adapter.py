@@ -26,22 +26,22 @@ class Adapter:
         """`sizes`: outputs and inputs of the model's linears."""
         self.lora = lora
         self._ranks = ranks
-        self.pieces: list[TensorSlice] = []
+        self.slices: list[TensorSlice] = []
         for linear, (num_outputs, num_inputs) in sizes.items():
             if linear.split(".")[-1] in lora.targets:
-                self.pieces += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
-        self.flat = Flat({piece.name: piece.shape for piece in self.pieces}, dtype, ranks.device)
+                self.slices += [_whole(_a(linear), lora.rank, num_inputs), _whole(_b(linear), num_outputs, lora.rank)]
+        self.flat = Flat({s.name: s.shape for s in self.slices}, dtype, ranks.device)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
         """As PEFT: A Kaiming-uniform, B zero."""
-        for piece in self.pieces:
-            if ".lora_A." in piece.name:
-                self.flat.views[piece.name].copy_(kaiming_uniform(piece.name, piece.shape, seed))
+        for s in self.slices:
+            if ".lora_A." in s.name:
+                self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
 
     def new_optimizer(self) -> Optimizer:
         """Train this adapter."""
-        return Optimizer(self.pieces, self.parameters, self.flat.views, self._ranks)
+        return Optimizer(self.slices, self.parameters, self.flat.views, self._ranks)
 
 
 def add_adapter(adapter: Adapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:

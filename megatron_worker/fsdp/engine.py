@@ -43,7 +43,7 @@ class FsdpEngine:
         with self._ranks.agreement():  # a device may be full on one rank alone
             self._model = Model(model, self._ranks, self._dtype)
         shards = self._model.shards
-        base = Base(model, self._model.architecture, self._model.pieces, shards, list(shards.values()))
+        base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
         self._slots = Slots(
             base, self._ranks, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer
         )
@@ -54,7 +54,7 @@ class FsdpEngine:
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
-            read_model(self._folder, self._model.pieces, self._model.shards, self._ranks)
+            read_model(self._folder, self._model.slices, self._model.shards, self._ranks)
 
     def _new_adapter(self, lora: Lora) -> Adapter:
         return Adapter(lora, self._model.sizes, self._ranks, self._dtype)
@@ -75,7 +75,7 @@ class FsdpEngine:
 
     def train_full(self, full: Full) -> None:
         model = self._model
-        new_optimizer = partial(Optimizer, model.pieces, model.parameters, model.shards, self._ranks)
+        new_optimizer = partial(Optimizer, model.slices, model.parameters, model.shards, self._ranks)
         self._slots.train_base(new_optimizer)
 
     # A step.
@@ -105,7 +105,7 @@ class FsdpEngine:
     def output_head(self) -> tuple[Tensor, VocabShard]:
         """The output embedding, [V, H], gathered anew: it lives as long as it is held. Collective."""
         name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
-        piece = next(piece for piece in self._model.pieces if piece.name == name)
+        piece = next(piece for piece in self._model.slices if piece.name == name)
         return self._ranks.whole(piece, self._model.shards), whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class Model:
     """The model, its weights frozen until trained.
 
     Attributes:
-        pieces: every tensor under its Hugging Face name, split along its first dimension.
+        slices: every tensor under its Hugging Face name, split along its first dimension.
         parameters: by those names, as FSDP holds them.
         shards: by those names, this rank's own. Their storages are all that the model keeps between two forwards.
     """
@@ -59,7 +59,7 @@ class Model:
         _make_rotary(headed.causal_lm, ranks.device)
         names = {name.removeprefix("causal_lm."): p for name, p in self._root.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = names
-        self.pieces = [TensorSlice(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
+        self.slices = [TensorSlice(name, name, tuple(p.shape), 0, 0, p.shape[0]) for name, p in names.items()]
         with torch.no_grad():
             self.shards = {name: p.to_local() for name, p in names.items()}
         self._linears = _linears(headed.causal_lm)

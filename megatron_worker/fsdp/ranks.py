@@ -38,17 +38,17 @@ class Ranks:
         """The ranks that a tensor is split over: all."""
         return self
 
-    def whole(self, piece: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
         """A whole tensor on every rank, from the shard of each. Collective where the tensor is split."""
-        local = parameters[piece.name]
-        if piece.split is None or self.size == 1:
+        local = parameters[tensor_slice.name]
+        if tensor_slice.split is None or self.size == 1:
             return local
-        share = -(-piece.shape[0] // self.size)
-        padded = local.new_zeros(share, *piece.shape[1:])
+        share = -(-tensor_slice.shape[0] // self.size)
+        padded = local.new_zeros(share, *tensor_slice.shape[1:])
         padded[: len(local)] = local
-        everyone = local.new_empty(self.size * share, *piece.shape[1:])
+        everyone = local.new_empty(self.size * share, *tensor_slice.shape[1:])
         dist.all_gather_into_tensor(everyone, padded)
-        return everyone[: piece.shape[0]]
+        return everyone[: tensor_slice.shape[0]]
 
     def agreement(self) -> AbstractContextManager[None]:
         """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
-from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.families import read_architecture, slices_of
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.greedy import greedy
@@ -46,7 +46,7 @@ class MegatronEngine:
         with self._mesh.agreement():  # a device may be full on one rank alone
             self._model = Model(architecture, self._mesh, getattr(torch, dtype))
         self._passes = Passes(self._model, self._mesh)
-        self._pieces = placed(pieces_of(architecture, layout.tp, layout.etp), architecture, layout)
+        self._pieces = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
         base = Base(model, architecture, self._pieces, self._model.flat.views, [self._model.flat.buffer])
         self._slots = Slots(
             base, self._mesh, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer

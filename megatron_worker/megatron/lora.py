@@ -190,20 +190,19 @@ class Adapter:
         self._mesh = mesh
         chosen = [(linear, _targeted(linear, lora)) for linear in linears]
         chosen = [(linear, parts) for linear, parts in chosen if parts]
-        self.pieces = [p for linear, parts in chosen for p in _pieces(linear, parts, lora.rank)]
+        self.slices = [s for linear, parts in chosen for s in _lora_slices(linear, parts, lora.rank)]
         self._linears = [(linear, parts) for linear, parts in chosen if holds(mesh, parts[0])]
-        held = [p for p in self.pieces if holds(mesh, p)]
-        placements = {p.parameter: _placement(p, mesh) for p in held}
+        held = [s for s in self.slices if holds(mesh, s)]
+        placements = {s.parameter: _placement(s, mesh) for s in held}
         self.flat, self._regions = arrange(_local_shapes(held, mesh), placements, mesh, dtype)
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
         """As PEFT: A Kaiming-uniform (a = sqrt 5), B zero. Each A from the seed and its own name, whole, then cut."""
-        for piece in self.pieces:
-            if ".lora_A." in piece.name and holds(self._mesh, piece):
-                whole = kaiming_uniform(piece.name, piece.shape, seed)
-                group = self._mesh.splitting(piece.expert)
-                piece.write(self.flat.views[piece.parameter], piece.local(whole, group.rank, group.size))
+        for s in self.slices:
+            if ".lora_A." in s.name and holds(self._mesh, s):
+                whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s.expert)
+                s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
     def new_optimizer(self) -> Optimizer:
         """Train this adapter."""
@@ -224,38 +223,38 @@ class Adapter:
 
 
 def _targeted(linear: Linear, lora: Lora) -> tuple[TensorSlice, ...]:
-    return tuple(p for p in linear.pieces if p.name.split(".")[-2] in lora.targets)
+    return tuple(s for s in linear.slices if s.name.split(".")[-2] in lora.targets)
 
 
-def _pieces(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
+def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
     """The A and B of every part, under PEFT's names."""
-    pieces = []
+    slices = []
     for number, part in enumerate(parts):
         module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape
         split_a, split_b = (1, None) if linear.kind == "row" else (None, 0)
         start, stop = number * rank, (number + 1) * rank
-        piece_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
-        piece_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
-        pieces.append(replace(piece_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
-        pieces.append(replace(piece_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
-    return pieces
+        slice_a = replace(part, name=f"{module}.lora_A.weight", parameter=f"{linear.name}.A", groups=1)
+        slice_b = replace(part, name=f"{module}.lora_B.weight", parameter=f"{linear.name}.B{number}", groups=1)
+        slices.append(replace(slice_a, shape=(rank, num_inputs), split=split_a, start=start, stop=stop))
+        slices.append(replace(slice_b, shape=(num_outputs, rank), split=split_b, start=0, stop=num_outputs))
+    return slices
 
 
-def _placement(piece: TensorSlice, mesh: Mesh) -> Placement:
-    if piece.expert is not None:
-        return "expert" if piece.split is not None else "expert partial"
-    if piece.split is not None:
+def _placement(tensor_slice: TensorSlice, mesh: Mesh) -> Placement:
+    if tensor_slice.expert is not None:
+        return "expert" if tensor_slice.split is not None else "expert partial"
+    if tensor_slice.split is not None:
         return "split"
     return "partial" if mesh.layout.sp else "whole"
 
 
-def _local_shapes(pieces: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+def _local_shapes(slices: Sequence[TensorSlice], mesh: Mesh) -> dict[str, tuple[int, ...]]:
     rows: dict[str, int] = {}
-    for piece in pieces:
-        rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.stop)
+    for s in slices:
+        rows[s.parameter] = max(rows.get(s.parameter, 0), s.stop)
     shapes: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        size, columns = mesh.splitting(piece.expert).size, piece.shape[1]
-        own_rows = rows[piece.parameter] // (size if piece.split == 0 else 1)
-        shapes[piece.parameter] = (own_rows, columns // size if piece.split == 1 else columns)
+    for s in slices:
+        size, columns = mesh.splitting(s.expert).size, s.shape[1]
+        own_rows = rows[s.parameter] // (size if s.split == 0 else 1)
+        shapes[s.parameter] = (own_rows, columns // size if s.split == 1 else columns)
     return shapes

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.families import read_architecture, slices_of
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
@@ -107,8 +107,8 @@ class Cache:
         for tensors, sources in ((self.keys, prompt.keys), (self.values, prompt.values)):
             for target, source_GTD in zip(tensors, sources, strict=True):
                 for block, start in enumerate(range(0, num_tokens, BLOCK)):
-                    piece = source_GTD[:, start : start + BLOCK]
-                    target[block, slot, :, : piece.shape[1]] = piece
+                    part_GTD = source_GTD[:, start : start + BLOCK]
+                    target[block, slot, :, : part_GTD.shape[1]] = part_GTD
 
 
 class Decoder:
@@ -128,8 +128,8 @@ class Decoder:
         self._embedding_VH = weights["model.embed_tokens.weight"]
         self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
         self._final_norm_H = weights["model.norm.weight"]
-        pieces = {p.name: p for p in pieces_of(a, 1)}
-        self._layers = [_layer(a, weights, pieces, number) for number in range(a.num_layers)]
+        slices = {s.name: s for s in slices_of(a, 1)}
+        self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(device)
 
     @property
@@ -275,15 +275,15 @@ def _attend(query_BQD: Tensor, keys: Tensor, values: Tensor, masks: list[Tensor]
 
 def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Every tensor under its Hugging Face name."""
-    pieces = pieces_of(a, 1)
+    slices = slices_of(a, 1)
     with model_files(folder) as files:
-        refuse_unknown(files, pieces, folder)
-        return {p.name: files.local(p, p.name, 0, 1).to(device, dtype, copy=True) for p in pieces}
+        refuse_unknown(files, slices, folder)
+        return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
 
 
-def _layer(a: Architecture, weights: dict[str, Tensor], pieces: dict[str, TensorSlice], number: int) -> Layer:
+def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
     prefix = f"model.layers.{number}"
-    fused = {name: _fused(f"{prefix}.{name}", prefix, parts, weights, pieces) for name, parts in _FUSED.items()}
+    fused = {name: _fused(f"{prefix}.{name}", prefix, parts, weights, slices) for name, parts in _FUSED.items()}
     return Layer(
         input_norm_H=weights[f"{prefix}.input_layernorm.weight"],
         query_norm_D=weights.get(f"{prefix}.self_attn.q_norm.weight"),
@@ -294,11 +294,11 @@ def _layer(a: Architecture, weights: dict[str, Tensor], pieces: dict[str, Tensor
 
 
 def _fused(
-    name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], pieces: dict[str, TensorSlice]
+    name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], slices: dict[str, TensorSlice]
 ) -> FusedLinear:
     """The parts leave `weights` as they are fused, so that none is held twice."""
     modules = [f"{prefix}.{part}" for part in parts]
-    own = tuple(pieces[f"{module}.weight"] for module in modules)
+    own = tuple(slices[f"{module}.weight"] for module in modules)
     weight_OI = torch.cat([weights.pop(f"{module}.weight") for module in modules])
     biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
     return FusedLinear(name, own, weight_OI, torch.cat(biases) if biases else None)

@@ -141,8 +141,8 @@ class _Exchange(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1.0)
         num_left = 2 * _MAX_BODY_BYTES
-        while num_left > 0 and (piece := self.rfile.read1(1 << 20)):
-            num_left -= len(piece)
+        while num_left > 0 and (chunk := self.rfile.read1(1 << 20)):
+            num_left -= len(chunk)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What http.server itself refuses (a method it does not know, a request line that is none)."""

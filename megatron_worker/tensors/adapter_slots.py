@@ -33,7 +33,7 @@ class SlotAdapter(Protocol):
     """An adapter's weights, in one buffer."""
 
     lora: Lora
-    pieces: list[TensorSlice]
+    slices: list[TensorSlice]
     flat: Flat
 
     def initialise(self, seed: int) -> None: ...
@@ -139,7 +139,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
             adapter = self._new_adapter(peft_format.read_config(folder, lora))
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
-            read_adapter(folder, adapter.pieces, exact.views, self._ranks)
+            read_adapter(folder, adapter.slices, exact.views, self._ranks)
         adapter.flat.buffer.copy_(exact.buffer)
         self._install(name, adapter, trainable)
         if trainable:
@@ -150,7 +150,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         assert not (trainable and self._trains_base), "adapters are trained, or the base, not both"
         self.adapters[name] = adapter
         if trainable:
-            self.trainings[name] = Training(name, self._new_optimizer(adapter), adapter.pieces)
+            self.trainings[name] = Training(name, self._new_optimizer(adapter), adapter.slices)
         self.activate(name)
 
     def train_base(self, new_optimizer: Callable[[], OptimizerT]) -> None:
@@ -232,7 +232,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 adapter = self.adapters[training.slot]
                 peft_format.read_config(folder / "weights", adapter.lora)
                 exact = adapter.flat.like(torch.float32)
-                read_adapter(folder / "weights", adapter.pieces, exact.views, ranks)
+                read_adapter(folder / "weights", adapter.slices, exact.views, ranks)
                 training.optimizer.put("master", exact)
             read_optimizer(folder / "optimizer", training.optimizer, training.pieces, ranks, training.keeps_masters)
         training.optimizer.refresh_working()
@@ -250,7 +250,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
         adapter, training = self.adapters[name], self.trainings.get(name)
         weights = adapter.flat.views if training is None else training.optimizer.gathered("master")
-        return ((p.name, self._ranks.whole(p, weights).float()) for p in adapter.pieces)
+        return ((p.name, self._ranks.whole(p, weights).float()) for p in adapter.slices)
 
     def memory(self) -> Memory:
         held = self._published.device_bytes + sum(flat.host.device_bytes for flat in self._flats())

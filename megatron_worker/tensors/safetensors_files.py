@@ -36,16 +36,16 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def local(self, piece: TensorSlice, name: str, rank: int, size: int) -> Tensor:
-        """A rank's slice of a tensor. Raises InvalidInput when it is missing or not of the piece's shape."""
+    def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int) -> Tensor:
+        """A rank's slice of a tensor. Raises InvalidInput when it is missing or of another shape."""
         if name not in self._files:
             raise InvalidInput(f"the tensor {name!r} is missing", self._place())
-        if self.shape(name) != piece.shape:
-            message = f"{name!r} has shape {list(self.shape(name))}, expected {list(piece.shape)}"
+        if self.shape(name) != tensor_slice.shape:
+            message = f"{name!r} has shape {list(self.shape(name))}, expected {list(tensor_slice.shape)}"
             raise InvalidInput(message, str(self._files[name]))
-        index: list[slice] = [slice(None)] * len(piece.shape)
-        if piece.split is not None:
-            index[piece.split] = slice(*piece.bounds(rank, size))
+        index: list[slice] = [slice(None)] * len(tensor_slice.shape)
+        if tensor_slice.split is not None:
+            index[tensor_slice.split] = slice(*tensor_slice.bounds(rank, size))
         try:
             return self._slice(name)[tuple(index)]
         except SafetensorError as error:
@@ -111,9 +111,9 @@ def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
         raise InvalidInput(f"{len(unknown)} tensors do not belong here, the first is {unknown[0]!r}", str(place))
 
 
-def refuse_unknown(files: TensorFiles, pieces: Iterable[TensorSlice], folder: Path) -> None:
+def refuse_unknown(files: TensorFiles, slices: Iterable[TensorSlice], folder: Path) -> None:
     """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
-    known = {piece.name for piece in pieces} | {"lm_head.weight"}
+    known = {s.name for s in slices} | {"lm_head.weight"}
     unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
     if unknown:
         raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))

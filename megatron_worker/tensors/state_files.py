@@ -56,7 +56,7 @@ class StateRanks(Protocol):
         """The ranks that a tensor, of an expert or not, is split over."""
         ...
 
-    def whole(self, piece: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
         """A whole tensor on every rank, gathered from the ranks that hold it. Collective."""
         ...
 
@@ -75,18 +75,18 @@ class StatefulOptimizer(Protocol):
 
 
 def read_model(
-    folder: Path, pieces: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
     """Raises InvalidInput when a file is missing or damaged, or a tensor is missing, unknown or of another shape."""
     with model_files(folder) as files:
-        refuse_unknown(files, pieces, folder)
-        _read(files, pieces, parameters, ranks)
+        refuse_unknown(files, slices, folder)
+        _read(files, slices, parameters, ranks)
 
 
 def write_model_folder(
     folder: Path | None,
     model: Path,
-    pieces: Sequence[TensorSlice],
+    slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     max_bytes: int = _MAX_FILE_BYTES,
@@ -97,62 +97,62 @@ def write_model_folder(
         folder: None on ranks that only help gathering; below too.
     """
     dtype = next(iter(parameters.values())).dtype
-    tensors = _whole(pieces, parameters, ranks)
+    tensors = _whole(slices, parameters, ranks)
     with all_drawn(tensors):
         if folder is not None:
             write_beside_weights(folder, model, dtype)
-        write_model(folder, [Entry(p.name, dtype, p.shape) for p in pieces], tensors, max_bytes)
+        write_model(folder, [Entry(s.name, dtype, s.shape) for s in slices], tensors, max_bytes)
 
 
 def read_adapter(
-    folder: Path, pieces: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
+    folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
     """Raises InvalidInput as `read_model`."""
     path = folder / peft_format.WEIGHTS
     with single_file(path) as files:
-        check_names(files, {p.name for p in pieces}, path)
-        _read(files, pieces, parameters, ranks)
+        check_names(files, {s.name for s in slices}, path)
+        _read(files, slices, parameters, ranks)
 
 
 def write_adapter(
     folder: Path | None,
     lora: Lora,
-    pieces: Sequence[TensorSlice],
+    slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
 ) -> None:
     """Write PEFT's folder, in float32 whatever the engine computes in."""
-    tensors = _whole(pieces, parameters, ranks)
+    tensors = _whole(slices, parameters, ranks)
     with all_drawn(tensors):
         if folder is not None:
             peft_format.write_config(folder, lora)
-        entries = [Entry(p.name, torch.float32, p.shape) for p in pieces]
+        entries = [Entry(s.name, torch.float32, s.shape) for s in slices]
         write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors)
 
 
 def read_optimizer(
-    folder: Path, optimizer: StatefulOptimizer, pieces: Sequence[TensorSlice], ranks: StateRanks, master: bool
+    folder: Path, optimizer: StatefulOptimizer, slices: Sequence[TensorSlice], ranks: StateRanks, master: bool
 ) -> None:
     """Raises InvalidInput when the file is missing, damaged, or of another model or adapter."""
     path = folder / OPTIMIZER
     states = _states(master)
     with single_file(path) as files:
-        check_names(files, {f"{state}.{p.name}" for state in states for p in pieces} | {STEP}, path)
+        check_names(files, {f"{state}.{s.name}" for state in states for s in slices} | {STEP}, path)
         for state in states:
             values = optimizer.grad.like(torch.float32)
-            _read(files, pieces, values.views, ranks, prefix=f"{state}.")
+            _read(files, slices, values.views, ranks, prefix=f"{state}.")
             optimizer.put(state, values)
         optimizer.step_count = int(files.local(TensorSlice(STEP, STEP, (), None, 0, 0), STEP, 0, 1))
 
 
 def write_optimizer(
-    folder: Path | None, optimizer: StatefulOptimizer, pieces: Sequence[TensorSlice], ranks: StateRanks, master: bool
+    folder: Path | None, optimizer: StatefulOptimizer, slices: Sequence[TensorSlice], ranks: StateRanks, master: bool
 ) -> None:
     """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
     states = _states(master)
-    entries = [Entry(f"{state}.{p.name}", torch.float32, p.shape) for state in states for p in pieces]
+    entries = [Entry(f"{state}.{s.name}", torch.float32, s.shape) for state in states for s in slices]
     entries.append(Entry(STEP, torch.int64, ()))
-    moments = chain.from_iterable(_whole(pieces, optimizer.gathered(state), ranks) for state in states)
+    moments = chain.from_iterable(_whole(slices, optimizer.gathered(state), ranks) for state in states)
     tensors = chain(moments, [torch.tensor(optimizer.step_count)])
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
@@ -162,19 +162,19 @@ def _states(master: bool) -> tuple[State, ...]:
     return ("exp_avg", "exp_avg_sq", "master") if master else ("exp_avg", "exp_avg_sq")
 
 
-def _whole(pieces: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks) -> Iterator[Tensor]:
-    return (ranks.whole(p, parameters) for p in pieces)
+def _whole(slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks) -> Iterator[Tensor]:
+    return (ranks.whole(s, parameters) for s in slices)
 
 
 def _read(
     files: TensorFiles,
-    pieces: Iterable[TensorSlice],
+    slices: Iterable[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     prefix: str = "",
 ) -> None:
     """Fill this rank's parameters from whole tensors named `prefix + name`; other ranks' tensors are left out."""
-    for piece in pieces:
-        if piece.parameter in parameters:
-            place = ranks.splitting(piece.expert)
-            piece.write(parameters[piece.parameter], files.local(piece, prefix + piece.name, place.rank, place.size))
+    for s in slices:
+        if s.parameter in parameters:
+            place = ranks.splitting(s.expert)
+            s.write(parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size))

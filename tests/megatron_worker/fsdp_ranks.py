@@ -130,8 +130,9 @@ def run_mutated(model: Path, layout: Layout, out: Path) -> None:
     mutated(FSDPModule, "set_gradient_divide_factor", lambda _: lambda self, f: None, three("full-average", "full"))
 
     def own(original: Any) -> Any:
-        def whole(self: Ranks, piece: TensorSlice, shards: Mapping[str, Tensor]) -> Tensor:
-            return original(self, piece, {piece.name: torch.zeros_like(shards[piece.name])} if self.rank else shards)
+        def whole(self: Ranks, tensor_slice: TensorSlice, shards: Mapping[str, Tensor]) -> Tensor:
+            name = tensor_slice.name
+            return original(self, tensor_slice, {name: torch.zeros_like(shards[name])} if self.rank else shards)
 
         return whole
 

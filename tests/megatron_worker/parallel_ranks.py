@@ -117,7 +117,7 @@ def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[st
     for region in optimizer._regions:
         whole.buffer[region.all] = region.copies.join_shares(optimizer.grad.buffer[region.own])
     optimizer.zero_grad()
-    return {piece.name: engine._mesh.whole(piece, whole.views).clone() for piece in training.pieces}
+    return {p.name: engine._mesh.whole(p, whole.views).clone() for p in training.pieces}
 
 
 def scores(engine: MegatronEngine, batch: Batch) -> list[list[float]]:

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_worker.engine import Outputs
-from megatron_worker.families import pieces_of, read_architecture
+from megatron_worker.families import read_architecture, slices_of
 from megatron_worker.families.architecture import Rope
+from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import Entry, TensorFiles, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput
@@ -50,18 +51,17 @@ def test_named_weights_are_the_files_own(tmp_path, family, tied):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_pieces_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
-    pieces = pieces_of(read_architecture(distinct_model(tmp_path, family)), tp, etp=tp)
-    shapes = {p.parameter: max(q.stop for q in pieces if q.parameter == p.parameter) for p in pieces}
+def test_slices_fill_every_row_of_every_parameter_once(tmp_path, family, tp):
+    slices = slices_of(read_architecture(distinct_model(tmp_path, family)), tp, etp=tp)
+    shapes = {s.parameter: max(q.stop for q in slices if q.parameter == s.parameter) for s in slices}
     for rank in range(tp):
         filled = {}
-        for piece in pieces:
-            groups = piece.groups
-            parameter = filled.setdefault(piece.parameter, torch.zeros(shapes[piece.parameter] * groups, 1))
-            share = piece.shape[0] if piece.split != 0 else piece.bounds(rank, tp)[1] - piece.bounds(rank, tp)[0]
+        for s in slices:
+            parameter = filled.setdefault(s.parameter, torch.zeros(shapes[s.parameter] * s.groups, 1))
+            share = s.shape[0] if s.split != 0 else s.bounds(rank, tp)[1] - s.bounds(rank, tp)[0]
             before = torch.zeros_like(parameter)
-            piece.write(before, torch.ones(share, 1))
-            assert torch.equal(piece.read(before, share), torch.ones(share, 1))
+            s.write(before, torch.ones(share, 1))
+            assert torch.equal(s.read(before, share), torch.ones(share, 1))
             parameter += before
         for name, parameter in filled.items():
             padding = parameter.shape[0] * tp - 301 if "embed" in name or "output_layer" in name else 0
@@ -192,7 +192,6 @@ def test_files_that_we_write_are_the_library_s_own_format(tmp_path):
 def test_a_slice_is_read_without_the_rest(tmp_path):
     save_file({"w": torch.arange(30.0).view(10, 3)}, tmp_path / "model.safetensors")
     files = TensorFiles({"w": tmp_path / "model.safetensors"})
-    piece = pieces_of(read_architecture(distinct_model(tmp_path / "m")), 2)[0]
-    piece = type(piece)("w", "p", (10, 3), 0, 0, 4)
-    assert torch.equal(files.local(piece, "w", 1, 3), torch.arange(12.0, 24.0).view(4, 3))
-    assert files.local(piece, "w", 2, 3).shape == (2, 3)
+    tensor_slice = TensorSlice("w", "p", (10, 3), 0, 0, 4)
+    assert torch.equal(files.local(tensor_slice, "w", 1, 3), torch.arange(12.0, 24.0).view(4, 3))
+    assert files.local(tensor_slice, "w", 2, 3).shape == (2, 3)

@@ -119,28 +119,28 @@ class Mesh:
         """The ranks that a tensor, of an expert or not, is split over."""
         return self.tp if expert is None else self.etp
 
-    def whole(self, piece: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
+    def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
         """A whole tensor on every rank, gathered from the ranks that hold it. Collective.
 
         Args:
             parameters: this rank's, all of one dtype.
         """
-        if piece.parameter in parameters:
-            whole = self._gathered(piece, parameters[piece.parameter].detach())
+        if tensor_slice.parameter in parameters:
+            whole = self._gathered(tensor_slice, parameters[tensor_slice.parameter].detach())
         else:
-            whole = next(iter(parameters.values())).new_empty(piece.shape)
-        if piece.expert is not None and piece.stage == self.pp.rank:
-            self.ep.broadcast(whole, piece.ep_rank)
-        self.pp.broadcast(whole, piece.stage)
+            whole = next(iter(parameters.values())).new_empty(tensor_slice.shape)
+        if tensor_slice.expert is not None and tensor_slice.stage == self.pp.rank:
+            self.ep.broadcast(whole, tensor_slice.ep_rank)
+        self.pp.broadcast(whole, tensor_slice.stage)
         return whole
 
-    def _gathered(self, piece: TensorSlice, parameter: Tensor) -> Tensor:
-        group = self.splitting(piece.expert)
-        share = piece.shape[0] if piece.split != 0 else -(-piece.shape[0] // group.size)
-        local = piece.read(parameter, share)
-        if piece.split is None:
+    def _gathered(self, tensor_slice: TensorSlice, parameter: Tensor) -> Tensor:
+        group = self.splitting(tensor_slice.expert)
+        share = tensor_slice.shape[0] if tensor_slice.split != 0 else -(-tensor_slice.shape[0] // group.size)
+        local, split = tensor_slice.read(parameter, share), tensor_slice.split
+        if split is None:
             return local
-        return torch.cat(group.gather(local), dim=piece.split).narrow(piece.split, 0, piece.shape[piece.split])
+        return torch.cat(group.gather(local), dim=split).narrow(split, 0, tensor_slice.shape[split])
 
     def counts(self, placement: Placement) -> bool:
         """Whether this rank is the one that counts what several hold with the same gradient: in a norm, once."""

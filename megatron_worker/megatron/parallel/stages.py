@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each has, and which stage and which ranks hold a Hugging Face tensor's pieces."""
+"""Pipeline stages: which layers each has, and which stage and which ranks hold a Hugging Face tensor's slices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
     return range(first, first + share + (stage < rest))
 
 
-def placed(pieces: Sequence[TensorSlice], architecture: Architecture, layout: Layout) -> list[TensorSlice]:
-    """The same pieces with the stage and the expert-parallel rank that hold them."""
+def placed(slices: Sequence[TensorSlice], architecture: Architecture, layout: Layout) -> list[TensorSlice]:
+    """The same slices with the stage and the expert-parallel rank that hold them."""
     of_layer = [stage for stage in range(layout.pp) for _ in layers_of(stage, layout.pp, architecture.num_layers)]
     per_rank = max(1, architecture.num_experts // layout.ep)
 
-    def place(piece: TensorSlice) -> TensorSlice:
-        if piece.parameter.startswith(LAYERS):
-            stage = of_layer[int(piece.parameter.removeprefix(LAYERS).split(".")[0])]
+    def place(tensor_slice: TensorSlice) -> TensorSlice:
+        if tensor_slice.parameter.startswith(LAYERS):
+            stage = of_layer[int(tensor_slice.parameter.removeprefix(LAYERS).split(".")[0])]
         else:
-            stage = 0 if piece.parameter.startswith("embedding.") else layout.pp - 1
-        ep_rank = 0 if piece.expert is None else piece.expert // per_rank
-        return dataclasses.replace(piece, stage=stage, ep_rank=ep_rank)
+            stage = 0 if tensor_slice.parameter.startswith("embedding.") else layout.pp - 1
+        ep_rank = 0 if tensor_slice.expert is None else tensor_slice.expert // per_rank
+        return dataclasses.replace(tensor_slice, stage=stage, ep_rank=ep_rank)
 
-    return [place(piece) for piece in pieces]
+    return [place(tensor_slice) for tensor_slice in slices]
 
 
-def holds(mesh: Mesh, piece: TensorSlice) -> bool:
-    """Whether this rank has a part of a layer's piece."""
-    return piece.stage == mesh.pp.rank and (piece.expert is None or piece.ep_rank == mesh.ep.rank)
+def holds(mesh: Mesh, tensor_slice: TensorSlice) -> bool:
+    """Whether this rank has a part of a layer's tensor_slice."""
+    return tensor_slice.stage == mesh.pp.rank and (tensor_slice.expert is None or tensor_slice.ep_rank == mesh.ep.rank)
