@@ -10,15 +10,14 @@ head, E half of it.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_worker.megatron.parallel.collectives import gather_rows
+from megatron_worker.megatron.parallel.collectives import gather_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group
 from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 
@@ -156,24 +155,11 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate each head's first half against its second by the angle of its token's position."""
-    rotated: Tensor = _Rotate.apply(heads_TXD, cos_T1D, sin_T1D)
-    return rotated
+    """Rotate each head's first half against its second by the angle of its token's position.
 
-
-class _Rotate(torch.autograd.Function):
-    """One product and two fused multiply-adds; the backward is the rotation by the opposite angle."""
-
-    @staticmethod
-    def forward(ctx: Any, heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_T1D, sin_T1D)
-        return _rotated(heads_TXD, cos_T1D, sin_T1D, sign=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TXD: Tensor) -> tuple[Tensor, None, None]:
-        cos_T1D, sin_T1D = ctx.saved_tensors
-        return _rotated(grad_TXD, cos_T1D, sin_T1D, sign=-1), None, None
+    It costs one product and two fused multiply-adds; the backward is the rotation by the opposite angle.
+    """
+    return linear_map(heads_TXD, partial(_rotated, sign=1), partial(_rotated, sign=-1), cos_T1D, sin_T1D)
 
 
 def _rotated(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.losses import loss_function
+from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import Model
-from megatron_worker.megatron.parallel import collectives
+from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, CrossEntropy, Dtype, Full, Lora
@@ -256,13 +257,16 @@ def _placement(of: str, instead: str) -> Change:
 
 
 def _kept(_: Any) -> Any:
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Only what this rank sent itself has a gradient."""
-        own, rows = grad.split(ctx.received)[ctx.group.rank], [grad.new_zeros(n, *grad.shape[1:]) for n in ctx.sent]
-        rows[ctx.group.rank] = own
-        return torch.cat(rows), None, None, None
+    def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+        def back(grad: torch.Tensor) -> torch.Tensor:
+            """Only what this rank sent itself has a gradient."""
+            rows = [grad.new_zeros(n, *grad.shape[1:]) for n in sent]
+            rows[group.rank] = grad.split(received)[group.rank]
+            return torch.cat(rows)
 
-    return staticmethod(backward)
+        return collectives.linear_map(x, lambda x: group.exchange(x, sent, received), back)
+
+    return exchange_rows
 
 
 FAULTS: dict[str, tuple[Any, str, Change]] = {
@@ -275,12 +279,8 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
     "forget-finalize": (Model, "_placement", _placement("partial", "whole")),
     "forget-tied": (Model, "_placement", _placement("tied", "split")),
     "forget-copies": (Model, "_placement", _placement("expert", "split")),
-    "own-context": (
-        collectives._Gather,
-        "backward",
-        lambda _: staticmethod(lambda ctx, grad: (grad.chunk(ctx.group.size)[ctx.group.rank].clone(), None)),
-    ),
-    "own-tokens": (collectives._Exchange, "backward", _kept),
+    "own-context": (attention, "gather_rows", lambda _: collectives.gather_alike),
+    "own-tokens": (dispatch, "exchange_rows", _kept),
 }
 
 

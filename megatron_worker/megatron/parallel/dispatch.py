@@ -14,13 +14,11 @@ share experts, E ranks of ep, B rows of all blocks, X any width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_worker.megatron.parallel.collectives import exchange_rows
+from megatron_worker.megatron.parallel.collectives import exchange_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 
 
@@ -61,45 +59,21 @@ def dispatch(expert_sK: Tensor, experts_per_rank: int, mesh: Mesh) -> Dispatch:
 
 def copied(x: Tensor, index_B: Tensor, counts: Sequence[int]) -> Tensor:
     """The rows of `x` at `index_B`, which stands in blocks of `counts`."""
-    result: Tensor = _Copied.apply(x, index_B, counts)
-    return result
+    num_rows = len(x)
+    return linear_map(x, _rows_at, lambda grad, index_B: _sum_rows(grad, index_B, counts, num_rows), index_B)
 
 
 def added(x_BX: Tensor, index_B: Tensor, counts: Sequence[int], num_rows: int) -> Tensor:
     """The transpose of `copied`: a sum of rows for each of `num_rows` indices, in the order of the blocks."""
-    result: Tensor = _Added.apply(x_BX, index_B, counts, num_rows)
-    return result
+    return linear_map(x_BX, lambda x_BX, index_B: _sum_rows(x_BX, index_B, counts, num_rows), _rows_at, index_B)
 
 
-def _added(x_BX: Tensor, index_B: Tensor, counts: Sequence[int], num_rows: int) -> Tensor:
+def _rows_at(x: Tensor, index_B: Tensor) -> Tensor:
+    return x.index_select(0, index_B)
+
+
+def _sum_rows(x_BX: Tensor, index_B: Tensor, counts: Sequence[int], num_rows: int) -> Tensor:
     total = x_BX.new_zeros(num_rows, *x_BX.shape[1:])
     for rows, index in zip(x_BX.split(counts), index_B.split(counts), strict=True):
         total.index_add_(0, index, rows)
     return total
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index_B: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(index_B)
-        ctx.counts, ctx.num_rows = counts, len(x)
-        return x.index_select(0, index_B)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index_B,) = ctx.saved_tensors
-        return _added(grad, index_B, ctx.counts, ctx.num_rows), None, None
-
-
-class _Added(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BX: Tensor, index_B: Tensor, counts: list[int], num_rows: int) -> Tensor:
-        ctx.save_for_backward(index_B)
-        return _added(x_BX, index_B, counts, num_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (index_B,) = ctx.saved_tensors
-        return grad.index_select(0, index_B), None, None, None
