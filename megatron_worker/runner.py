@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 
 from megatron_worker.engine import Engine, LossFunction
-from megatron_worker.losses import loss_function
-from megatron_worker.losses.parts.columns import check_columns
+from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.process.event_log import Report
 from megatron_worker.process.faults import Fault, JobFailed, fault_of
 from megatron_worker.process.ranks import WorkerRanks

@@ -1,14 +1,15 @@
-"""Losses: sums over a bin's targets. One file each; `loss_function` chooses."""
+"""Losses: sums over a bin's targets. A new kind of loss has a `case` in both functions here."""
 
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy
-from megatron_worker.losses.dpo import dpo_loss
-from megatron_worker.losses.policy import policy_loss
+from megatron_worker.losses.dpo import check_pairs, dpo_loss
+from megatron_worker.losses.policy import check_policy_columns, policy_loss
 from shared.jobs.job import DPO, CrossEntropy, Loss
+from shared.jobs.packed import Units
 
 
 def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
-    """`temperature`: what a policy's logits are divided by; the other losses know none."""
+    """Return a loss. `temperature` divides a policy loss's logits; the other losses have none."""
     match loss:
         case CrossEntropy():
             return cross_entropy.LOSS
@@ -16,3 +17,14 @@ def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
             return dpo_loss(loss)
         case _:
             return policy_loss(loss, temperature)
+
+
+def check_columns(units: Units, loss: Loss) -> None:
+    """Raise InvalidInput, which names the column, the unit and the rule, where the data lacks what the loss needs."""
+    match loss:
+        case CrossEntropy():
+            pass
+        case DPO():
+            check_pairs(units)
+        case _:
+            check_policy_columns(units, loss)

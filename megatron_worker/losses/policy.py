@@ -1,17 +1,18 @@
 """Policy losses: an algorithm's surrogate, weighed, with its KL and entropy terms, aggregated; and what is reported.
 
-Shape suffixes: N live targets of a bin.
+Shape suffixes: N live targets of a bin, S its sequences.
 """
 
 import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
-from megatron_worker.losses import cispo, dro, gspo, ppo, reinforce
-from megatron_worker.losses.parts.aggregation import aggregate
-from megatron_worker.losses.parts.divergence import bounded, divergence
-from megatron_worker.losses.parts.targets import Surrogate, Targets, live_targets, shaped_advantages
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
+from megatron_worker.losses.columns import check_finite
+from megatron_worker.losses.divergence import bounded, divergence
+from megatron_worker.losses.surrogates import Surrogate, surrogate_of
+from megatron_worker.losses.targets import Targets, live_targets, shaped_advantages, sums_of_sequences
+from shared.jobs.job import PolicyLoss
+from shared.jobs.packed import Units
 
 
 def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:
@@ -19,21 +20,29 @@ def policy_loss(loss: PolicyLoss, temperature: float) -> LossFunction:
     return LossFunction(outputs=outputs, sums=lambda scores, batch: sums(loss, scores, batch))
 
 
+def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
+    """Raise InvalidInput where an advantage, or a log-probability that the loss needs of the sampler, is no number."""
+    check_finite(units, "advantage", f"the loss {loss.kind} learns from it")
+    if loss.truncated_importance is not None:
+        check_finite(units, "old_logprob", "truncated_importance needs the sampler's log-probabilities")
+    elif loss.old == "sampler":
+        check_finite(units, "old_logprob", "old = sampler needs the sampler's log-probabilities")
+
+
 def sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     """Sums over a bin's targets of positive weight."""
     targets = live_targets(scores, batch, loss)
-    surrogate = _surrogate(loss, targets, shaped_advantages(targets, loss))
+    surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))
     importance_N = _importance(targets)
     value_N = surrogate.loss_N
     if loss.truncated_importance is not None:
         value_N = value_N * importance_N.clamp(max=loss.truncated_importance)
     if loss.kl is not None and loss.kl.placement == "loss":
-        value_N = value_N + loss.kl.coefficient * divergence(
-            targets.logprob_N, targets.ref_logprob_N, loss.kl.estimator
-        )
+        kl_N = divergence(targets.logprob_N, targets.ref_logprob_N, loss.kl.estimator)
+        value_N = value_N + loss.kl.coefficient * kl_N
     if loss.entropy_coefficient:
         value_N = value_N - loss.entropy_coefficient * targets.entropy_N
-    total, weight = aggregate(value_N, targets.weight_N, targets.sequence_N, targets.num_sequences, loss)
+    total, weight = _aggregate(value_N, targets, loss)
     return LossSums(
         loss=total,
         weight=weight,
@@ -43,18 +52,28 @@ def sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
     )
 
 
-def _surrogate(loss: PolicyLoss, targets: Targets, advantage_N: Tensor) -> Surrogate:
-    match loss:
-        case Reinforce():
-            return reinforce.surrogate(loss, targets, advantage_N)
-        case PPO():
-            return ppo.surrogate(loss, targets, advantage_N)
-        case CISPO():
-            return cispo.surrogate(loss, targets, advantage_N)
-        case GSPO():
-            return gspo.surrogate(loss, targets, advantage_N)
-        case DRO():
-            return dro.surrogate(loss, targets, advantage_N)
+def _aggregate(value_N: Tensor, targets: Targets, loss: PolicyLoss) -> tuple[Tensor, Tensor]:
+    """Return the sum of a bin, and its part of what the sum over all bins is divided by: a sequence lies in one bin.
+
+    token_mean: sum_n w_n v_n over sum_n w_n. sequence_mean: sum_s (sum_n w_n v_n / sum_n w_n) over S.
+    constant_length: sum_n w_n v_n / L over S (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2).
+    """
+    weight_N, sequence_N = targets.weight_N, targets.sequence_N
+    sequences = weight_N.new_tensor(float(targets.num_sequences))
+    match loss.aggregation:
+        case "token_mean":
+            return _total(weight_N * value_N), weight_N.sum()
+        case "sequence_mean":
+            length_S = sums_of_sequences(weight_N, sequence_N, targets.num_sequences)
+            return _total(value_N * weight_N / length_S[sequence_N]), sequences
+        case "constant_length":
+            assert loss.constant is not None
+            return _total(weight_N * value_N) / loss.constant, sequences
+
+
+def _total(value_N: Tensor) -> Tensor:
+    """Add up in float64: surrogates of either sign cancel, and a sum must not depend on how bins were cut."""
+    return value_N.double().sum()
 
 
 def _importance(targets: Targets) -> Tensor:
@@ -65,7 +84,7 @@ def _importance(targets: Targets) -> Tensor:
 def _means(
     loss: PolicyLoss, targets: Targets, surrogate: Surrogate, importance_N: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Averages over tokens by weight. Divergences are k3, which needs no luck to be positive."""
+    """Return averages over tokens by weight. Divergences are k3 estimates, which are never negative."""
     t, logprob_N = targets, targets.logprob_N.detach()
     known_N = torch.isfinite(t.sampler_logprob_N)  # a trainer that goes by its own old policy may do without
     trainer_N = logprob_N if loss.old == "sampler" else t.old_logprob_N
@@ -88,5 +107,5 @@ def _means(
 
 
 def _largest(value_N: Tensor) -> Tensor:
-    """The maximum; 0 of none."""
+    """Return the maximum; 0 where there are no values."""
     return torch.cat([value_N, value_N.new_zeros(1)]).amax()

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_worker.engine import Scores
-from megatron_worker.losses import loss_function
-from megatron_worker.losses.parts.columns import check_columns
+from megatron_worker.losses import check_columns, loss_function
 from shared.errors import InvalidInput
 from shared.jobs.job import DPO, PPO, CrossEntropy, Reinforce
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter

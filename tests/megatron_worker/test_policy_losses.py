@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from megatron_worker.losses.parts.divergence import divergence
+from megatron_worker.losses.divergence import divergence
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import Sums
 from shared.contract import Artifact

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from activities.tokenizing.blocks import Block
 from activities.tokenizing.preference_units import COLUMNS, count, pair_unit, pairs_of, write
 from activities.tokenizing.report import Tally
-from megatron_worker.losses.parts.columns import check_columns
+from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
 from shared.jobs.job import DPO
 from shared.jobs.packed import Units, UnitsWriter

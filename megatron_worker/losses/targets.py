@@ -1,6 +1,6 @@
 """The live targets of a bin as policy losses see them: rows of weight 0 are gone, whatever they held.
 
-Shape suffixes: N live targets of a bin.
+Shape suffixes: N live targets of a bin, S its sequences.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Scores
-from megatron_worker.losses.parts.divergence import bounded, divergence
+from megatron_worker.losses.divergence import bounded, divergence
 from shared.jobs.job import PolicyLoss
 
 
@@ -34,15 +34,6 @@ class Targets:
     @property
     def ratio_N(self) -> Tensor:
         return bounded(self.log_ratio_N).exp()
-
-
-@dataclass(frozen=True)
-class Surrogate:
-    """What an algorithm makes of its targets: a loss for each, its ratios, and which of them it clipped, by kind."""
-
-    loss_N: Tensor
-    ratio_N: Tensor
-    clipped: dict[str, Tensor]
 
 
 def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
@@ -76,3 +67,8 @@ def shaped_advantages(targets: Targets, loss: PolicyLoss) -> Tensor:
         return targets.advantage_N
     penalty_N = divergence(targets.old_logprob_N, targets.ref_logprob_N, loss.kl.estimator)
     return targets.advantage_N - loss.kl.coefficient * penalty_N
+
+
+def sums_of_sequences(value_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """[S]: the sum of each sequence's values. `sequence_N`: int64, 0 to num_sequences - 1."""
+    return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)

@@ -1,0 +1,30 @@
+"""Columns of the data that a loss needs, checked before any step: a column that is missing is never taken for zeros.
+
+Shape suffixes: N targets of all units.
+"""
+
+import numpy as np
+
+from shared.errors import InvalidInput
+from shared.jobs.packed import Floats, Ints, Units
+
+
+def check_finite(units: Units, name: str, reason: str) -> None:
+    """Raise InvalidInput, which names the column, the unit and the reason, where a trained token has no number."""
+    values_N, weight_N = read_column(units, name, reason), read_column(units, "weight", reason)
+    broken_N = ~np.isfinite(values_N) & (weight_N > 0)
+    if broken_N.any():
+        unit = _unit_of(units, int(broken_N.argmax()))
+        raise InvalidInput(f"{name} is no number for {int(broken_N.sum())} trained tokens; {reason}", f"unit {unit}")
+
+
+def read_column(units: Units, name: str, reason: str) -> Floats | Ints:
+    """Return a column of all units, [N]. Raises InvalidInput, which names the reason, where they have none."""
+    values = units.column(name)
+    if values is None:
+        raise InvalidInput(f"the units have no column {name}; {reason}", "data")
+    return values
+
+
+def _unit_of(units: Units, target: int) -> int:
+    return int(np.searchsorted(units.target_offsets, target, side="right")) - 1

@@ -1,1 +1,0 @@
-"""What losses are made of: ratios and clips, divergences, aggregation, checked columns."""
