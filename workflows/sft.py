@@ -10,7 +10,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.tokenizing.tokenize import Tokenize, Tokenized, TokenizeRequest
     from shared.contract import Artifact
     from shared.jobs.job import PackedData, Reference
-    from shared.jobs.layout import ModelShape
+    from shared.models.shape import ModelShape
     from shared.runs.requests import DatasetSource, DPORun
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus

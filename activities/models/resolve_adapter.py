@@ -15,8 +15,8 @@ from activities.sources.models import Location, locate
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
-from shared.jobs.layout import ModelShape
 from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
+from shared.models.shape import ModelShape
 from shared.runs.requests import RunId, Tenant
 
 _TENSOR = re.compile(

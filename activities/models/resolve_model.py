@@ -17,7 +17,7 @@ from activities.models.files import (
 )
 from activities.models.imports import check_began_with, import_files
 from activities.sources.models import Location, locate
-from shared.jobs.layout import ModelShape, check_layout
+from shared.models.shape import ModelShape, check_layout
 from shared.runs.start import ModelRequest, ResolvedModel
 
 

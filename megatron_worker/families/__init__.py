@@ -1,19 +1,18 @@
-"""Model families: one file each, from a Hugging Face config and its tensor names to the engine's and back."""
+"""Model families: the engine's architecture for a Hugging Face config, and where each of its tensors lies."""
 
+import dataclasses
 import json
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.architecture import Architecture, Llama3Scaling, Rope
 from shared.errors import InvalidInput
-from shared.jobs.layout import FAMILIES
-from shared.models.config import read_model_config
+from shared.models.config import FAMILIES, DenseConfig, MixtureConfig, read_model_config
+
+_DEFAULT_THETA = 10_000.0  # transformers' own, of every family, for a file that names none
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """From a model folder's `config.json`.
+    """Read a model folder's `config.json`.
 
     Raises:
         InvalidInput: the file is missing or unreadable, the family unknown, or a setting is one that we do not compute.
@@ -25,20 +24,69 @@ def read_architecture(folder: Path) -> Architecture:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    config = read_model_config(values, str(path))
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InvalidInput(f"model family {config.model_type!r} is not supported: use {known}", str(path))
-    architecture: Architecture = _module(config.model_type).architecture(config)
-    return architecture
+    return _architecture(read_model_config(values, str(path)), str(path))
 
 
-def slices_of(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
-    """Every tensor of the model, for degrees of tensor and expert tensor parallelism."""
-    slices: list[TensorSlice] = _module(architecture.family).slices(architecture, tp, etp)
-    return slices
+def _architecture(config: DenseConfig, place: str) -> Architecture:
+    """Return the sizes of a file with the switches of its family, which the file does not name."""
+    match config.model_type:
+        case "llama":
+            return _sized(config)
+        case "qwen2":
+            return _sized(config, qkv_bias=True)
+        case "qwen3":
+            return _sized(config, qk_norm=True, head_dim=128)
+        case "qwen3_moe":
+            return _sized(config, qk_norm=True)
+        case family:
+            raise InvalidInput(f"model family {family!r} is not supported: use {', '.join(FAMILIES)}", place)
 
 
-def _module(family: str) -> ModuleType:
-    """The module of a family. It has `architecture(config)` and `slices(architecture, tp, etp)`."""
-    return import_module(f"{__name__}.{family}")
+def _sized(
+    config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None
+) -> Architecture:
+    """Return the architecture of a file's sizes.
+
+    Args:
+        head_dim: the family's own, for a file that names none. Without either, heads share the hidden size.
+    """
+    dense = Architecture(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or head_dim or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        tied=config.tie_word_embeddings,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        rope=_rope(config),
+    )
+    if not isinstance(config, MixtureConfig):
+        return dense
+    return dataclasses.replace(
+        dense,
+        num_experts=config.num_experts,
+        expert_ffn_size=config.moe_intermediate_size,
+        experts_per_token=config.num_experts_per_tok,
+        normalised_experts=config.norm_topk_prob,
+    )
+
+
+def _rope(config: DenseConfig) -> Rope:
+    parameters = config.rope
+    theta = parameters.rope_theta or config.rope_theta or _DEFAULT_THETA
+    if parameters.rope_type != "llama3":
+        return Rope(theta)
+    assert parameters.factor is not None  # else the file was refused
+    assert parameters.original_max_position_embeddings is not None
+    scaling = Llama3Scaling(
+        parameters.factor,
+        parameters.low_freq_factor,
+        parameters.high_freq_factor,
+        parameters.original_max_position_embeddings,
+    )
+    return Rope(theta, scaling)

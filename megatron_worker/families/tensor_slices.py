@@ -5,7 +5,6 @@ the tensor-parallel ranks. A tensor slice describes one Hugging Face tensor: the
 rows of the rank's parameter that this part fills.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -36,25 +35,25 @@ class TensorSlice:
     ep_rank: int = 0
 
     def bounds(self, rank: int, size: int) -> tuple[int, int]:
-        """The slice of dimension `split` that a rank of `size` holds; the last ranks' may be short or empty."""
+        """Return the range of dimension `split` that a rank of `size` holds; the last ranks' may be short or empty."""
         assert self.split is not None
         share = -(-self.shape[self.split] // size)
         return min(rank * share, self.shape[self.split]), min((rank + 1) * share, self.shape[self.split])
 
     def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """A rank's slice of the whole tensor."""
+        """Return a rank's part of the whole tensor."""
         if self.split is None:
             return whole
         first, last = self.bounds(rank, size)
         return whole.narrow(self.split, first, last - first)
 
     def write(self, parameter: Tensor, local: Tensor) -> None:
-        """Put a rank's slice where it belongs in its parameter."""
+        """Copy a rank's part of the tensor into its rows of the parameter."""
         target = self._rows(parameter, self.start + local.shape[0] // self.groups)
         target.copy_(local.reshape(target.shape))
 
     def read(self, parameter: Tensor, num_rows: int) -> Tensor:
-        """The inverse of `write`: a rank's slice with `num_rows` rows, contiguous."""
+        """Return what `write` wrote: a rank's part, of `num_rows` rows, contiguous."""
         rows = self._rows(parameter, self.start + num_rows // self.groups)
         return rows.reshape(num_rows, *parameter.shape[1:]).contiguous()
 
@@ -72,7 +71,7 @@ class Linear:
 
 
 def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
-    """The linears that LoRA can stand beside, in model order."""
+    """Return the linears that LoRA can adapt, in model order."""
     grouped: dict[str, list[TensorSlice]] = {}
     for s in slices:
         if s.name.endswith("_proj.weight"):
@@ -80,26 +79,13 @@ def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
     return [Linear(name, "row" if own[0].split == 1 else "column", tuple(own)) for name, own in grouped.items()]
 
 
-def dense_slices(architecture: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
-    """Every tensor of a dense decoder whose Hugging Face names are those of Llama, which Qwen2 and Qwen3 share.
-
-    `etp` has no meaning without experts.
-    """
-    layers = [_attention(architecture, tp, n) + _mlp(architecture, tp, n) for n in range(architecture.num_layers)]
-    return _between_ends(architecture, tp, layers)
-
-
-def expert_slices(architecture: Architecture, tp: int, etp: int) -> list[TensorSlice]:
-    """Every tensor of a decoder with experts in all layers, by the names of Qwen3-MoE."""
-    layers = [_attention(architecture, tp, n) + _experts(architecture, etp, n) for n in range(architecture.num_layers)]
-    return _between_ends(architecture, tp, layers)
-
-
-def _between_ends(a: Architecture, tp: int, layers: Sequence[Sequence[TensorSlice]]) -> list[TensorSlice]:
+def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
+    """Return every tensor of a model, by the names that Llama and Qwen share, for `tp` and `etp` ranks."""
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
     slices = [TensorSlice("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocab, 0, 0, rows)]
-    slices += itertools.chain.from_iterable(layers)
+    for layer in range(a.num_layers):
+        slices += _attention(a, tp, layer) + (_experts(a, etp, layer) if a.num_experts else _mlp(a, tp, layer))
     slices.append(_vector("model.norm.weight", "decoder.final_layernorm.weight", a.hidden_size))
     if not a.tied:
         slices.append(TensorSlice("lm_head.weight", "output_layer.weight", vocab, 0, 0, rows))
@@ -107,7 +93,7 @@ def _between_ends(a: Architecture, tp: int, layers: Sequence[Sequence[TensorSlic
 
 
 def _attention(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
-    """Of a layer all but its MLP."""
+    """Return the tensors of a layer without its MLP's."""
     theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
     attention = f"{theirs}.self_attn"
     slices = [_vector(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight", a.hidden_size)]
@@ -117,15 +103,10 @@ def _attention(a: Architecture, tp: int, layer: int) -> list[TensorSlice]:
     if a.qk_norm:
         slices.append(_vector(f"{attention}.q_norm.weight", f"{ours}.self_attention.q_layernorm.weight", a.head_dim))
         slices.append(_vector(f"{attention}.k_norm.weight", f"{ours}.self_attention.k_layernorm.weight", a.head_dim))
-    output = (a.hidden_size, a.num_heads * a.head_dim)
-    slices.append(
-        TensorSlice(
-            f"{attention}.o_proj.weight", f"{ours}.self_attention.linear_proj.weight", output, 1, 0, a.hidden_size
-        )
-    )
-    slices.append(
-        _vector(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight", a.hidden_size)
-    )
+    projection, shape = f"{ours}.self_attention.linear_proj.weight", (a.hidden_size, a.num_heads * a.head_dim)
+    slices.append(TensorSlice(f"{attention}.o_proj.weight", projection, shape, 1, 0, a.hidden_size))
+    norm = f"{theirs}.post_attention_layernorm.weight"
+    slices.append(_vector(norm, f"{ours}.pre_mlp_layernorm.weight", a.hidden_size))
     return slices
 
 
@@ -156,7 +137,7 @@ def _swiglu(
 
 
 def _qkv(a: Architecture, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
-    """Megatron interleaves by key/value head: its queries, its key, its value."""
+    """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value."""
     slices, start = [], 0
     for name, per_group in (("q_proj", a.heads_per_group), ("k_proj", 1), ("v_proj", 1)):
         stop = start + per_group * a.head_dim

@@ -19,7 +19,7 @@ from megatron_worker.fsdp import attention
 from megatron_worker.fsdp.adapter import Adapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.tree_attention import Forest, plan_forest
-from shared.jobs.layout import check_family
+from shared.models.shape import check_family
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
-from megatron_worker.families import read_architecture, slices_of
+from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import linears_of
+from megatron_worker.families.tensor_slices import linears_of, slices_of
 from megatron_worker.greedy import greedy
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.megatron.greedy import next_tokens
@@ -24,7 +24,8 @@ from megatron_worker.sums import over_ranks
 from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.state_files import read_model
 from shared.jobs.job import Adam, Dtype, Full, Lora
-from shared.jobs.layout import Layout, ModelShape, check_layout
+from shared.jobs.layout import Layout
+from shared.models.shape import ModelShape, check_layout
 
 
 class MegatronEngine:

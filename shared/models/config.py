@@ -10,6 +10,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+"""The model families that are computed, by their `model_type`; megatron_worker/families says how."""
+
 Size = Field(ge=1)
 
 

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.layout import EngineName, Layout, ModelShape, check_ranks
+from shared.jobs.layout import EngineName, Layout, check_ranks
+from shared.models.shape import ModelShape
 from shared.runs.requests import (
     FIRST_TENANT,
     DatasetRun,

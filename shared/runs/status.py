@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.layout import ModelShape
+from shared.models.shape import ModelShape
 from shared.runs.requests import RunId
 
 Phase = Literal[

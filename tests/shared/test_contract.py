@@ -11,8 +11,9 @@ from shared.errors import InvalidInput
 from shared.field_rules import rule_in_words
 from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
 from shared.jobs.job import DPO, PPO, CrossEntropy, Job, JobPlan, Lora, PackedData, Schedule
-from shared.jobs.layout import Layout, ModelShape, check_layout
+from shared.jobs.layout import Layout
 from shared.models.peft import CONFIG
+from shared.models.shape import ModelShape, check_layout
 from shared.runs.requests import DatasetSource, SFTRun
 from shared.storage.paths import RunKeys, content_key, write_atomically
 

@@ -13,7 +13,7 @@ from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
 from activities.tracking.track import Tracked, TrackRequest
 from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.layout import ModelShape
+from shared.models.shape import ModelShape
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, uri_of

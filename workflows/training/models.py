@@ -9,7 +9,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.models.resolve_model import ResolveModel
     from shared.contract import Artifact
     from shared.jobs.job import Lora
-    from shared.jobs.layout import ModelShape
+    from shared.models.shape import ModelShape
     from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart
     from workflows import control, policies
 

@@ -22,7 +22,8 @@ from activities.models.resolve_model import ResolveModel
 from activities.models.safetensors_header import read_header
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.job import Lora
-from shared.jobs.layout import EngineName, Layout, ModelShape
+from shared.jobs.layout import EngineName, Layout
+from shared.models.shape import ModelShape
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import DownloadSettings, Settings
 from shared.storage import artifacts
