@@ -399,7 +399,7 @@ def test_an_entropy_bonus_asks_for_its_gradient_and_nothing_else_does():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_losses_that_read_back(name):
-    loss = preset(name, max_completion_tokens=128)
+    loss = preset(name, max_completion_tokens=128).loss
     assert type(loss).model_validate_json(loss.model_dump_json()) == loss
     assert loss.constant == (128 if name == "dr_grpo" else None)
 
