@@ -87,7 +87,7 @@ class _Rebuild:
     def all(self) -> Differences:
         self._table(TenantRow, self._records(paths.tenant_record(), TenantRecord))
         self._table(KeyRow, self._records(paths.key_record(), KeyRecord))
-        self._table(FileRow, self._records(paths.file_records(), FileRecord))
+        self._table(FileRow, self._records(paths.FILE_RECORDS, FileRecord))
         self._table(RunRow, self._runs())
         if not self._only_look:
             self._database.write(ensure_first)

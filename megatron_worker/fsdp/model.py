@@ -1,6 +1,7 @@
 """transformers' model for a folder, each layer and what is around them a group of sharded parameters.
 
-Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary.
+Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary; in attention H query heads, G key/value
+heads, D size of a head.
 """
 
 from collections.abc import Callable
@@ -10,18 +11,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megatron_worker.engine import Batch
 from megatron_worker.families import read_architecture
 from megatron_worker.families.tensor_slices import TensorSlice
-from megatron_worker.fsdp import attention
 from megatron_worker.fsdp.adapter import Adapter, add_adapter
 from megatron_worker.fsdp.ranks import Ranks
-from megatron_worker.tree_attention import Forest, plan_forest
+from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 from shared.models.shape import check_family
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
+_ATTENTION = "longshore"
+
+
+def _attend(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1GTD: Tensor,
+    value_1GTD: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    forest: Forest,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend from each token to itself and its ancestors: [1, T, H, D], and no weights.
+
+    A model passes every keyword that it does not know on to its attention, and so the bin's `forest`.
+    """
+    assert attention_mask is None and abs(scaling * query_1HTD.shape[-1] ** 0.5 - 1) < 1e-6, (attention_mask, scaling)
+    query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
+    return attend_forest(query_THD, key_TGD, value_TGD, forest)[None], None
+
+
+# Without a mask function of the same name transformers makes no mask.
+AttentionInterface.register(_ATTENTION, _attend)
 
 
 class _Headed(nn.Module):
@@ -120,7 +145,7 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False
+            config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
         )
     # Bins have no padding: the id that a tokenizer pads with is trained as any other, where transformers would not.
     model.model.embed_tokens.padding_idx = None

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_worker.process.rendezvous import RENDEZVOUS_VARIABLE
-
+RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"  # names the file in which the ranks meet
 _TERM_GRACE_S = 1.0
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from megatron_worker.process.rendezvous import RENDEZVOUS_VARIABLE
+from megatron_worker.process.launcher import RENDEZVOUS_VARIABLE
 from shared.jobs.layout import Layout
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"

@@ -3,6 +3,8 @@
 Rank 0 writes what all ranks gather, a tensor at a time. Every rank reads its own slices.
 """
 
+import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.tensors.flat_buffer import Flat
-from megatron_worker.tensors.model_folder import write_beside_weights
 from megatron_worker.tensors.safetensors_files import (
     Entry,
     TensorFiles,
@@ -32,6 +33,10 @@ from shared.models import peft as peft_format
 OPTIMIZER = "optimizer.safetensors"
 STEP = "step"
 _MAX_FILE_BYTES = 5 << 30
+_COPIED = (
+    *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "LICENSE"),
+    *("tokenizer*", "vocab.*", "chat_template*"),
+)
 
 State = Literal["master", "exp_avg", "exp_avg_sq"]
 
@@ -100,8 +105,18 @@ def write_model_folder(
     tensors = _whole(slices, parameters, ranks)
     with all_drawn(tensors):
         if folder is not None:
-            write_beside_weights(folder, model, dtype)
+            _write_beside_weights(folder, model, dtype)
         write_model(folder, [Entry(s.name, dtype, s.shape) for s in slices], tensors, max_bytes)
+
+
+def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((model / "config.json").read_bytes())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for source in sorted({path for pattern in _COPIED for path in model.glob(pattern)}):
+        shutil.copyfile(source, folder / source.name)
 
 
 def read_adapter(

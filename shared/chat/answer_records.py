@@ -80,8 +80,8 @@ def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None
 
 def _all(store: ObjectStore) -> Iterator[tuple[str, str, str, int]]:
     """Tenant, answer, key and size of every record."""
-    for info in store.list(paths.answer_records()):
-        match info.key.removeprefix(paths.answer_records()).split("/"):
+    for info in store.list(paths.ANSWER_RECORDS):
+        match info.key.removeprefix(paths.ANSWER_RECORDS).split("/"):
             case [tenant, _, name] if _ID.fullmatch(answer_id := name.removesuffix(".json")):
                 yield tenant, answer_id, info.key, info.size
 

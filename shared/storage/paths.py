@@ -18,6 +18,11 @@ logger = logging.getLogger("longshore.paths")
 
 MANIFEST = "manifest.json"
 
+# Prefixes of every tenant's such objects.
+SENT_REQUESTS = "index/sent/"
+FILE_RECORDS = "records/files/"
+ANSWER_RECORDS = "answers/"
+
 
 def content_key(*inputs: Frozen | str) -> str:
     """A key of 32 hex digits, derived from an activity's inputs, so that a retry finds its own work."""
@@ -105,12 +110,7 @@ def idempotency(tenant: str, key: str) -> str:
 
 def sent_request(tenant: str, sha256: str) -> str:
     """The object that remembers under which key a request without one was accepted, by the request's hash."""
-    return f"{sent_requests()}{tenant}/{sha256}.json"
-
-
-def sent_requests() -> str:
-    """The prefix of every tenant's such objects."""
-    return "index/sent/"
+    return f"{SENT_REQUESTS}{tenant}/{sha256}.json"
 
 
 def upload(tenant: str, sha256: str, name: str) -> str:
@@ -135,12 +135,7 @@ def query_record(query_id: str) -> str:
 
 
 def file_record(tenant: str, file_id: str = "") -> str:
-    return f"records/files/{tenant}/{file_id}"
-
-
-def file_records() -> str:
-    """The prefix of every tenant's file records."""
-    return "records/files/"
+    return f"{FILE_RECORDS}{tenant}/{file_id}"
 
 
 def chunked_upload(tenant: str, upload_id: str = "") -> str:
@@ -193,12 +188,7 @@ def art_name(tenant: str, sha256: str) -> str:
 
 def answer_record(tenant: str, hour: int, answer_id: str) -> str:
     """The token ids that were drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
-    return f"{answer_records()}{tenant}/{hour:08d}/{answer_id}.json"
-
-
-def answer_records() -> str:
-    """The prefix of every tenant's such objects."""
-    return "answers/"
+    return f"{ANSWER_RECORDS}{tenant}/{hour:08d}/{answer_id}.json"
 
 
 def model_import(key: str) -> str:

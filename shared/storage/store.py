@@ -64,10 +64,6 @@ class ObjectStore(Protocol):
         """Delete an object; a missing one is no error."""
         ...
 
-    def local_path(self, key: str) -> Path | None:
-        """The object as a file on this machine, where the store keeps files."""
-        ...
-
 
 def uri_of(store: ObjectStore, key: str) -> str:
     return f"{store.uri}/{quote(key)}"
@@ -176,9 +172,6 @@ class LocalStore:
     def delete(self, key: str) -> None:
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             self._path(key).unlink()
-
-    def local_path(self, key: str) -> Path:
-        return self._path(key)
 
     def _open(self, key: str) -> BinaryIO:
         try:
@@ -337,9 +330,6 @@ class S3Store:
     def delete(self, key: str) -> None:
         with self._errors(key):
             self._client.delete_object(Bucket=self.bucket, Key=self._key(key))
-
-    def local_path(self, key: str) -> Path | None:
-        return None
 
     def _key(self, key: str) -> str:
         return self.prefix + _checked(key)

@@ -433,7 +433,7 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
     assert key("1") == first, "as long as a client may ask again, it is remembered"
     monkeypatch.setattr(submission, "WINDOW_S", 0.0)
     asyncio.run(submission.prune(store))
-    assert not list(store.list(paths.sent_requests()))
+    assert not list(store.list(paths.SENT_REQUESTS))
     assert key("1") != first
 
 

@@ -118,7 +118,7 @@ async def prune(store: ObjectStore) -> None:
 
 
 def _prune(store: ObjectStore) -> None:
-    for item in list(store.list(paths.sent_requests())):
+    for item in list(store.list(paths.SENT_REQUESTS)):
         try:
             sent = _Sent.model_validate_json(store.get_bytes(item.key))
         except NotFound:  # another service was faster
