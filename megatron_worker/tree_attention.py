@@ -227,7 +227,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, calls: tuple[Call, ...]) -> Tensor:
         key_THD, value_THD = (_repeat(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))
-        output_THD = torch.empty_like(query_THD, dtype=_sum_dtype(query_THD), memory_format=torch.contiguous_format)
+        exact = torch.promote_types(torch.float32, query_THD.dtype)
+        output_THD = torch.empty_like(query_THD, dtype=exact, memory_format=torch.contiguous_format)
         lse_TH = output_THD.new_empty(output_THD.shape[:2])
         for call in calls:
             n = call.num_blocks
@@ -243,7 +244,8 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         query_THD, key_THD, value_THD, output_THD, lse_TH = ctx.saved_tensors
-        sums = [torch.zeros_like(x, dtype=_sum_dtype(x)) for x in (query_THD, key_THD, value_THD)]
+        exact = torch.promote_types(torch.float32, query_THD.dtype)
+        sums = [torch.zeros_like(x, dtype=exact) for x in (query_THD, key_THD, value_THD)]
         for call in ctx.calls:
             n, rows = call.num_blocks, (call.query, call.key, call.key)
             of_queries = [_blocks(x[call.query], n) for x in (grad_THD, query_THD, output_THD, lse_TH)]
@@ -274,10 +276,6 @@ def _blocks(rows: Tensor, num_blocks: int) -> Tensor:
 def _repeat(heads_TGD: Tensor, num_heads: int) -> Tensor:
     """Each key/value head as often as query heads use it, [T, H, D]."""
     return heads_TGD.repeat_interleave(num_heads // heads_TGD.shape[1], dim=1)
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 # On CUDA.

@@ -5,6 +5,7 @@ fetches the file reads the query from the store: nobody else does.
 """
 
 import hashlib
+import operator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -42,13 +43,9 @@ def _cut(store: ObjectStore, value: Any, name: str) -> Any:
             return cut if any(cut[key] is not value[key] for key in value) else value
         case tuple() | list():
             items = [_cut(store, item, name) for item in value]
-            return type(value)(items) if any(map(_differ, items, value)) else value
+            return type(value)(items) if any(map(operator.is_not, items, value)) else value
         case _:
             return value
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other
 
 
 def _named(store: ObjectStore, uri: str, place: str) -> str:

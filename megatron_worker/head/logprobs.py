@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from megatron_worker.engine import Outputs, Scores
 from megatron_worker.head import top_k, torch_tiles
 from megatron_worker.head.kernel_choice import use_kernel
-from megatron_worker.head.torch_tiles import LocalSums, TileSize, finite, rows_of_labels, softmax_dtype, tile_size
+from megatron_worker.head.torch_tiles import LocalSums, TileSize, finite, rows_of_labels, tile_size
 
 NO_LABEL = -1
 
@@ -151,7 +151,7 @@ def _scan(
     tile: TileSize,
     keep_rows: bool,
 ) -> LocalSums:
-    dtype, num_targets = softmax_dtype(hidden_NH), len(label_N)
+    dtype, num_targets = torch.promote_types(torch.float32, hidden_NH.dtype), len(label_N)
     zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
     rows_NH = label_rows_NH = logit_rows_NH = None
     if keep_rows:

@@ -142,7 +142,7 @@ def _tiles_of_logits(
         return
     size = min(tile.targets, num_targets) * min(tile.columns, num_rows)
     product = hidden_NH.new_empty(size)
-    dtype = softmax_dtype(hidden_NH)
+    dtype = torch.promote_types(torch.float32, hidden_NH.dtype)
     exact = product if product.dtype == dtype else product.new_empty(size, dtype=dtype)
     for chunk in _slices(num_targets, tile.targets):
         for columns in _slices(num_rows, tile.columns):
@@ -170,7 +170,3 @@ def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, 
 def finite(value_N: Tensor) -> Tensor:
     """A shard that is all padding has no maximum, and nothing to weigh by it."""
     return value_N.masked_fill(value_N == -torch.inf, 0.0)
-
-
-def softmax_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

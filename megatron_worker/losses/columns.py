@@ -14,7 +14,7 @@ def check_finite(units: Units, name: str, reason: str) -> None:
     values_N, weight_N = read_column(units, name, reason), read_column(units, "weight", reason)
     broken_N = ~np.isfinite(values_N) & (weight_N > 0)
     if broken_N.any():
-        unit = _unit_of(units, int(broken_N.argmax()))
+        unit = int(np.searchsorted(units.target_offsets, int(broken_N.argmax()), side="right")) - 1
         raise InvalidInput(f"{name} is no number for {int(broken_N.sum())} trained tokens; {reason}", f"unit {unit}")
 
 
@@ -24,7 +24,3 @@ def read_column(units: Units, name: str, reason: str) -> Floats | Ints:
     if values is None:
         raise InvalidInput(f"the units have no column {name}; {reason}", "data")
     return values
-
-
-def _unit_of(units: Units, target: int) -> int:
-    return int(np.searchsorted(units.target_offsets, target, side="right")) - 1

@@ -65,7 +65,7 @@ def plan_bin(
     angle_TD2 = position_T.float()[:, None] * frequency_D2
     angle_T1D = torch.cat([angle_TD2, angle_TD2], dim=-1)[:, None]
     start_S1 = None
-    if lengths is not None and _has_varlen_kernel(position_T.device, dtype):
+    if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
     return BinPlan(lengths or (), forest, start_S1, angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype), context)
 
@@ -148,10 +148,6 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
     )
     assert isinstance(output, Tensor)
     return output
-
-
-def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype == torch.bfloat16
 
 
 def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

@@ -72,11 +72,11 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
-            return _local_linear(gather_rows(input_, self.sequence), self.weight, self.bias, self.lora), None
+            return _linear(gather_rows(input_, self.sequence), self.weight, self.bias, self.lora), None
         if self.lora is None:
             return super().forward(input_, *args, **kwargs)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _with_lora(input_, self.weight, self.bias, self.lora, None, group), None
+        return _linear(input_, self.weight, self.bias, self.lora, backward_group=group), None
 
 
 class AdaptedRowLinear(RowParallelLinear):
@@ -87,11 +87,11 @@ class AdaptedRowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence is not None:
-            return sum_rows(_local_linear(input_, self.weight, None, self.lora), self.sequence), None
+            return sum_rows(_linear(input_, self.weight, None, self.lora), self.sequence), None
         if self.lora is None:
             return super().forward(input_)
         group = self.tp_group if self.tp_group.size() > 1 else None
-        return _with_lora(input_, self.weight, None, self.lora, group, None), None
+        return _linear(input_, self.weight, None, self.lora, forward_group=group), None
 
 
 class ExpertLinear(torch.nn.Module):
@@ -104,24 +104,20 @@ class ExpertLinear(torch.nn.Module):
         self.weight = Parameter(torch.empty(num_outputs, num_inputs, dtype=dtype))
 
     def forward(self, input_: Tensor) -> Tensor:
-        return _local_linear(input_, self.weight, None, self.lora)
+        return _linear(input_, self.weight, None, self.lora)
 
 
-def _local_linear(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LoraWeights | None) -> Tensor:
-    """Without a word to other ranks."""
-    if lora is None:
-        return F.linear(input_, weight_OI, bias_O)
-    return _with_lora(input_, weight_OI, bias_O, lora, None, None)
-
-
-def _with_lora(
+def _linear(
     input_: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    lora: LoraWeights,
-    forward_group: dist.ProcessGroup | None,
-    backward_group: dist.ProcessGroup | None,
+    lora: LoraWeights | None,
+    forward_group: dist.ProcessGroup | None = None,
+    backward_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
+    """Apply a linear with its adapter, if any. An adapter's output, or its input's gradient, is summed over a group."""
+    if lora is None:
+        return F.linear(input_, weight_OI, bias_O)
     flat_TI = input_.reshape(-1, input_.shape[-1])
     output_TO = _LoraLinear.apply(
         flat_TI, weight_OI, bias_O, lora, forward_group, backward_group, lora.a_RI, *lora.b_parts

@@ -40,8 +40,5 @@ def fault_of(error: Exception) -> Fault:
         case _ if "No space left on device" in str(error):  # safetensors wraps the errno away
             return Fault(kind="disk_full", message="no space is left on the worker's disk")
         case _:
-            return Fault(kind="error", message=f"{type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+            first_line = (str(error).splitlines() or [""])[0]
+            return Fault(kind="error", message=f"{type(error).__name__}: {first_line}")

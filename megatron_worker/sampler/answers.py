@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 
 from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.ending import Ending
-from megatron_worker.sampler.generation import Generator, Sequence, Ticket
+from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket
 from shared.chat.completions import (
     MAX_SAMPLES,
     Choice,

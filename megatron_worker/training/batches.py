@@ -27,14 +27,10 @@ class PackedBatches:
     """Units and their plan, memory-mapped. Leave its `with` block, or close it, to drop the maps."""
 
     def __init__(self, units: Path, plan: Path) -> None:
-        self._units = Units(units)
+        self.units = Units(units)
         self._plan = Plan(plan)
         self._scored: dict[Scored, NDArray[np.float32]] = {}
         self.num_steps = self._plan.header.num_steps
-
-    @property
-    def units(self) -> Units:
-        return self._units
 
     def bins(self, step: int) -> list[Ints]:
         return self._plan.bins(step)
@@ -44,16 +40,16 @@ class PackedBatches:
         return self.bins(step)[dp_rank::dp_size]
 
     def batch(self, units: Ints, device: torch.device) -> Batch:
-        if len(units) and int(units.max()) >= self._units.header.num_units:
+        if len(units) and int(units.max()) >= self.units.header.num_units:
             raise CorruptArtifact(f"the plan names unit {int(units.max())}, the units end before it", "plan")
-        batch = to_batch(self._units.read_bin(units), device)
-        index_N = self._units.target_indices(units) if self._scored else None
+        batch = to_batch(self.units.read_bin(units), device)
+        index_N = self.units.target_indices(units) if self._scored else None
         scored = {name: torch.from_numpy(values[index_N]).to(device) for name, values in self._scored.items()}
         return dataclasses.replace(batch, **scored) if scored else batch
 
     def put(self, name: Scored, values: NDArray[np.float32]) -> None:
         """From now on batches hold these instead of what their column says. `values`: one for each target on file."""
-        assert len(values) == self._units.header.num_targets
+        assert len(values) == self.units.header.num_targets
         self._scored[name] = values
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
@@ -63,7 +59,7 @@ class PackedBatches:
         return (self.batch(units, device) for units in [*bins, *[NO_UNITS] * (num_turns - len(bins))])
 
     def close(self) -> None:
-        self._units.close()
+        self.units.close()
         self._plan.close()
 
     def __enter__(self) -> Self:
@@ -76,25 +72,11 @@ class PackedBatches:
 def to_batch(packed: PackedBin, device: torch.device) -> Batch:
     """Indices become int64, scores float32. The arrays are copied, so that no tensor holds a memory map."""
 
-    def ints(values: Ints) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
+    def tensor(values: NDArray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32)).to(device)
 
-    def floats(values: NDArray[np.floating]) -> Tensor:
-        return torch.from_numpy(values.astype(np.float32)).to(device)
-
-    return Batch(
-        token_id_T=ints(packed.token_id_T),
-        position_T=ints(packed.position_T),
-        parent_T=ints(packed.parent_T),
-        hidden_index_N=ints(packed.hidden_index_N),
-        label_N=ints(packed.label_N),
-        weight_N=floats(packed.weight_N),
-        advantage_N=floats(packed.advantage_N),
-        old_logprob_N=floats(packed.old_logprob_N),
-        ref_logprob_N=floats(packed.ref_logprob_N),
-        sampler_logprob_N=floats(packed.old_logprob_N),
-        sequence_N=ints(packed.sequence_N),
-    )
+    columns = {name: tensor(values) for name, values in vars(packed).items()}
+    return Batch(**columns, sampler_logprob_N=columns["old_logprob_N"])
 
 
 class Sums:

@@ -83,8 +83,7 @@ def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Pa
                 f"the checkpoint's {name} is {getattr(state, name)}, the job's is {getattr(expected, name)}",
                 str(folder / "state.json"),
             )
-    engine.load(folder)
-    _load_random_state(folder / "rng.safetensors")
+    _load(engine, folder)
     return state.step - plan.first_step
 
 
@@ -102,8 +101,7 @@ def load_initial_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, fo
         raise InvalidInput(f"the checkpoint's seed is {state.seed}, the job's is {plan.seed}", place)
     if state.step != plan.first_step:
         raise InvalidInput(f"the checkpoint's step is {state.step}, the job begins at {plan.first_step}", place)
-    engine.load(folder)
-    _load_random_state(folder / "rng.safetensors")
+    _load(engine, folder)
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -155,9 +153,12 @@ def _save_random_state(path: Path) -> None:
     safetensors.torch.save_file(state, path)
 
 
-def _load_random_state(path: Path) -> None:
+def _load(engine: Engine, folder: Path) -> None:
+    """Load weights, optimizer and random state."""
+    engine.load(folder)
+    path = folder / "rng.safetensors"
     if not path.exists():
-        raise CorruptArtifact("the checkpoint has no rng.safetensors", str(path.parent))
+        raise CorruptArtifact("the checkpoint has no rng.safetensors", str(folder))
     state = safetensors.torch.load_file(path)
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:

@@ -6,6 +6,7 @@ The loss is cross entropy whatever is trained for, since held-out rows have no a
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,58 +35,51 @@ class Prompt(Frozen):
     reference: str | None = None
 
 
+@dataclass(frozen=True)
 class Evaluator:
-    """The held-out side of one job."""
+    """Evaluates one job on its held-out data; None where it has none."""
 
-    def __init__(
-        self,
-        evaluation: Evaluation,
-        data: PackedBatches | None,
-        prompts: list[Prompt],
-        model: Path,
-        loss: CrossEntropy | DPO,
-    ) -> None:
-        self._evaluation = evaluation
-        self._data = data
-        self._loss = loss
-        self._prompts = prompts
-        self._model = model
+    evaluation: Evaluation
+    data: PackedBatches | None
+    prompts: list[Prompt]
+    model: Path
+    loss: CrossEntropy | DPO
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Before the first step, after the last, and every `every_steps` between."""
-        every = self._evaluation.every_steps
-        wanted = self._data is not None
+        every = self.evaluation.every_steps
+        wanted = self.data is not None
         return wanted and (step in (0, num_steps) or (every > 0 and step % every == 0))
 
     @property
     def wants_reference(self) -> PackedBatches | None:
         """The data whose loss is against a reference, which is to be scored first."""
-        return self._data if isinstance(self._loss, DPO) else None
+        return self.data if isinstance(self.loss, DPO) else None
 
     def metrics(self, engine: Engine, cancelled: Callable[[], bool]) -> dict[str, float] | None:
         """Held-out loss, its own metrics (perplexity of cross entropy) and counts; None when cancelled meanwhile."""
-        assert self._data is not None
-        loss = loss_function(self._loss)
+        assert self.data is not None
+        loss = loss_function(self.loss)
         facts, sums = engine.facts, Sums(loss, engine.facts.device)
         with torch.no_grad():
-            for batch in self._data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
+            for batch in self.data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
                 if cancelled():
                     return None
                 sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
         held_out = _held_out(engine.reduce(sums.totals))
-        if isinstance(self._loss, CrossEntropy) and "loss" in held_out:
+        if isinstance(self.loss, CrossEntropy) and "loss" in held_out:
             held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
         return held_out
 
     def samples(self, engine: Engine, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
         """Greedy completions of the first `num_samples` prompts; None when cancelled meanwhile."""
-        prompts = self._prompts[: self._evaluation.num_samples]
+        prompts = self.prompts[: self.evaluation.num_samples]
         if not prompts:
             return ()
         completions = self._complete(engine, [p.prompt_ids for p in prompts], cancelled)
         if completions is None:
             return None
-        texts = _decode(self._model, completions)
+        texts = _decode(self.model, completions)
         return tuple(
             Sample(prompt=p.prompt, completion=text, reference=p.reference)
             for p, text in zip(prompts, texts, strict=True)
@@ -95,7 +89,7 @@ class Evaluator:
         self, engine: Engine, prompts: list[list[int]], cancelled: Callable[[], bool]
     ) -> list[list[int]] | None:
         """A few tokens at a time, so that a cancel need not wait for the last."""
-        stop_ids, max_tokens = read_stop_ids(self._model), self._evaluation.sample_tokens
+        stop_ids, max_tokens = read_stop_ids(self.model), self.evaluation.sample_tokens
         completions: list[list[int]] = [[] for _ in prompts]
         growing = list(range(len(prompts)))
         for done in range(0, max_tokens, _TOKENS_A_TURN):

@@ -20,14 +20,8 @@ class WorkerKey(Frozen):
 
     @classmethod
     def of(cls, plan: JobPlan) -> Self:
-        """The worker that a plan needs."""
-        return cls(
-            model=plan.model,
-            layout=plan.layout,
-            dtype=plan.dtype,
-            engine=plan.engine,
-            threads_per_rank=plan.threads_per_rank,
-        )
+        """Return the key of the worker that a plan needs."""
+        return cls.model_validate(plan, from_attributes=True)
 
 
 class SamplerKey(Frozen):

@@ -23,8 +23,7 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import Adapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.ending import Ending
-from megatron_worker.sampler.generation import Generator, Sequence, Ticket, reliable_width
+from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width
 from megatron_worker.training.probe import probe
 from shared.chat.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput

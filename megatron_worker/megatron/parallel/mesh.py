@@ -4,6 +4,7 @@ Ranks are numbered with tensor parallelism fastest, then context, data, pipeline
 stage anew: expert tensor parallelism fastest, then expert parallelism, then copies.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -25,6 +28,8 @@ from shared.jobs.layout import Layout
 # gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
 # expert, split over etp; of one expert, whole with a gradient to be added up over etp.
 Placement = Literal["split", "whole", "partial", "tied", "expert", "expert partial"]
+
+RankGrid = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -155,68 +160,48 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
     device = join(layout, device)
     _initialise_megatron(layout)
-    ranks = range(layout.world_size)
-    dense = {rank: _place(rank, (layout.tp, layout.cp, layout.dp, layout.pp)) for rank in ranks}
-    stage_size = layout.world_size // layout.pp
-    num_copies = stage_size // (layout.etp * layout.ep)
-    expert = {rank: _place(rank, (layout.etp, layout.ep, num_copies, layout.pp)) for rank in ranks}
-
-    def group(places: dict[int, tuple[int, ...]], *varying: int) -> Group:
-        """Of the ranks that differ in these dimensions alone."""
-        return _group_of(_alike(places, varying))
-
-    data = group(dense, 1, 2)
+    ranks = np.arange(layout.world_size)
+    dense = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    expert = ranks.reshape(layout.pp, -1, layout.ep, layout.etp)
+    data = _group_of(_groups_along(dense, 1, 2))
     copies: dict[Placement, Group] = {
         "split": data,
         "whole": data,
-        "partial": group(dense, 0, 1, 2),
-        "tied": _tied(dense, layout.pp),
-        "expert": group(expert, 2),
-        "expert partial": group(expert, 0, 2),
+        "partial": _group_of(_groups_along(dense, 1, 2, 3)),
+        "tied": _group_of(_tied(dense)),
+        "expert": _group_of(_groups_along(expert, 1)),
+        "expert partial": _group_of(_groups_along(expert, 1, 3)),
     }
-    pp = group(dense, 3)
+    pp = _group_of(_groups_along(dense, 0))
     # NCCL wants all of a group to be there when its first two talk.
     pp.sum(torch.zeros(1, device=device))
     return Mesh(
         layout=layout,
         device=device,
-        world=_group_of([tuple(ranks)]),
-        tp=group(dense, 0),
-        cp=group(dense, 1),
-        dp=group(dense, 2),
+        world=_group_of(_groups_along(ranks, 0)),
+        tp=_group_of(_groups_along(dense, 3)),
+        cp=_group_of(_groups_along(dense, 2)),
+        dp=_group_of(_groups_along(dense, 1)),
         pp=pp,
-        ep=group(expert, 1),
-        etp=group(expert, 0),
-        experts=group(expert, 0, 1),
+        ep=_group_of(_groups_along(expert, 2)),
+        etp=_group_of(_groups_along(expert, 3)),
+        experts=_group_of(_groups_along(expert, 2, 3)),
         copies=copies,
     )
 
 
-def _place(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Coordinates, the first dimension fastest."""
-    place = []
-    for size in sizes:
-        place.append(rank % size)
-        rank //= size
-    return tuple(place)
+def _groups_along(ranks: RankGrid, *axes: int) -> list[tuple[int, ...]]:
+    """Return all ranks of a grid, in groups that differ in their places along these axes (rising) alone."""
+    size = math.prod(ranks.shape[axis] for axis in axes)
+    last = np.moveaxis(ranks, axes, range(-len(axes), 0))
+    return [tuple(group) for group in last.reshape(-1, size).tolist()]
 
 
-def _alike(places: dict[int, tuple[int, ...]], varying: Sequence[int]) -> list[tuple[int, ...]]:
-    """All ranks, in groups that are alike in every dimension but these."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in places.items():
-        fixed = tuple(x for dimension, x in enumerate(place) if dimension not in varying)
-        groups.setdefault(fixed, []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
-
-
-def _tied(places: dict[int, tuple[int, ...]], num_stages: int) -> Group:
-    """First and last stage together, for each tp rank; stages between hold nothing tied, and keep to themselves."""
-    ends = (0, num_stages - 1)
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank, (tp_rank, _cp, _dp, stage) in places.items():
-        groups.setdefault((tp_rank, 0 if stage in ends else stage), []).append(rank)
-    return _group_of([tuple(ranks) for ranks in groups.values()])
+def _tied(dense: RankGrid) -> list[tuple[int, ...]]:
+    """Return, for each tp rank, the ranks of first and last stage together, and those of each stage between alone."""
+    if len(dense) < 3:
+        return _groups_along(dense, 0, 1, 2)
+    return _groups_along(dense[[0, -1]], 0, 1, 2) + _groups_along(dense[1:-1], 1, 2)
 
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
