@@ -1,4 +1,4 @@
-"""Greedy continuations, every sequence run again for each token: for an evaluation's few samples, not for serving."""
+"""Greedy decoding that runs every sequence again for each token: for an evaluation's few samples, not for serving."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ NextTokens = Callable[[list[list[int]]], list[int]]
 def greedy(
     next_tokens: NextTokens, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]
 ) -> list[list[int]]:
-    """The most likely next token, the lowest id among equals, until a stop id (left out) or `max_tokens`.
+    """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`.
 
     Args:
         next_tokens: the most likely token after each of some sequences.

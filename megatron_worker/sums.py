@@ -1,4 +1,4 @@
-"""What bins and ranks report, brought together: a name that ends in `:max` by the maximum, every other by addition.
+"""Sums over bins and ranks of reported values: of names that end in `:max` the maximum, of all others the sum.
 
 `x:sum` and `x:count` are the two halves of a mean, divided only when all is known.
 """
@@ -12,14 +12,14 @@ SUM, COUNT, MAX = ":sum", ":count", ":max"
 
 
 def combine(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """Two values of one name as one."""
+    """Return the sum, or the maximum, of two values of one name."""
     return torch.maximum(one, other) if name.endswith(MAX) else one + other
 
 
 def over_ranks(
     sums: dict[str, Tensor], rank: int, num_ranks: int, add_over_ranks: Callable[[Tensor], None]
 ) -> dict[str, float]:
-    """Values of all ranks, in one sum: each maximum travels in a column of its rank's own.
+    """Combine the values of all ranks by one sum: each rank puts its maxima into a column of its own.
 
     Args:
         sums: scalars of this rank, the same names on every rank, all on one device.
@@ -40,7 +40,7 @@ def over_ranks(
 
 
 def reported(reduced: dict[str, float]) -> dict[str, float]:
-    """Metrics under their own names; a mean of nothing is left out."""
+    """Return metrics under their own names, sums divided by counts. A mean of no values is left out."""
     means = {
         name.removesuffix(SUM): value / reduced[name.removesuffix(SUM) + COUNT]
         for name, value in reduced.items()

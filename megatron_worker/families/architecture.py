@@ -1,4 +1,4 @@
-"""What an engine needs to know of a decoder: its sizes and switches, and how its rotary frequencies are made."""
+"""The architecture of a decoder: its sizes and switches, and its rotary frequencies."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Frequencies of long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1's rescaling: frequencies of long wavelengths are divided by `factor`, others kept or interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -27,7 +27,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes are whole, before any tensor parallelism. With experts, `ffn_size` is nothing's; a token goes to some."""
+    """The sizes of a whole model, before any tensor parallelism. With experts, `ffn_size` has no meaning."""
 
     family: str
     num_layers: int
@@ -54,7 +54,7 @@ class Architecture:
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians a position, [head_dim / 2] float32."""
+    """Return the frequencies in radians a position, [head_dim / 2] float32."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency = 1.0 / (rope.theta**exponent)
     return frequency if rope.scaling is None else _llama3(frequency, rope.scaling)

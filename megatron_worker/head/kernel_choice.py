@@ -1,4 +1,4 @@
-"""Whether a kernel is used: on CUDA always, if it can be; where it cannot, why not is said, or is an error.
+"""The choice between kernels and torch: on CUDA kernels, unless they cannot be used, which is a warning or an error.
 
 The policy is one for a process, as torch's own switches are: `auto` takes kernels on CUDA and warns once of each reason
 not to; `strict` refuses to go on without them, on the CPU too, where only Triton's interpreter runs them
@@ -32,7 +32,7 @@ def set_policy(policy: KernelPolicy) -> None:
 
 @contextmanager
 def policy(policy: KernelPolicy) -> Iterator[None]:
-    """Another policy for a while."""
+    """Set another policy within the block."""
     before = _policy
     set_policy(policy)
     try:
@@ -42,7 +42,7 @@ def policy(policy: KernelPolicy) -> Iterator[None]:
 
 
 def use_kernel(name: str, tensor: Tensor, probe: Callable[[Tensor], None]) -> bool:
-    """Whether to use the kernel called `name` on tensors of this one's device and dtype.
+    """Return True if the kernel called `name` is to be used on tensors of this one's device and dtype.
 
     Args:
         probe: runs the kernel on a small tensor of that device and dtype, and may raise anything. Asked once.

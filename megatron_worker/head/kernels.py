@@ -1,4 +1,4 @@
-"""The logprob head's kernels: a tile of logits is made, used up in registers, and never written down.
+"""The logprob head's kernels: a tile of logits is made and used in registers, and never stored.
 
 A program makes one tile, [targets, rows of the output embedding], as any matrix product does, and leaves of it what a
 softmax needs to know (Milakov & Gimelshein 2018, arXiv:1805.02867): maximum, sum of exponentials, the target's logit,
@@ -31,7 +31,7 @@ from megatron_worker.head.workspace import WORKSPACE_BYTES, Blocks, blocks_for, 
 
 @dataclass(frozen=True)
 class Scan:
-    """What is known of each target from these rows alone, float32 [N]. Exponentials are relative to `max_N`.
+    """Sums over these rows of the embedding for each target, float32 [N]. Exponentials are relative to `max_N`.
 
     `target_N` is 0 where the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
     `top_NK` are keys of top_k.py, their ids counted from these rows.
@@ -57,7 +57,7 @@ def scan(
     blocks: Blocks | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Scan:
-    """Go over the logits of all targets once. N and V are 1 or more.
+    """Compute the logits of all targets once, and their sums. N and V are 1 or more.
 
     Args:
         hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row contiguous.
@@ -96,8 +96,8 @@ def scan(
 
 @dataclass(frozen=True)
 class _Space:
-    """What a chunk of `size` targets leaves: of each tile four numbers and its k greatest logits; of each logit its
-    exponential and how far it lies below, where wanted.
+    """Buffers for a chunk of `size` targets: of each tile four numbers and its k greatest logits; where wanted, of each
+    logit its exponential and its distance from the maximum.
     """
 
     size: int

@@ -41,7 +41,7 @@ NO_LABEL = -1
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the output embedding: ids `first` to `first + size`. Ids from `vocab_size` on are padding."""
+    """This rank's rows of the output embedding: ids `first` to `first + size`; from `vocab_size` on they are padding."""
 
     first: int
     size: int
@@ -65,7 +65,7 @@ def score_targets(
     shard: VocabShard,
     tile: TileSize | None = None,
 ) -> Scores:
-    """Log-probability of each label, the entropy of its distribution and its `top_k` most likely ids, in nats, float32.
+    """Return each label's log-probability, the entropy, and the `top_k` most likely ids; in nats, float32.
 
     All are of the softmax of the logits divided by `outputs.temperature`. Of equally likely ids the lower comes first.
 
@@ -195,7 +195,7 @@ def _scan_by_kernels(
 def _merge(
     local: LocalSums, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Global logsumexp [N], target logit [N], expected logit [N] (0 unless scanned for), and the rows of the
+    """Return the global logsumexp [N], target logit [N], expected logit [N] (0 unless scanned for), and the rows of the
     log-probability's and the entropy's gradient [N, H].
     """
     max_N = local.max_N.clone()
@@ -228,7 +228,7 @@ def _weight_gradient(
     shard: VocabShard,
     tile: TileSize,
 ) -> Tensor:
-    """d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype.
+    """Return d loss / d weight of this shard, [V, H], summed over chunks in the softmax's dtype.
 
     `entropy`: expected logits and the gradient by the entropy, both [N], where it has one. The gradients that come in
     are divided by the temperature already.
@@ -256,7 +256,7 @@ def _weight_gradient(
 
 
 def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
-    """The row of each label in this shard, -1 where another shard owns it."""
+    """Return the row of each label in this shard, -1 where another shard has it."""
     row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
     return torch.where(owned_N, row_N, -1)
 

@@ -1,4 +1,4 @@
-"""The k greatest logits of a row, found in parts and brought together: tiles of a shard, shards of a vocabulary.
+"""The k greatest logits of a row, found in tiles of a shard and shards of a vocabulary, and merged.
 
 A logit and its id are one int64, the key: the greater logit first and, of equals, the lower id. Keys are all different,
 so that the greatest do not depend on how a row was cut, and merging is picking the greatest again. Order is that of
@@ -16,7 +16,7 @@ _LAST_ID = (1 << 31) - 1
 
 
 def pack(logit: Tensor, id: Tensor) -> Tensor:
-    """Keys, int64. A logit of -inf is no logit.
+    """Pack logits and ids into keys, int64. A logit of -inf becomes `NONE`.
 
     Args:
         logit: any floating dtype, rounded to float32.
@@ -28,7 +28,7 @@ def pack(logit: Tensor, id: Tensor) -> Tensor:
 
 
 def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, float32, and ids, int64; -inf and -1 of `NONE`."""
+    """Unpack keys into logits, float32, and ids, int64; `NONE` into -inf and -1."""
     none, ascending = keys == NONE, keys >> 32
     bits = torch.where(ascending < 0, ascending ^ _LAST_ID, ascending).int()
     logit, id = bits.view(torch.float32), _LAST_ID - (keys & 0xFFFFFFFF)
@@ -36,23 +36,23 @@ def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greatest(keys: Tensor, k: int) -> Tensor:
-    """The k greatest along the last dimension, the greatest first; `NONE` where there are fewer."""
+    """Return the k greatest along the last dimension, the greatest first; `NONE` where there are fewer."""
     found = keys.topk(min(k, keys.shape[-1]), dim=-1).values
     return torch.nn.functional.pad(found, (0, k - found.shape[-1]), value=NONE)
 
 
 def of_logits(logit_CV: Tensor, k: int) -> Tensor:
-    """Keys of each row's k greatest, [C, K], their ids the columns."""
+    """Return keys of each row's k greatest logits, [C, K]; their ids are the columns."""
     return greatest(pack(logit_CV, torch.arange(logit_CV.shape[1], device=logit_CV.device)), k)
 
 
 def shifted(keys: Tensor, first: int) -> Tensor:
-    """The same logits, their ids counted from `first` on."""
+    """Add `first` to the ids of keys."""
     return torch.where(keys == NONE, NONE, keys - first)
 
 
 def over_shards(keys_NK: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Of all ranks of a group, the k greatest, the same on each. Ids must be of the whole vocabulary."""
+    """Return the k greatest of all ranks of a group, on each of them. Ids must be of the whole vocabulary."""
     if group is None or not keys_NK.numel():
         return keys_NK
     keys_RNK = [torch.empty_like(keys_NK) for _ in range(dist.get_world_size(group))]

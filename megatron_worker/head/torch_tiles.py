@@ -1,4 +1,4 @@
-"""Scores of targets by torch: sums over a shard of the vocabulary, and its gradient, a tile of logits at a time.
+"""The logprob head in torch: sums over a shard of the vocabulary, and its gradient, a tile of logits at a time.
 
 Sums of exponentials are relative to the greatest logit so far and scaled when a greater one comes (Milakov & Gimelshein
 2018, arXiv:1805.02867, algorithm 3), so that no more than a tile of logits is held; on the CPU it fits into a core's
@@ -36,7 +36,7 @@ def tile_size(device: torch.device) -> TileSize:
 
 @dataclass
 class LocalSums:
-    """What one shard knows of its targets. Exponentials are relative to `max_N`; labels of other shards count 0.
+    """Sums over one shard for each target. Exponentials are relative to `max_N`; labels of other shards count 0.
 
     `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys of top_k.py.
     """
@@ -117,7 +117,7 @@ def add_weight_gradient(
     first: int,
     tile: TileSize,
 ) -> None:
-    """Add d loss / d weight of rows of the shard, whose ids begin at `first`; the rest as logprobs.py has it."""
+    """Add d loss / d weight of rows of the shard, whose ids begin at `first`. Other arguments as in logprobs.py."""
     for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, temperature, tile):
         grad_C = grad_N[chunk]
         pull_CT = -grad_C[:, None]
@@ -133,9 +133,9 @@ def add_weight_gradient(
 def _tiles_of_logits(
     hidden_NH: Tensor, real_VH: Tensor, temperature: float, tile: TileSize
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """A tile's targets, its rows, and its logits [C, T] in the softmax's dtype, divided by the temperature.
+    """Yield each tile's targets, its rows, and its logits [C, T] in the softmax's dtype, divided by the temperature.
 
-    Always the same buffer: use it up before going on.
+    The buffer is the same for every tile: use it before going on.
     """
     num_targets, num_rows = len(hidden_NH), len(real_VH)
     if not (num_targets and num_rows):
@@ -161,12 +161,12 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Place of each label among ids from `first` on (0 where it is not among them), and whether it is."""
+    """Return each label's row among ids from `first` on (0 where it is not among them), and True where it is."""
     row_N = label_N - first
     owned_N = (row_N >= 0) & (row_N < num_rows)
     return torch.where(owned_N, row_N, 0), owned_N
 
 
 def finite(value_N: Tensor) -> Tensor:
-    """A shard that is all padding has no maximum, and nothing to weigh by it."""
+    """Replace -inf by 0: a shard that is all padding has no maximum, and nothing to weigh by it."""
     return value_N.masked_fill(value_N == -torch.inf, 0.0)

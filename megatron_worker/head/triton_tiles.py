@@ -1,4 +1,4 @@
-"""What the head's kernels do on the device, in Triton's language; kernels.py beside it launches them.
+"""The head's kernels in Triton; kernels.py launches them.
 
 Suffixes as there; n and v are the targets and rows of a tile. Absent tensors are None, known when a kernel is compiled.
 Numbers that change from bin to bin are not specialised: nothing is compiled anew in the midst of training.
@@ -25,7 +25,7 @@ def tile_logits(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """This program's tile, its targets and rows, and their logits, float32 [BLOCK_N, BLOCK_V].
+    """Return this program's tile, its targets and rows, and their logits, float32 [BLOCK_N, BLOCK_V].
 
     Logits are -inf beyond the last row; beyond the last target, those of some other. Programs that run side by side
     share the rows of the weight: targets come first.
@@ -142,7 +142,7 @@ def merge_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Tiles of a target in one, in an order that depends on nothing else."""
+    """Merge the tiles of a target, in an order that depends on nothing else."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real_n = n < num_targets
     plane = num_tiles * size
@@ -227,7 +227,7 @@ def logit_gradient_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """d loss / d (undivided) logit of one tile, from logits computed anew."""
+    """Compute d loss / d (undivided) logit of one tile, from logits computed anew."""
     _, n, v, logit = tile_logits(
         hidden,
         weight,

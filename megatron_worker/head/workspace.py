@@ -1,4 +1,4 @@
-"""How large the head's kernels cut their work, and what they take of memory for it: numbers, without Triton.
+"""Block sizes of the head's kernels and the memory that they take: numbers, without Triton.
 
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, K greatest logits kept, L
 tiles of a row.
@@ -27,7 +27,7 @@ class Blocks:
 
 
 def blocks_for(dtype: torch.dtype) -> Blocks:
-    """For tensor cores in half precision. float32 is exact, and therefore without them."""
+    """Return blocks for tensor cores in half precision; float32 is exact, and does without them."""
     if dtype == torch.float32:
         return Blocks(targets=64, rows=64, hidden=32, num_warps=4, num_stages=2)
     return Blocks(targets=128, rows=128, hidden=64, num_warps=8, num_stages=3)
@@ -38,13 +38,13 @@ def padded(num_rows: int) -> int:
 
 
 def chunk_targets(num_targets: int, target_bytes: int, blocks: Blocks, workspace_bytes: int) -> int:
-    """How many targets go at once: as many as the workspace holds in whole tiles, and one tile at least."""
+    """Return the targets of a chunk: as many whole tiles as the workspace holds, and one tile at least."""
     most = workspace_bytes // target_bytes // blocks.targets * blocks.targets if target_bytes else _MOST_TARGETS
     return min(max(most, blocks.targets), _MOST_TARGETS, num_targets)
 
 
 def scan_target_bytes(num_rows: int, element_bytes: int, num_buffers: int, top_k: int, blocks: Blocks) -> int:
-    """What a target of a scan's chunk takes of the workspace."""
+    """Return the bytes of the workspace that one target of a scan takes."""
     num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
     return num_buffers * padded(num_rows) * element_bytes + num_tiles * kept * CANDIDATE_BYTES
 
@@ -60,7 +60,7 @@ def scan_bytes(
     blocks: Blocks | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> int:
-    """The most that a scan (kernels.py) holds beside what it is given, its results included.
+    """Return the most bytes that a scan (kernels.py) holds beside its arguments, its results included.
 
     Args:
         num_buffers: how many of `rows_NH` and `logit_rows_NH` it writes.

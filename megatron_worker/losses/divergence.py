@@ -21,12 +21,12 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio_N: Tensor) -> Tensor:
-    """A logarithm that is safe to take the exponential of."""
+    """Clamp a logarithm so that its exponential is finite."""
     return log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def divergence(logprob_N: Tensor, other_N: Tensor, estimator: Estimator) -> Tensor:
-    """KL of p from q at samples of p, in nats. `logprob_N`: log p; `other_N`: log q."""
+    """Estimate KL(p, q) at samples of p, in nats. `logprob_N`: log p; `other_N`: log q."""
     difference_N = logprob_N - other_N
     match estimator:
         case "k1":

@@ -1,4 +1,4 @@
-"""Policy losses: an algorithm's surrogate, weighed, with its KL and entropy terms, aggregated; and what is reported.
+"""Policy losses: an algorithm's surrogate, weighted, with its KL and entropy terms, aggregated; and its metrics.
 
 Shape suffixes: N live targets of a bin, S its sequences.
 """
@@ -30,7 +30,7 @@ def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
 
 
 def sums(loss: PolicyLoss, scores: Scores, batch: Batch) -> LossSums:
-    """Sums over a bin's targets of positive weight."""
+    """Return sums over a bin's targets of positive weight."""
     targets = live_targets(scores, batch, loss)
     surrogate = surrogate_of(loss, targets, shaped_advantages(targets, loss))
     importance_N = _importance(targets)
@@ -77,7 +77,7 @@ def _total(value_N: Tensor) -> Tensor:
 
 
 def _importance(targets: Targets) -> Tensor:
-    """The frozen policy's probability over the sampler's (Yao et al. 2025, truncated importance sampling)."""
+    """Return the old policy's probability over the sampler's (Yao et al. 2025, truncated importance sampling)."""
     return bounded(targets.old_logprob_N - targets.sampler_logprob_N).exp()
 
 

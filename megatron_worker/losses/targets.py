@@ -1,4 +1,4 @@
-"""The live targets of a bin as policy losses see them: rows of weight 0 are gone, whatever they held.
+"""The live targets of a bin, for policy losses: rows of weight 0 are removed, whatever they hold.
 
 Shape suffixes: N live targets of a bin, S its sequences.
 """
@@ -15,7 +15,7 @@ from shared.jobs.job import PolicyLoss
 
 @dataclass(frozen=True)
 class Targets:
-    """`logprob_N` has a gradient, and `entropy_N` if it was asked for; the rest are constants."""
+    """Columns of live targets. `logprob_N` has a gradient, and `entropy_N` if requested; the rest are constants."""
 
     logprob_N: Tensor
     old_logprob_N: Tensor
@@ -37,10 +37,10 @@ class Targets:
 
 
 def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
-    """Rows of positive weight; sequences numbered anew, from 0 without a gap.
+    """Return rows of positive weight; sequences are numbered anew, from 0 without a gap.
 
-    Against the trainer's own old policy, what was not scored (NaN) is met in the first step alone: there the old policy
-    is the policy.
+    With old = trainer, targets without an old log-probability (NaN) occur in the first step alone, where the old policy
+    is the policy itself.
     """
     assert scores.logprob_N is not None and scores.entropy_N is not None
     live_N = batch.weight_N > 0
@@ -62,7 +62,7 @@ def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
 
 
 def shaped_advantages(targets: Targets, loss: PolicyLoss) -> Tensor:
-    """Advantages [N], less the KL penalty where it is part of the reward."""
+    """Return advantages [N], less the KL penalty where it is part of the reward."""
     if loss.kl is None or loss.kl.placement == "loss":
         return targets.advantage_N
     penalty_N = divergence(targets.old_logprob_N, targets.ref_logprob_N, loss.kl.estimator)
@@ -70,5 +70,5 @@ def shaped_advantages(targets: Targets, loss: PolicyLoss) -> Tensor:
 
 
 def sums_of_sequences(value_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """[S]: the sum of each sequence's values. `sequence_N`: int64, 0 to num_sequences - 1."""
+    """Return the sum of each sequence's values, [S]. `sequence_N`: int64, 0 to num_sequences - 1."""
     return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)

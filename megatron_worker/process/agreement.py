@@ -1,4 +1,4 @@
-"""Agreement of an engine's ranks, on errors above all: what one raises, all raise, so that none waits for another."""
+"""Agreement of an engine's ranks on errors: if one raises, all raise, so that none waits for another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def everyone(world_size: int, value: T) -> list[T]:
-    """The value of every rank, in their order: anything small that can be pickled. Collective."""
+    """Return the value of every rank, in their order: anything small that can be pickled. Collective."""
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size

@@ -1,4 +1,4 @@
-"""Faults: why a job cannot go on, as its user reads it."""
+"""Faults: the reason why a job cannot go on, in words for its user."""
 
 import errno
 from typing import Literal
@@ -15,7 +15,7 @@ class Fault(Frozen):
 
 
 class JobFailed(Exception):
-    """All ranks know of this fault. The runner answers it with the ordinary end and a `failed` event."""
+    """A fault that all ranks know. The runner ends the job in the usual order, with a `failed` event."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault

@@ -15,7 +15,7 @@ from shared.storage.paths import WorkerPaths
 
 @dataclass(frozen=True)
 class Claim:
-    """A job in hand: its file below `claimed/`, its log, and why it is refused, if it is."""
+    """A claimed job: its file below `claimed/`, its log, and the reason if it is refused as stale."""
 
     path: Path
     job: Job
@@ -24,7 +24,7 @@ class Claim:
 
 
 class JobQueue:
-    """Used by rank 0 alone: the other ranks hear of jobs by broadcast."""
+    """The worker's folder of jobs. Rank 0 alone reads it, and broadcasts jobs to the other ranks."""
 
     def __init__(self, paths: WorkerPaths) -> None:
         self.paths = paths
@@ -55,7 +55,7 @@ class JobQueue:
         claimed.rename(self.paths.archive / claimed.name)
 
     def _stale(self, job: Job) -> str | None:
-        """Why the lease that stands now forbids this job. A worker without a lease, started by hand, takes any."""
+        """Return why the current lease forbids this job. A worker without a lease, started by hand, takes any."""
         if not self.paths.lease.exists():
             return None
         lease = LeaseMark.model_validate_json(self.paths.lease.read_bytes())
@@ -66,6 +66,6 @@ class JobQueue:
         return None
 
     def _set_aside(self, claimed: Path, error: Exception) -> None:
-        """A file that is no job, or whose log is another attempt's, has no log to report to."""
+        """Archive a file that is no job, or whose log is another attempt's: there is no log to report to."""
         print(f"{claimed.name} is set aside: {error}", file=sys.stderr, flush=True)
         claimed.rename(self.paths.archive / f"{claimed.name}.refused")

@@ -61,7 +61,7 @@ class RankProcesses:
         self._end()
 
     def _end(self) -> None:
-        """SIGTERM now, SIGKILL after a grace."""
+        """Send SIGTERM now, SIGKILL after a grace."""
         self._signal(signal.SIGTERM)
         signal.setitimer(signal.ITIMER_REAL, _TERM_GRACE_S)
 
@@ -75,7 +75,7 @@ class RankProcesses:
 
 
 def _place(rank: int, num: int) -> dict[str, str]:
-    """What torchrun, too, tells a rank."""
+    """Return the variables by which torchrun, too, tells a rank its place."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num)}
 
 

@@ -1,4 +1,4 @@
-"""The process group in which an engine's ranks meet: the launcher's, or one made for a process that is alone."""
+"""The process group of an engine's ranks: the launcher's, or one made for a process that is alone."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def start_group(backend: str, timeout: timedelta = _PATIENCE) -> Store:
     """Join the other ranks of our launcher, or of torchrun; without either, be a group of one.
 
     Returns:
-        What they met in, for what they tell each other later.
+        The ranks' common store.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # Other launchers, of several machines, may say nothing of their ranks on this one.
@@ -35,7 +35,7 @@ def start_group(backend: str, timeout: timedelta = _PATIENCE) -> Store:
 
 
 def _stay_on_this_machine() -> None:
-    """By themselves gloo and NCCL listen where the machine's name leads."""
+    """Make gloo and NCCL listen on loopback: by default they listen where the machine's name leads."""
     os.environ |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
 
 
@@ -52,7 +52,7 @@ def _meeting_place(world_size: int) -> Store:
 
 
 def join(layout: Layout, device: torch.device | None) -> torch.device:
-    """Take this process's place; its device. One process alone needs no group beforehand; several do."""
+    """Return this process's device. One process alone needs no group beforehand; several do."""
     if not dist.is_initialized():
         assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
         _stay_on_this_machine()

@@ -1,4 +1,4 @@
-"""How the ranks of a worker talk about work (never about tensors): broadcasts, barriers, and agreement on faults."""
+"""Messages between the ranks of a worker about its work, never tensors: broadcasts, barriers, agreement on faults."""
 
 import os
 import traceback
@@ -38,7 +38,7 @@ class WorkerRanks:
             self._group = dist.new_group(backend="gloo", timeout=SETUP_PATIENCE)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Return rank 0's bytes on every rank."""
         if self.world_size == 1:
             assert data is not None
             return data
@@ -61,7 +61,7 @@ class WorkerRanks:
         self.total([0])
 
     def exchange(self, text: str, patience: timedelta) -> list[str]:
-        """Every rank's text. Through the store, not a collective, so that ranks may come to it alone and find out.
+        """Return every rank's text, sent through the store: where a rank is missing, the others learn it by a timeout.
 
         Raises:
             AbsentRank: a rank did not come in time.
@@ -81,7 +81,7 @@ class WorkerRanks:
         return texts
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Do the same thing on every rank; the fault of one is the fault of all.
+        """Call `action` on every rank; a fault of one rank is raised on all.
 
         Raises:
             JobFailed: the fault of the lowest rank that has one.
@@ -94,7 +94,7 @@ class WorkerRanks:
         return result  # type: ignore[return-value]
 
     def agree_on(self, error: Exception, patience: timedelta = STEP_PATIENCE) -> JobFailed:
-        """The fault of a step, if every rank has one; else the error itself is raised again, and this process ends."""
+        """Return the fault of a step if every rank answers; else raise the error itself, which ends this process."""
         try:
             self.settle(_told(error), patience)
         except JobFailed as failed:
@@ -125,7 +125,7 @@ class WorkerRanks:
 
 
 def _told(error: Exception) -> Fault:
-    """The trace goes to the worker's own output; the fault, to the user."""
+    """Print the trace to the worker's output, and return the fault for the user."""
     traceback.print_exception(error)
     return fault_of(error)
 

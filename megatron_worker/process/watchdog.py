@@ -18,7 +18,7 @@ _START_TIME_TOLERANCE_S = 1.0
 
 
 def start_watchdog(record: Path | None) -> None:
-    """Watch from now on. `record` is `worker.json`, which may not be there yet, and names another host once adopted."""
+    """Start the thread. `record` is `worker.json`, which may not exist yet, and names another host once adopted."""
     parent = os.getppid()
     threading.Thread(target=_watch, args=(parent, record), name="watchdog", daemon=True).start()
 
@@ -41,7 +41,7 @@ def host_is_gone(record: Path) -> bool:
 
 
 def is_alive(pid: int, started_at: float) -> bool:
-    """Whether the process of this pid is the one that started then (seconds since 1970), and has not ended."""
+    """Return True if the process of this pid started then (seconds since 1970), and has not ended."""
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - started_at) < _START_TIME_TOLERANCE_S

@@ -1,4 +1,4 @@
-"""AdamW's update on flat float32 tensors, pure: what every engine's optimizer does once gradients are whole.
+"""AdamW's update on flat float32 tensors, for every engine's optimizer once gradients are summed.
 
 Update (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate):
 
@@ -19,7 +19,7 @@ _CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are u
 def update(
     weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, adam: Adam, learning_rate: float, step: int
 ) -> None:
-    """Step number `step`, counted from 1, in place. All tensors are flat, float32 and of one length."""
+    """Do step number `step`, counted from 1, in place. All tensors are flat, float32 and of one length."""
     correction1 = 1 - adam.beta1**step
     correction2 = math.sqrt(1 - adam.beta2**step)
     for w, g, m, v in zip(*(x.split(_CHUNK) for x in (weight, grad, mean, square)), strict=True):
@@ -31,7 +31,7 @@ def update(
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """Float64 scalar, added up in float64, a chunk at a time."""
+    """Return the sum of squares, a float64 scalar, added up in float64 a chunk at a time."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.split(_CHUNK):
         total += torch.linalg.vector_norm(chunk, dtype=torch.float64) ** 2

@@ -1,4 +1,4 @@
-"""How a fresh adapter begins, whatever the engine and the layout."""
+"""Initial weights of an adapter, the same for every engine and layout."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def kaiming_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """An A matrix as PEFT begins it (Kaiming-uniform, a = sqrt 5), float32, from the seed and its own PEFT name."""
+    """Return an initial A matrix as PEFT's (Kaiming-uniform, a = sqrt 5), float32, from the seed and its PEFT name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = shape[1] ** -0.5

@@ -1,4 +1,4 @@
-"""Safetensors in and out, a tensor at a time: slices read from files as they lie, whole tensors streamed into new ones.
+"""Reading and writing safetensors files, a tensor at a time: slices are read, whole tensors are streamed.
 
 No pickle, and no more than one whole tensor in memory.
 """
@@ -37,7 +37,7 @@ class TensorFiles:
         return tuple(self._slice(name).get_shape())
 
     def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int) -> Tensor:
-        """A rank's slice of a tensor. Raises InvalidInput when it is missing or of another shape."""
+        """Read a rank's slice of a tensor. Raises InvalidInput when it is missing or of another shape."""
         if name not in self._files:
             raise InvalidInput(f"the tensor {name!r} is missing", self._place())
         if self.shape(name) != tensor_slice.shape:
@@ -85,7 +85,7 @@ def single_file(path: Path) -> TensorFiles:
 
 
 def model_files(folder: Path) -> TensorFiles:
-    """The weights of a Hugging Face folder: one file, or several behind an index."""
+    """Open the weights of a Hugging Face folder: one file, or several behind an index."""
     if (folder / INDEX).exists():
         return _indexed(folder)
     if not (folder / "model.safetensors").exists():
@@ -112,7 +112,7 @@ def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
 
 
 def refuse_unknown(files: TensorFiles, slices: Iterable[TensorSlice], folder: Path) -> None:
-    """A tensor left out means a model computed wrongly; only a tied output may be there twice."""
+    """Raise InvalidInput for a tensor that is not read: the model would be wrong. A tied output may be there twice."""
     known = {s.name for s in slices} | {"lm_head.weight"}
     unknown = sorted(name for name in files.names - known if not name.endswith(_IGNORED))
     if unknown:
@@ -154,7 +154,7 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def all_drawn(tensors: Iterator[Tensor]) -> Iterator[None]:
-    """Draw what is left of the tensors at the end, an error or not.
+    """Draw the remaining tensors at the end of the block, also after an error.
 
     Drawing is collective where it gathers: a rank whose disk is full must not leave its peers waiting for the rest.
     """
@@ -166,7 +166,7 @@ def all_drawn(tensors: Iterator[Tensor]) -> Iterator[None]:
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """The format's own: eight bytes of length, then JSON padded with spaces to a multiple of eight."""
+    """Return a header of the format: eight bytes of length, then JSON padded with spaces to a multiple of eight."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -202,7 +202,7 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
 
 
 def write_model(folder: Path | None, entries: Sequence[Entry], tensors: Iterator[Tensor], max_bytes: int) -> None:
-    """Hugging Face's layout: `model.safetensors`, or numbered files and an index where that would pass `max_bytes`."""
+    """Write `model.safetensors`, or numbered files and an index where that would pass `max_bytes`."""
     shards = shards_of(entries, max_bytes)
     if len(shards) == 1:
         write_safetensors(folder and folder / "model.safetensors", entries, tensors)

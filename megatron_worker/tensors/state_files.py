@@ -42,7 +42,7 @@ State = Literal["master", "exp_avg", "exp_avg_sq"]
 
 
 class Place(Protocol):
-    """A rank's place among those that a tensor is split over."""
+    """A rank's number among those that a tensor is split over, and how many they are."""
 
     @property
     def rank(self) -> int: ...
@@ -52,17 +52,17 @@ class Place(Protocol):
 
 
 class StateRanks(Protocol):
-    """The ranks of an engine, as far as its state is concerned."""
+    """The ranks of an engine, for reading and writing its state."""
 
     @property
     def rank(self) -> int: ...
 
     def splitting(self, expert: int | None) -> Place:
-        """The ranks that a tensor, of an expert or not, is split over."""
+        """Return the ranks that a tensor, of an expert or not, is split over."""
         ...
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
-        """A whole tensor on every rank, gathered from the ranks that hold it. Collective."""
+        """Gather a whole tensor on every rank from those that hold it. Collective."""
         ...
 
     def agreement(self) -> AbstractContextManager[None]: ...
@@ -82,7 +82,7 @@ class StatefulOptimizer(Protocol):
 def read_model(
     folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
-    """Raises InvalidInput when a file is missing or damaged, or a tensor is missing, unknown or of another shape."""
+    """Read a model. Raises InvalidInput for a missing or damaged file, and for a missing, unknown or misshapen tensor."""
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder)
         _read(files, slices, parameters, ranks)
@@ -122,7 +122,7 @@ def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype) -> None
 def read_adapter(
     folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
-    """Raises InvalidInput as `read_model`."""
+    """Read an adapter. Raises InvalidInput as `read_model`."""
     path = folder / peft_format.WEIGHTS
     with single_file(path) as files:
         check_names(files, {s.name for s in slices}, path)
@@ -148,7 +148,7 @@ def write_adapter(
 def read_optimizer(
     folder: Path, optimizer: StatefulOptimizer, slices: Sequence[TensorSlice], ranks: StateRanks, master: bool
 ) -> None:
-    """Raises InvalidInput when the file is missing, damaged, or of another model or adapter."""
+    """Read moments and step count. Raises InvalidInput when the file is missing, damaged, or of another model."""
     path = folder / OPTIMIZER
     states = _states(master)
     with single_file(path) as files:

@@ -1,4 +1,4 @@
-"""Packed data as batches on a device: which bins a data-parallel rank takes, and how a bin becomes tensors.
+"""Packed data as batches on a device: the bins of each data-parallel rank, and their tensors.
 
 Shape suffixes: T tokens of a bin, N targets of a bin.
 """
@@ -36,7 +36,7 @@ class PackedBatches:
         return self._plan.bins(step)
 
     def bins_of_rank(self, step: int, dp_rank: int, dp_size: int) -> list[Ints]:
-        """Bins are dealt round: rank r takes r, r + dp_size, ... A rank may have fewer than another, or none."""
+        """Return bins dp_rank, dp_rank + dp_size, … of a step. A rank may have fewer than another, or none."""
         return self.bins(step)[dp_rank::dp_size]
 
     def batch(self, units: Ints, device: torch.device) -> Batch:
@@ -48,12 +48,12 @@ class PackedBatches:
         return dataclasses.replace(batch, **scored) if scored else batch
 
     def put(self, name: Scored, values: NDArray[np.float32]) -> None:
-        """From now on batches hold these instead of what their column says. `values`: one for each target on file."""
+        """Replace a column of all later batches. `values`: one for each target on file."""
         assert len(values) == self.units.header.num_targets
         self._scored[name] = values
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
-        """As many on every rank: where one has a bin less than another, its last batch is empty."""
+        """Yield a rank's batches, as many on every rank: where one has a bin less, its last batch is empty."""
         bins = self.bins_of_rank(step, dp_rank, dp_size)
         num_turns = -(-len(self.bins(step)) // dp_size)
         return (self.batch(units, device) for units in [*bins, *[NO_UNITS] * (num_turns - len(bins))])
@@ -70,7 +70,7 @@ class PackedBatches:
 
 
 def to_batch(packed: PackedBin, device: torch.device) -> Batch:
-    """Indices become int64, scores float32. The arrays are copied, so that no tensor holds a memory map."""
+    """Copy a bin to a device: indices as int64, scores as float32. No tensor holds a memory map."""
 
     def tensor(values: NDArray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32)).to(device)

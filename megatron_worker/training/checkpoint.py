@@ -1,4 +1,4 @@
-"""Checkpoints: what the engine saves, where the job stood, the random state; sealed, then made visible by one rename.
+"""Checkpoints: the engine's state, the job's position, the random state; sealed, then made visible by one rename.
 
 The worker never deletes a checkpoint: its host carries them into the store and prunes.
 """
@@ -22,7 +22,7 @@ from shared.storage.paths import fsync_folder, write_atomically
 
 
 class CheckpointState(Frozen):
-    """`state.json`: the data cursor, the hashes of what it is a cursor into, and of the model that was trained.
+    """`state.json`: the position in the data, and the hashes of the data and of the model that was trained.
 
     `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`); None in checkpoints of
     schema 1, which did not say.
@@ -68,7 +68,7 @@ def save_checkpoint(engine: Engine, ranks: WorkerRanks, job: Job, model_sha256: 
 
 
 def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> int:
-    """Weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
+    """Load weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
 
     Raises:
         InvalidInput: it is incomplete, of another model, of other data, or of another shape. Nothing is ever
@@ -88,7 +88,7 @@ def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Pa
 
 
 def load_initial_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> None:
-    """What the run's job before left, of other data: weights, optimizer and random state, for this job's first step.
+    """Load weights, optimizer and random state that the run's previous job saved, for this job's first step.
 
     Raises:
         InvalidInput: it is incomplete, of another model, of another run's seed or shape, or not of the step that this
@@ -146,7 +146,7 @@ def _commit(temporary: Path, final: Path, state: CheckpointState) -> str:
 
 
 def _save_random_state(path: Path) -> None:
-    """Rank 0's generators speak for all: ranks are seeded alike."""
+    """Save the generators of rank 0: all ranks are seeded alike."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

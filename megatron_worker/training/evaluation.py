@@ -28,7 +28,7 @@ _TOKENS_A_TURN = 8
 
 
 class Prompt(Frozen):
-    """A held-out row: what is shown to the model, and what the data answers."""
+    """A held-out row: the prompt that the model is shown, and the answer in the data."""
 
     prompt_ids: list[int]
     prompt: str
@@ -46,14 +46,14 @@ class Evaluator:
     loss: CrossEntropy | DPO
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Before the first step, after the last, and every `every_steps` between."""
+        """Return True before the first step, after the last, and every `every_steps` between, if there is data."""
         every = self.evaluation.every_steps
         wanted = self.data is not None
         return wanted and (step in (0, num_steps) or (every > 0 and step % every == 0))
 
     @property
     def wants_reference(self) -> PackedBatches | None:
-        """The data whose loss is against a reference, which is to be scored first."""
+        """Return the held-out data if its loss needs the reference's log-probabilities."""
         return self.data if isinstance(self.loss, DPO) else None
 
     def metrics(self, engine: Engine, cancelled: Callable[[], bool]) -> dict[str, float] | None:
@@ -88,7 +88,7 @@ class Evaluator:
     def _complete(
         self, engine: Engine, prompts: list[list[int]], cancelled: Callable[[], bool]
     ) -> list[list[int]] | None:
-        """A few tokens at a time, so that a cancel need not wait for the last."""
+        """Complete prompts a few tokens at a time, so that a cancel is noticed soon; None when cancelled."""
         stop_ids, max_tokens = read_stop_ids(self.model), self.evaluation.sample_tokens
         completions: list[list[int]] = [[] for _ in prompts]
         growing = list(range(len(prompts)))
@@ -112,7 +112,7 @@ def _held_out(sums: dict[str, float]) -> dict[str, float]:
 
 
 def held_out_loss(loss: Loss) -> CrossEntropy | DPO:
-    """What a job that trains for `loss` is evaluated by."""
+    """Return the loss that evaluates a job which trains for `loss`."""
     return loss if isinstance(loss, DPO) else CrossEntropy()
 
 
@@ -120,19 +120,19 @@ _prompts: TypeAdapter[list[Prompt]] = TypeAdapter(list[Prompt])
 
 
 def read_prompts(units: Path) -> list[Prompt]:
-    """`prompts.json` beside the units. Data that was tokenized elsewhere has none."""
+    """Read `prompts.json` beside the units. Data that was tokenized elsewhere has none."""
     path = units / "prompts.json"
     return _parse(_prompts, path) if path.exists() else []
 
 
 class _Stops(Frozen, extra="ignore"):
-    """The part of `generation_config.json` or `config.json` that says where a model stops."""
+    """The end tokens in `generation_config.json` or `config.json`."""
 
     eos_token_id: int | list[int] | None = None
 
 
 def read_stop_ids(model: Path) -> frozenset[int]:
-    """Every id that ends a turn by the model's own word."""
+    """Return every end token that the model's files name."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (model / name).exists():

@@ -1,4 +1,4 @@
-"""Scoring: log-probabilities frozen at the start of a job, of the reference and of the policy as it then was.
+"""Log-probabilities that are computed at the start of a job and then frozen: the reference's and the old policy's.
 
 A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that is gone
 on with is scored by the weights that it began with, in the same turns, so that its old log-probabilities are the same.
@@ -21,7 +21,7 @@ REFERENCE = "reference"
 
 
 def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
-    """The units that this rank scores, a bin at a time: its bins less what it met before.
+    """Return the units that this rank scores, a bin at a time: each unit in the first of its bins.
 
     Turns whose units no step from `first_step` on trains on are left out; the others stay as they are. All ranks have
     as many: those that come to an end before others have empty ones.
@@ -48,7 +48,7 @@ def _turns_of_rank(data: PackedBatches, first_step: int, num_steps: int, dp_rank
 
 
 def score(engine: Engine, data: PackedBatches, whose: list[Ints], temperature: float) -> NDArray[np.float32]:
-    """Log-probabilities of the targets of these units by the weights as they are; NaN for all others.
+    """Compute log-probabilities of the targets of these units with the current weights; NaN for all others.
 
     Args:
         temperature: what logits are divided by, for these to be compared with a loss's own.

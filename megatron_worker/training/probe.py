@@ -1,4 +1,4 @@
-"""The probe: what the weights that a job leaves say of a few tokens, for a sampler to be held against.
+"""The probe: log-probabilities of a few tokens by a job's last weights, which a sampler is compared with.
 
 Shape suffixes: T tokens of the probe, N of them that are scored: all but the first.
 """
@@ -17,7 +17,7 @@ def check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def probe(engine: Engine, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-    """Log-probabilities of token_ids[1:] by the weights as they are, in nats, at temperature 1; the same on all ranks.
+    """Return log-probabilities of token_ids[1:] by the current weights, in nats, at temperature 1; on every rank.
 
     Collective: every data-parallel rank computes the same one sequence.
     """
@@ -28,7 +28,7 @@ def probe(engine: Engine, token_ids: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def _chain(token_ids: tuple[int, ...], device: torch.device) -> Batch:
-    """A bin of one sequence, every token but the first a target."""
+    """Make a bin of one sequence, every token but the first a target."""
     token_id_T = torch.tensor(token_ids, device=device)
     position_T = torch.arange(len(token_ids), device=device)
     return Batch.to_score(token_id_T, position_T, position_T - 1, position_T[:-1], token_id_T[1:])
