@@ -1,4 +1,4 @@
-"""Attention in a forest of tokens: each sees itself and its ancestors, however deep and wide the trees are.
+"""Attention in a forest of tokens: each token attends to itself and its ancestors.
 
 Tokens stand depth first, so that what descends from token k is an interval: token q sees k just when
 `k <= q < end_T[k]`. Tokens between two branchings are a *node*. On the CPU a bin becomes a few calls of torch's flash
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Forest:
-    """A bin's forest as its device wants it. Own calls cover each token once, and come before the others."""
+    """A bin's forest, planned for its device. Own calls cover each token once, and come before the others."""
 
     calls: tuple[Call, ...] = ()
     block_mask: BlockMask | None = None
@@ -66,7 +66,7 @@ class Forest:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes in the order of their tokens: where each begins and ends, and where its last descendant ends. int64 [N]."""
+    """Nodes in the order of their tokens: the begin and end of each, and the end of its last descendant. int64 [N]."""
 
     begin_N: Ints
     end_N: Ints
@@ -75,7 +75,7 @@ class Nodes:
 
 
 def plan_forest(parent_T: Tensor, dtype: torch.dtype, chunks: Sequence[slice] = ()) -> Forest:
-    """Raises InvalidInput unless parents come first and each subtree's tokens stand together.
+    """Plan a forest. Raises InvalidInput unless parents come first and each subtree's tokens stand together.
 
     Args:
         chunks: this rank's queries, in their order, where it has not all of them. Keys are always the whole bin's.
@@ -110,7 +110,7 @@ def find_nodes(parent_T: Ints, cuts: Sequence[int] = ()) -> Nodes:
 
 
 def _subtree_end(nodes: Nodes) -> Ints:
-    """For each token, where its last descendant ends: [T]. Equal for the tokens of a node."""
+    """Return for each token the end of its last descendant: [T]. Equal for the tokens of a node."""
     return np.repeat(nodes.subtree_end_N, nodes.end_N - nodes.begin_N)
 
 
@@ -120,7 +120,7 @@ def _subtree_end(nodes: Nodes) -> Ints:
 def plan_calls(
     nodes: Nodes, dtype: torch.dtype, call_pairs: int = _CALL_PAIRS, chunks: Sequence[slice] = ()
 ) -> list[Call]:
-    """The cheapest calls for a forest, at `call_pairs` a call and one for each pair of a query and a key.
+    """Return the cheapest calls for a forest, at `call_pairs` a call and one for each pair of a query and a key.
 
     With chunks, at whose edges nodes must end: of their queries alone, which are counted from the first chunk's first.
     """
@@ -146,7 +146,7 @@ def plan_calls(
 
 
 def _of_chunks(call: Call, chunks: Sequence[slice]) -> Call:
-    """The same call, its queries counted from the first chunk's first."""
+    """Return the call with its queries counted from the first chunk's first."""
     before = 0
     for chunk in chunks:
         if chunk.start <= call.query.start < chunk.stop:
@@ -157,7 +157,7 @@ def _of_chunks(call: Call, chunks: Sequence[slice]) -> Call:
 
 
 def _choose_masked(nodes: Nodes, call_pairs: int, chunks: Sequence[slice]) -> list[bool]:
-    """Whether one masked call for all of a node's subtree is cheaper than the best of calls for its parts."""
+    """Return for each node True if one masked call for its subtree is cheaper than the best calls for its parts."""
     length_N, size_N = nodes.end_N - nodes.begin_N, nodes.subtree_end_N - nodes.begin_N
     is_whole_N = np.zeros(len(length_N), dtype=bool)  # the subtree lies in one chunk
     for chunk in chunks:
@@ -175,7 +175,7 @@ def _choose_masked(nodes: Nodes, call_pairs: int, chunks: Sequence[slice]) -> li
 
 
 def mask_lengths(parent_T: Ints) -> list[int]:
-    """Of each mask that a forest gets here where it is not cut into chunks, which is [L, L]: its L."""
+    """Return L of each mask, [L, L], of a forest that is not cut into chunks."""
     nodes = find_nodes(parent_T)
     is_masked_N = _choose_masked(nodes, _CALL_PAIRS, [slice(0, len(parent_T))])
     lengths, end = [], 0
@@ -196,7 +196,7 @@ def _masked_call(nodes: Nodes, node: int, dtype: torch.dtype) -> Call:
 
 
 def _batched(calls: list[Call]) -> list[Call]:
-    """Causal neighbours of one length in one call."""
+    """Merge neighbouring causal calls of one length into one call."""
     merged: list[Call] = []
     for call in calls:
         before = merged[-1] if merged else None
@@ -216,7 +216,7 @@ def _batched(calls: list[Call]) -> list[Call]:
 
 
 def attend_forest(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, forest: Forest) -> Tensor:
-    """Attention of each token over itself and its ancestors, [T, H, D]; differentiable once."""
+    """Attend from each token to itself and its ancestors: [T, H, D]; differentiable once."""
     if forest.block_mask is not None:
         return _flex(query_THD, key_TGD, value_TGD, forest.block_mask)
     attended: Tensor = _Attend.apply(query_THD, key_TGD, value_TGD, forest.calls)
@@ -259,7 +259,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _merge(call: Call, output: Tensor, lse: Tensor, output_BHLD: Tensor, lse_BHL: Tensor) -> None:
-    """Put a call's part of the softmax to what its queries have: a mean, weighted by the sums of exponentials."""
+    """Merge a call's part of the softmax into its queries' output: a mean, weighted by the sums of exponentials."""
     if call.is_own:
         output_BHLD.copy_(output)
         lse_BHL.copy_(lse)
@@ -269,12 +269,12 @@ def _merge(call: Call, output: Tensor, lse: Tensor, output_BHLD: Tensor, lse_BHL
 
 
 def _blocks(rows: Tensor, num_blocks: int) -> Tensor:
-    """[blocks * L, H, ...] as [blocks, H, L, ...], a view."""
+    """View [blocks * L, H, ...] as [blocks, H, L, ...]."""
     return rows.unflatten(0, (num_blocks, -1)).transpose(1, 2)
 
 
 def _repeat(heads_TGD: Tensor, num_heads: int) -> Tensor:
-    """Each key/value head as often as query heads use it, [T, H, D]."""
+    """Repeat each key/value head for the query heads that use it: [T, H, D]."""
     return heads_TGD.repeat_interleave(num_heads // heads_TGD.shape[1], dim=1)
 
 
@@ -284,7 +284,7 @@ def _repeat(heads_TGD: Tensor, num_heads: int) -> Tensor:
 def block_mask(
     end_T: Ints, device: torch.device, block_size: int = _FLEX_BLOCK, chunks: Sequence[slice] = ()
 ) -> BlockMask:
-    """flex_attention's mask of a forest, from the intervals alone: nothing of size [T, T] is made.
+    """Make flex_attention's mask of a forest from the intervals: nothing of size [T, T] is made.
 
     A block of keys before a block of queries matters when one of its keys has descendants among them, which then are
     the first of them; it needs no mask when all its keys have all of them.
@@ -319,7 +319,7 @@ def block_mask(
 
 
 def _as_lists(chosen_KK: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each block of queries how many blocks of keys, [1, 1, K], and which, first in each row, [1, 1, K, K]."""
+    """Return for each query block its number of key blocks, [1, 1, K], and those, first in each row, [1, 1, K, K]."""
     order_KK = np.argsort(~chosen_KK, axis=1, kind="stable").astype(np.int32)
     count_K = chosen_KK.sum(axis=1).astype(np.int32)
     return torch.from_numpy(count_K).to(device)[None, None], torch.from_numpy(order_KK).to(device)[None, None]

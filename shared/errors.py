@@ -44,7 +44,7 @@ class SamplerMismatch(LongshoreError):
 
 
 class DiskFull(StoreUnavailable):
-    """No space is left for a file of ours. What was begun is removed."""
+    """The disk has no space left for a file of ours. Its incomplete part is removed."""
 
 
 class CorruptArtifact(InvalidInput):

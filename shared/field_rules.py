@@ -1,4 +1,4 @@
-"""What a field's rule says in words, where pydantic would show its reader a regular expression or a riddle."""
+"""Rules of fields in words, in place of pydantic's messages for patterns, missing and unknown fields."""
 
 from collections.abc import Container, Mapping
 from typing import Any

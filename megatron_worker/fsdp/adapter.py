@@ -34,18 +34,18 @@ class Adapter:
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
-        """As PEFT: A Kaiming-uniform, B zero."""
+        """Initialise the weights as PEFT does: A Kaiming-uniform, B zero."""
         for s in self.slices:
             if ".lora_A." in s.name:
                 self.flat.views[s.name].copy_(kaiming_uniform(s.name, s.shape, seed))
 
     def new_optimizer(self) -> Optimizer:
-        """Train this adapter."""
+        """Return an optimizer that trains this adapter."""
         return Optimizer(self.slices, self.parameters, self.flat.views, self._ranks)
 
 
 def add_adapter(adapter: Adapter, linear: str, input_1TI: Tensor, output_1TO: Tensor) -> Tensor:
-    """The linear's output with its adapter's, if it has one: y + scale (x A^T) B^T."""
+    """Add the adapter's output to a linear's, if it has one: y + scale (x A^T) B^T."""
     a_RI = adapter.parameters.get(_a(linear))
     if a_RI is None:
         return output_1TO

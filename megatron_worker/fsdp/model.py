@@ -1,4 +1,4 @@
-"""transformers' model for a folder, each layer and what is around them a group of sharded parameters.
+"""transformers' model for a folder, its parameters sharded in groups: one for each layer, one for the rest.
 
 Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary; in attention H query heads, G key/value
 heads, D size of a head.
@@ -50,7 +50,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 class _Headed(nn.Module):
-    """The model with whatever is made of its hidden states: inside, so that the output embedding is whole there."""
+    """The model with a function of its hidden states inside, where FSDP has gathered the output embedding."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of every linear that LoRA can stand beside, in model order."""
+        """Return outputs and inputs of every linear that LoRA can adapt, in model order."""
         return {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
 
     def set_adapter(self, adapter: Adapter | None) -> None:
@@ -116,7 +116,7 @@ class Model:
         self._require_grad(False)
 
     def forget(self) -> None:
-        """Let go of what a pass that was cut short has left: gathered weights, gradients not reduced. Collective."""
+        """Free what an interrupted pass has left: gathered weights, gradients not reduced. Collective."""
         if hasattr(self._root, "reset_iter_state"):  # torch 2.11 has none
             self._root.reset_iter_state()
         modules: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
@@ -131,9 +131,9 @@ class Model:
             parameter.requires_grad_(required)
 
     def forward(self, batch: Batch, head: Head) -> dict[str, Tensor]:
-        """What `head` makes of the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
+        """Call `head` on the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
-        Collective. Raises InvalidInput, before anything is talked about, when a tree's tokens do not stand depth first.
+        Collective. Raises InvalidInput, before any collective, when a tree's tokens do not stand depth first.
         """
         forest = plan_forest(batch.parent_T, self._dtype)
         found: dict[str, Tensor] = self._root(batch.token_id_T, batch.position_T, forest, batch.hidden_index_N, head)
@@ -141,7 +141,7 @@ class Model:
 
 
 def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
-    """The model's modules without any weight. Only transformers' own code: none from the folder."""
+    """Return the model's modules without any weight. Only transformers' code is run: none from the folder."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -153,7 +153,7 @@ def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _shard(headed: _Headed, ranks: Ranks) -> Any:
-    """Parameters are gathered for one layer at a time, and let go at once: nothing whole stays between two calls."""
+    """Shard the parameters: they are gathered for one layer at a time, and freed at once."""
     # Sums, never means, in float32 whatever the weights are in.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in headed.causal_lm.model.layers:
@@ -167,7 +167,7 @@ def _shard(headed: _Headed, ranks: Ranks) -> Any:
 
 
 def _make_rotary(causal_lm: Any, device: torch.device) -> None:
-    """Its frequencies are no weights: no file has them, and `to_empty` leaves them undefined."""
+    """Make the rotary frequencies, which are no weights: no file has them, and `to_empty` leaves them undefined."""
     decoder = causal_lm.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config).to(device)
 

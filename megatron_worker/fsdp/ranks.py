@@ -17,7 +17,7 @@ from shared.jobs.layout import Layout
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. With one rank, nothing is talked about."""
+    """This process's place. With one rank, every method is local."""
 
     rank: int
     size: int
@@ -29,7 +29,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def any(self, here: bool) -> bool:
-        """Whether something is so on one rank at least."""
+        """Return True if `here` is true on one rank at least."""
         flag = torch.tensor(float(here), device=self.device)
         self.sum(flag)
         return bool(flag)
@@ -39,7 +39,7 @@ class Ranks:
         return self
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
-        """A whole tensor on every rank, from the shard of each. Collective where the tensor is split."""
+        """Gather a whole tensor on every rank from the shard of each. Collective where the tensor is split."""
         local = parameters[tensor_slice.name]
         if tensor_slice.split is None or self.size == 1:
             return local

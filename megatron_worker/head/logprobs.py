@@ -41,7 +41,7 @@ NO_LABEL = -1
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the output embedding: ids `first` to `first + size`; from `vocab_size` on they are padding."""
+    """This rank's rows of the output embedding: ids `first` to `first + size`, padding from `vocab_size` on."""
 
     first: int
     size: int

@@ -184,9 +184,9 @@ def rescale(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Exponentials relative to their tile's maximum made relative to the row's, in place.
+    """Make exponentials relative to the row's maximum, which were relative to their tile's, in place.
 
-    What is `below` becomes exponential times logit, both relative to the row's maximum.
+    `below` becomes exponential times logit, both relative to the row's maximum.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

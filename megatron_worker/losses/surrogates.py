@@ -15,7 +15,7 @@ from shared.jobs.job import CISPO, DRO, GSPO, PPO, PolicyLoss, Reinforce
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A loss and a ratio for each target, and by kind of clip which of them it clipped, bool [N]."""
+    """A loss and a ratio for each target, and for each kind of clip the targets that it clipped, bool [N]."""
 
     loss_N: Tensor
     ratio_N: Tensor

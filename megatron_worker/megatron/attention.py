@@ -24,21 +24,21 @@ from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 
 @dataclass(frozen=True)
 class Context:
-    """Which tokens of a bin are this context-parallel rank's: two chunks. `order_T`: where all ranks' lie, gathered."""
+    """The two chunks of a bin on this context-parallel rank. `order_T`: the places of all ranks' tokens, gathered."""
 
     group: Group
     chunks: tuple[slice, slice]
     order_T: Tensor
 
     def rows(self, num_tokens: int, device: torch.device) -> Tensor:
-        """The chunks' tokens, by their places in the bin: [t]."""
+        """Return the places in the bin of the chunks' tokens: [t]."""
         index_T = torch.arange(num_tokens, device=device)
         return torch.cat([index_T[chunk] for chunk in self.chunks])
 
 
 @dataclass(frozen=True)
 class BinPlan:
-    """What attention needs to know of a bin. Tables are in the compute dtype.
+    """The plan of a bin's attention. Tables are in the compute dtype.
 
     A bin of chains has their lengths, which add up to T; a bin in which something branches has a forest, and so has
     every bin that is cut over context-parallel ranks: there T are this rank's tokens.
@@ -55,7 +55,7 @@ class BinPlan:
 def plan_bin(
     position_T: Tensor, parent_T: Tensor, frequency_D2: Tensor, dtype: torch.dtype, context: Context | None = None
 ) -> BinPlan:
-    """Raises InvalidInput when a tree's tokens do not stand depth first.
+    """Plan a bin. Raises InvalidInput when a tree's tokens do not stand depth first.
 
     Args:
         position_T: of this rank's tokens; `parent_T` is the whole bin's.
@@ -71,7 +71,7 @@ def plan_bin(
 
 
 def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
-    """Lengths of a bin's sequences when each token's parent is the token before it, or -1 at a start; else None."""
+    """Return the lengths of a bin's sequences if every parent is the token before, or -1 at a start; else None."""
     index_T = torch.arange(len(parent_T), device=parent_T.device)
     starts_T = parent_T == -1
     if not bool((starts_T | (parent_T == index_T - 1)).all()) or (len(parent_T) and not bool(starts_T[0])):
@@ -106,7 +106,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole bin, in its order."""
+    """Gather keys and values of the whole bin, in its order."""
     if context is None:
         return key_TGD, value_TGD
     both = gather_rows(torch.stack([key_TGD, value_TGD], dim=1), context.group).index_select(0, context.order_T)
@@ -114,14 +114,14 @@ def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) 
 
 
 class CoreAttention(torch.nn.Module):
-    """Stands where megatron's spec wants a core attention; `PackedSelfAttention` calls `attend` itself."""
+    """Takes the place of a core attention in megatron's spec; `PackedSelfAttention` calls `attend` itself."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
 
 
 def attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
-    """Attention of each token over itself and those before it in its sequence or above it in its tree: [T, H, D]."""
+    """Attend from each token to itself and those before it in its sequence, or above it in its tree: [T, H, D]."""
     if plan.forest is not None:
         return attend_forest(query_THD, key_TGD, value_TGD, plan.forest)
     if plan.start_S1 is not None:
@@ -134,7 +134,7 @@ def attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan)
 
 
 def _split(heads_TXD: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """One [1, heads, S, D] view a sequence."""
+    """Return one [1, heads, S, D] view for each sequence."""
     return [part.transpose(0, 1)[None] for part in heads_TXD.split(list(lengths))]
 
 

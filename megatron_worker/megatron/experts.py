@@ -22,7 +22,7 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 
 
 class Router(torch.nn.Module):
-    """Which experts a token goes to, and with which weights."""
+    """Chooses the experts of each token, and their weights."""
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Router(torch.nn.Module):
         self._num_chosen, self._normalised = architecture.experts_per_token, architecture.normalised_experts
 
     def forward(self, hidden_sH: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights in the dtype of the hidden states, and expert numbers: both [s, K]. The softmax is in float32."""
+        """Return weights in the hidden states' dtype, and expert numbers: both [s, K]. The softmax is in float32."""
         logit_sE = F.linear(hidden_sH, self.weight)
         probability_sE = logit_sE.softmax(dim=-1, dtype=torch.promote_types(torch.float32, logit_sE.dtype))
         weight_sK, expert_sK = probability_sE.topk(self._num_chosen, dim=-1)
@@ -54,7 +54,7 @@ class Expert(torch.nn.Module):
 
 
 class Experts(torch.nn.Module):
-    """Stands where megatron's spec wants an MLP."""
+    """Takes the place of an MLP in megatron's spec."""
 
     def __init__(self, config: TransformerConfig, architecture: Architecture, mesh: Mesh, **_: object) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Experts(torch.nn.Module):
         return output_sH.view(hidden_states.shape), None
 
     def _computed(self, hidden_RH: Tensor, weight_RK: Tensor, expert_RK: Tensor) -> Tensor:
-        """Each token's weighted sum of what this rank's experts make of it."""
+        """Return each token's weighted sum of the outputs of this rank's experts."""
         local = expert_RK.flatten() - self._first
         local[(local < 0) | (local >= self._per_rank)] = self._per_rank  # another rank's: behind all of ours
         counts = local.bincount(minlength=self._per_rank + 1)[: self._per_rank].tolist()

@@ -1,4 +1,4 @@
-"""The most likely token after each of some sequences, over the shards of the vocabulary."""
+"""The most likely token after each sequence, over the shards of the vocabulary."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from megatron_worker.megatron.passes import Passes
 
 
 def next_tokens(passes: Passes, model: Model, mesh: Mesh, sequences: list[list[int]]) -> list[int]:
-    """The most likely token after each sequence, all in one bin; the same on every rank."""
+    """Return the most likely token after each sequence, all in one bin; the same on every rank."""
     last_BH = passes.hidden_states(Batch.of_sequences(sequences, mesh.device))
     token_B = torch.empty(len(sequences), dtype=torch.int64, device=mesh.device)
     if last_BH is not None:

@@ -1,4 +1,4 @@
-"""A bin as one rank computes it: padded to a length that the layout divides, cut over context-parallel ranks.
+"""A bin on one rank: padded to a length that the layout divides, and cut over context-parallel ranks.
 
 A bin is cut into twice as many chunks as there are context-parallel ranks; rank r has chunk r and the r-th from behind,
 so that a long sequence costs all of them alike.
@@ -23,7 +23,7 @@ _CUDA_CHUNK = 128  # tokens: a chunk is whole blocks of flex_attention's mask
 
 @dataclass(frozen=True)
 class LocalBin:
-    """`rows`: hidden states between layers on this rank."""
+    """A bin on this rank. `rows`: hidden states between layers."""
 
     token_id_t: Tensor
     plan: BinPlan
@@ -35,9 +35,9 @@ class LocalBin:
     context: Context | None
 
     def of_all_targets(self, values_M: Tensor) -> Tensor:
-        """What each context-parallel rank knows of its own targets, for all of the bin, on all ranks: [N, ...].
+        """Combine values of the context-parallel ranks' own targets into those of the whole bin, on all: [N, ...].
 
-        All ranks must do the same with it: the gradient of a rank's own is not added up.
+        All ranks must do the same with it: gradients are not summed over ranks.
         """
         if self.target_M is None or self.context is None:
             return values_M
@@ -46,7 +46,7 @@ class LocalBin:
 
 
 def localised(batch: Batch, mesh: Mesh, frequency_D2: Tensor, dtype: torch.dtype) -> LocalBin:
-    """Raises InvalidInput when a tree's tokens do not stand depth first."""
+    """Make a rank's bin. Raises InvalidInput when a tree's tokens do not stand depth first."""
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))
     context, token_id_t, position_t = None, token_id_T, position_T
     hidden_index_M, label_M, target_M = batch.hidden_index_N, batch.label_N, None
@@ -79,7 +79,7 @@ def _multiple(mesh: Mesh) -> int:
 
 
 def _padded(batch: Batch, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and parents with a sequence of zeros behind them; an empty bin has something to compute, too."""
+    """Return ids, positions and parents, padded with a sequence of zeros; an empty bin is padded to one token."""
     num_tokens = len(batch.token_id_T)
     num_missing = -max(num_tokens, 1) % multiple + (num_tokens == 0)
     if not num_missing:

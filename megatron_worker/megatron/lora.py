@@ -47,7 +47,7 @@ class LoraWeights:
     b_parts: tuple[Parameter, ...]
 
     def b_OR(self, num_rows: int) -> Tensor:
-        """All B matrices in one, each in its own rows and ranks."""
+        """Return all B matrices in one, each in its own rows and ranks."""
         if len(self.b_parts) == 1 and self.b_parts[0].shape[0] == num_rows:
             return self.b_parts[0].detach()
         dense_OR = self.a_RI.new_zeros(num_rows, len(self.parts) * self.rank)
@@ -56,7 +56,7 @@ class LoraWeights:
         return dense_OR
 
     def blocks(self, dense_OR: Tensor) -> list[Tensor]:
-        """The block of each part, [groups, rows, rank] views."""
+        """Return the block of each part, [groups, rows, rank] views."""
         blocks = []
         for number, part in enumerate(self.parts):
             columns = slice(number * self.rank, (number + 1) * self.rank)
@@ -194,18 +194,18 @@ class Adapter:
         self.parameters = {name: Parameter(view, requires_grad=False) for name, view in self.flat.views.items()}
 
     def initialise(self, seed: int) -> None:
-        """As PEFT: A Kaiming-uniform (a = sqrt 5), B zero. Each A from the seed and its own name, whole, then cut."""
+        """Initialise as PEFT does: A Kaiming-uniform (a = sqrt 5) from seed and name, made whole, then cut; B zero."""
         for s in self.slices:
             if ".lora_A." in s.name and holds(self._mesh, s):
                 whole, group = kaiming_uniform(s.name, s.shape, seed), self._mesh.splitting(s.expert)
                 s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
 
     def new_optimizer(self) -> Optimizer:
-        """Train this adapter."""
+        """Return an optimizer that trains this adapter."""
         return Optimizer(self.parameters, self.flat, self._regions, self._mesh)
 
     def lora_weights(self) -> dict[str, LoraWeights]:
-        """By the name of the fused linear."""
+        """Return the weights by the name of their fused linear."""
         return {
             linear.name: LoraWeights(
                 self.lora.rank,
@@ -223,7 +223,7 @@ def _targeted(linear: Linear, lora: Lora) -> tuple[TensorSlice, ...]:
 
 
 def _lora_slices(linear: Linear, parts: tuple[TensorSlice, ...], rank: int) -> list[TensorSlice]:
-    """The A and B of every part, under PEFT's names."""
+    """Return A and B of every part, under PEFT's names."""
     slices = []
     for number, part in enumerate(parts):
         module, (num_outputs, num_inputs) = PREFIX + part.name.removesuffix(".weight"), part.shape

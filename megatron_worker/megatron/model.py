@@ -82,7 +82,7 @@ class Model:
             parameter.requires_grad_(False)
 
     def _whole_name(self, name: str) -> str:
-        """By which the whole model knows what this stage numbers from 0; a tied output embedding is the input's."""
+        """Return the name in the whole model: stages number layers from 0, a tied output embedding is the input's."""
         if name.startswith(LAYERS):
             number, rest = name.removeprefix(LAYERS).split(".", 1)
             return f"{LAYERS}{int(number) + self._layers.start}.{rest}"
@@ -99,18 +99,18 @@ class Model:
 
     @property
     def output_weight_VH(self) -> Tensor:
-        """Of the last stage."""
+        """The output embedding of the last stage."""
         return self.parameters[_EMBEDDING if self.architecture.tied else _OUTPUT]
 
     def set_adapter(self, adapter: Adapter | None) -> None:
-        """Put its weights beside the linears that it targets, and take them away from all others."""
+        """Let the linears that an adapter targets use its weights, and all others none."""
         weights = {} if adapter is None else adapter.lora_weights()
         for name, module in self._gpt.named_modules():
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))
 
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:
-        """A bin through this stage: hidden states for the next, [s, 1, H]; of the last, after the final norm, [t, H].
+        """Run a bin through this stage. Returns hidden states, [s, 1, H]; of the last, after the final norm, [t, H].
 
         Args:
             received_s1H: what the stage before gave; None for the first.

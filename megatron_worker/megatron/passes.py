@@ -1,4 +1,4 @@
-"""Bins through the model: forward, and forward with backward, alone or through the stages of a pipeline.
+"""Forward and backward passes of bins, alone or through the stages of a pipeline.
 
 Shape suffixes: N targets of a bin, M those whose hidden states are this rank's, t tokens of this rank, H hidden size;
 s tokens that a rank has between layers.
@@ -21,7 +21,7 @@ Learned = tuple[Batch, dict[str, Tensor]]
 
 
 class Passes:
-    """Every method is collective: ranks bring as many bins, equal ones where they share data."""
+    """Forward and backward passes. Collective: ranks bring equally many bins, the same where they share data."""
 
     def __init__(self, model: Model, mesh: Mesh) -> None:
         self._model = model
@@ -29,7 +29,7 @@ class Passes:
         self._link = Link(mesh, model.architecture.hidden_size, model.dtype)
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        """With stages, no graph is kept: what a stage is sent has none."""
+        """Score a bin's targets. With pipeline stages no graph is kept: what a stage receives has none."""
         if batch.is_empty and self._mesh.experts.size == 1:
             return _no_scores(batch, outputs)
         part = self._localised(batch)
@@ -38,7 +38,7 @@ class Passes:
         return self._told([batch], [scores], outputs)[0]
 
     def forward_backward(self, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Learned]:
-        """Gradients of sums accumulate. Yields each bin with its detached sums."""
+        """Accumulate gradients of sums. Yields each bin with its detached sums."""
         if self._mesh.pp.size > 1:
             yield from self._pipelined(list(batches), loss)
             return
@@ -52,7 +52,7 @@ class Passes:
             yield batch, sums.detached()
 
     def hidden_states(self, batch: Batch) -> Tensor | None:
-        """Of the bin's targets, after the final norm: [N, H], on all ranks of the last stage; None on others."""
+        """Return the targets' final hidden states, [N, H], on all ranks of the last stage; None on others."""
         part = self._localised(batch)
         hidden_tH = self._through_stages(part)
         return None if hidden_tH is None else part.of_all_targets(hidden_tH.index_select(0, part.hidden_index_M))
@@ -61,7 +61,7 @@ class Passes:
         return localised(batch, self._mesh, self._model.frequency_D2, self._model.dtype)
 
     def _through_stages(self, part: LocalBin) -> Tensor | None:
-        """The last stage's hidden states, on that stage."""
+        """Return the last stage's hidden states on that stage; None on others."""
         assert self._mesh.pp.size == 1 or not torch.is_grad_enabled(), "pipelines learn by forward_backward alone"
         received_s1H, _ = self._link.exchange(rows_forward=part.rows)
         hidden = self._model.run(part, received_s1H)
@@ -78,7 +78,7 @@ class Passes:
     def _objective(
         self, batch: Batch, part: LocalBin, hidden_tH: Tensor, loss: LossFunction
     ) -> tuple[Tensor, LossSums, Scores]:
-        """What to differentiate. An empty bin has nothing to learn from, but peers wait for its backward."""
+        """Return the scalar to differentiate, sums and scores. An empty bin has a backward too: peers wait for it."""
         scores = self._scores(batch, part, hidden_tH, loss.outputs)
         sums = loss.sums(scores, batch)
         return (hidden_tH.sum() * 0 if batch.is_empty else sums.loss), sums, scores
@@ -100,7 +100,7 @@ class Passes:
             yield batch, loss.sums(told, batch).detached()
 
     def _told(self, batches: Sequence[Batch], scores: Sequence[Scores | None], outputs: Outputs) -> list[Scores]:
-        """What the last stage found, on all stages."""
+        """Send the last stage's scores to all stages."""
         if self._mesh.pp.size == 1:
             return [found for found in scores if found is not None]
         sizes, k = [len(batch.weight_N) for batch in batches], outputs.top_k
@@ -123,7 +123,7 @@ class Passes:
         rest: tuple[int, ...],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """A column of all bins, known on the last stage, in one message."""
+        """Send a column of all bins from the last stage to all, in one message."""
         together = torch.empty(sum(sizes), *rest, dtype=dtype, device=self._mesh.device)
         if self._mesh.is_last_stage:
             found = [getattr(x, name).detach() for x in scores if x is not None]
@@ -133,7 +133,7 @@ class Passes:
 
 
 def _no_scores(batch: Batch, outputs: Outputs) -> Scores:
-    """Of no target."""
+    """Return the scores of an empty bin."""
     nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
     return Scores(nothing_0, nothing_0, *((nothing_0K, nothing_0K.long()) if outputs.top_k else ()))
 

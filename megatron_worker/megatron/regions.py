@@ -1,4 +1,4 @@
-"""Regions of a flat buffer: what the same ranks hold alike. Their gradients are added up, and each updates a share."""
+"""Regions of a flat buffer: tensors that the same ranks hold. They sum the gradients, and each updates a share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _SHARE_ALIGNMENT = 64  # elements
 
 @dataclass(frozen=True)
 class Region:
-    """Elements `start` to `stop`, held alike by the ranks of `copies`. `counts`: this rank's share counts in a norm."""
+    """Elements `start` to `stop`, which all ranks of `copies` hold. `counts`: this rank's share counts in a norm."""
 
     start: int
     stop: int
@@ -37,7 +37,7 @@ def arrange(
     mesh: Mesh,
     dtype: torch.dtype,
 ) -> tuple[Flat, list[Region]]:
-    """A flat buffer of zeros for these tensors, and its regions, which cover it."""
+    """Make a flat buffer of zeros for these tensors, and the regions that cover it."""
     sections: dict[tuple[Group, bool], list[str]] = {}
     for name in shapes:
         key = mesh.copies[placements[name]], mesh.counts(placements[name])

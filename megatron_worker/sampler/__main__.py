@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Until SIGTERM or SIGINT. This thread computes; others talk."""
+    """Serve until SIGTERM or SIGINT. This thread computes; others do HTTP."""
     import torch
     from tokenizers import Tokenizer
 
@@ -72,7 +72,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def _context_of(model: Path) -> int:
-    """The positions that the model was made for."""
+    """Return the number of positions that the model was made for."""
     config = json.loads((model / "config.json").read_bytes())
     return int(config.get("max_position_embeddings") or sys.maxsize)
 

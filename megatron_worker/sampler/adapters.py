@@ -18,7 +18,7 @@ from shared.models import peft as peft_format
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in memory: its folder may go away. Empty `beside`: the model alone."""
+    """An adapter in memory: its folder may go away. Without `lora_weights`: the model alone."""
 
     name: str
     folder: str
@@ -26,7 +26,7 @@ class Adapter:
 
 
 def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
-    """Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
+    """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
     lora = peft_format.read_config(folder)
     path = folder / peft_format.WEIGHTS
     parts = {linear.name: _targeted(linear, lora) for linear in decoder.linears}

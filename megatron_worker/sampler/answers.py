@@ -1,4 +1,4 @@
-"""Answers: what a request asks of the sampler, checked, and what is said in return. HTTP is server.py's affair."""
+"""Answers to requests: the request is checked, sampled, and answered in OpenAI's fields. HTTP is in server.py."""
 
 import secrets
 import threading
@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Request)
 
 
 class Refused(Exception):
-    """An answer in OpenAI's error shape."""
+    """A request is refused: an answer in OpenAI's error shape."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         self.status = status
@@ -51,14 +51,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one sequence may hold, prompt and completion together, and which logprobs are told."""
+    """The longest sequence, prompt and completion together, and the kind of logprobs that is reported."""
 
     max_model_len: int
     logprobs_mode: LogprobsMode
 
 
 class Answers:
-    """Called from many threads; only `Generator.run`'s touches the device with sequences."""
+    """Answers requests from many threads; the thread of `Generator.run` alone computes sequences."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Answers:
             raise Refused(400, f"The lora adapter '{name}' has already been loaded: unload it first", "lora_name")
 
     def unload(self, body: bytes) -> str:
-        """Sequences that are being drawn from it go on."""
+        """Unload an adapter. Sequences that are being drawn from it go on."""
         name = _parse(UnloadAdapterRequest, body).lora_name
         with self._lock:
             if self._adapters.pop(name, None) is None:
@@ -132,7 +132,7 @@ class Answers:
     # Completions.
 
     def complete(self, body: bytes, is_gone: Callable[[], bool]) -> CompletionResponse | None:
-        """None when the client did not wait for the answer."""
+        """Complete prompts; None when the client did not wait for the answer."""
         request = _parse(CompletionRequest, body)
         adapter = self._find(request.model)
         prompts = self._prompts(request)
@@ -234,7 +234,7 @@ class Answers:
 
 
 def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """A text or a list of ids is one prompt, a list of them several."""
+    """Return a list of prompts: a text or a list of ids is one prompt, a list of those several."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [part for part in prompt if isinstance(part, int)]

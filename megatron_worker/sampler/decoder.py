@@ -1,10 +1,10 @@
-"""A decoder for sampling: one prompt at a time in, one token of each of a fixed number of slots at a time out.
+"""A decoder for sampling: it reads one prompt at a time, and steps a fixed number of slots by one token each.
 
 **Why batching cannot change a result.** Products round differently for differently shaped matrices, so shapes here
 never depend on what else is going on: a prompt is read alone, whatever waits; a step always computes every slot, empty
 or not; attention goes over blocks of BLOCK positions, and blocks behind a sequence's end add exactly nothing (a weight
 of exp(-inf) = 0, a rescaling by exp(0) = 1). What is left is that a product gives equal rows for equal inputs in every
-row; `Sampler` checks that when it starts.
+row; `reliable_width` (generation.py) checks that.
 
 Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G key/value heads, P query heads for each
 of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
@@ -45,7 +45,7 @@ class LoraWeights:
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """Hugging Face linears of one input, their rows one below the other."""
+    """Hugging Face linears of the same input, stacked by rows."""
 
     name: str
     parts: tuple[TensorSlice, ...]
@@ -85,7 +85,7 @@ class Prefilled:
 
 
 class Cache:
-    """Keys and values of all slots, a layer at a time: [blocks, B, G, S, D]. Grows by blocks of zeros."""
+    """Keys and values of all slots, one tensor a layer: [blocks, B, G, S, D]. Grows by blocks of zeros."""
 
     def __init__(self, a: Architecture, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -141,7 +141,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraWeights]) -> Prefilled:
-        """Read a prompt, alone."""
+        """Read one prompt."""
         a = self.architecture
         x_TH = F.embedding(torch.tensor(token_ids, device=self.device), self._embedding_VH)
         cos_T1D, sin_T1D = self._rotary(torch.arange(len(token_ids), device=self.device))
@@ -159,9 +159,9 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled) -> tuple[list[float], list[int]]:
-        """Logprobs in nats, and ranks, of a prompt's tokens but the first. A rank counts what is as likely or likelier.
+        """Return logprobs in nats, and ranks, of a prompt's tokens but the first. Ranks count tokens at least as likely.
 
-        In chunks, so that [T, V] never is; their shapes depend on the prompt alone.
+        Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
         """
         label_T = torch.tensor(token_ids[1:], dtype=torch.int64, device=self.device)
         logprobs: list[float] = []
@@ -182,7 +182,7 @@ class Decoder:
         cache: Cache,
         lora_weights: Mapping[str, LoraWeights],
     ) -> Tensor:
-        """One token of every slot at its position. Returns final hidden states, [B, H].
+        """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
         Args:
             num_blocks: blocks that any slot has tokens in; more change nothing.
@@ -201,13 +201,13 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """Float32, [B, V]."""
+        """Return logits, float32 [B, V]."""
         return F.linear(hidden_BH, self._output_VH).float()
 
     def _heads(
         self, layer: Layer, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights], cos_T1D: Tensor, sin_T1D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, rotated: [T, heads, D]."""
+        """Return queries, keys and values, rotated: [T, heads, D]."""
         a = self.architecture
         mixed_TO = layer.qkv(self._norm(x_TH, layer.input_norm_H), lora_weights)
         mixed_TXD = mixed_TO.view(len(x_TH), -1, a.head_dim)
@@ -217,7 +217,7 @@ class Decoder:
         return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value
 
     def _rest(self, layer: Layer, x_TH: Tensor, attended_TX: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
-        """The residual stream behind a layer's attention and MLP."""
+        """Return the residual stream after a layer's attention and MLP."""
         x_TH = x_TH + layer.output(attended_TX, lora_weights)
         gate, up = layer.gate_up(self._norm(x_TH, layer.mlp_norm_H), lora_weights).chunk(2, dim=-1)
         return x_TH + layer.down(F.silu(gate) * up, lora_weights)
@@ -237,7 +237,7 @@ def _rotated(x_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 def _masks(position_B: Tensor, num_blocks: int) -> list[Tensor]:
-    """For each block 0 where a slot may look and -inf where it may not, [B, 1, 1, S]."""
+    """Return for each block 0 where a slot may attend and -inf where it may not, [B, 1, 1, S]."""
     offset_S = torch.arange(BLOCK, device=position_B.device)
     zero = torch.zeros((), device=position_B.device)
     return [
@@ -247,7 +247,7 @@ def _masks(position_B: Tensor, num_blocks: int) -> list[Tensor]:
 
 
 def _attend(query_BQD: Tensor, keys: Tensor, values: Tensor, masks: list[Tensor]) -> Tensor:
-    """Attention over blocks with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3).
+    """Attend over blocks with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3).
 
     Every slot sees position 0, so that the maximum is finite from the first block on. Returns [B, Q * D].
     """
@@ -274,7 +274,7 @@ def _attend(query_BQD: Tensor, keys: Tensor, values: Tensor, masks: list[Tensor]
 
 
 def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Every tensor under its Hugging Face name."""
+    """Read every tensor, by its Hugging Face name."""
     slices = slices_of(a, 1)
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder)
@@ -296,7 +296,7 @@ def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, Tensor
 def _fused(
     name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], slices: dict[str, TensorSlice]
 ) -> FusedLinear:
-    """The parts leave `weights` as they are fused, so that none is held twice."""
+    """Fuse linears. The parts are taken out of `weights`, so that none is held twice."""
     modules = [f"{prefix}.{part}" for part in parts]
     own = tuple(slices[f"{module}.weight"] for module in modules)
     weight_OI = torch.cat([weights.pop(f"{module}.weight") for module in modules])

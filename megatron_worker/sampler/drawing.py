@@ -1,4 +1,4 @@
-"""Drawing tokens: from logits and one number between 0 and 1 a row to a token and its logprob.
+"""Drawing tokens: logits and one number between 0 and 1 give each row a token and its logprob.
 
 Every row by itself: no operation here mixes rows, so what is drawn for one does not depend on the others.
 
@@ -16,7 +16,7 @@ _BITS = 52  # fewer than a double's 53, so that a number times a double total st
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn, [B]: logprobs float32 in nats. `processed` is of the distribution that was drawn from."""
+    """Drawn tokens, [B], and their logprobs, float32 in nats; `processed` is of the distribution drawn from."""
 
     token_B: Tensor
     raw_B: Tensor
@@ -25,7 +25,7 @@ class Drawn:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) for a sample's token at `position`: a hash of both; no state that batching could move."""
+    """Return a number in [0, 1), a hash of seed and position: it has no state that batching could change."""
     digest = hashlib.blake2b(seed.to_bytes(16, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / (1 << _BITS)
 
@@ -58,7 +58,7 @@ def draw(logit_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor, uniform_B: Te
 
 
 def _outside_nucleus(logprob_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """True for tokens before which the likelier ones already reach top_p. The likeliest is never outside."""
+    """Return True for tokens before which the likelier ones already reach top_p. The likeliest is never outside."""
     sorted_BV, order_BV = logprob_BV.sort(dim=-1, descending=True, stable=True)
     probability_BV = sorted_BV.exp().double()
     before_BV = probability_BV.cumsum(-1) - probability_BV

@@ -59,11 +59,11 @@ class Ending:
         return End("length") if len(token_ids) == self._sampling.max_tokens else None
 
     def text(self, token_ids: list[int]) -> str:
-        """The text of a completion that has ended, without special tokens."""
+        """Return the text of a completion that has ended, without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if self.cut is None else self.cut
 
     def _found_string(self, token_id: int) -> str | None:
-        """The stop string that begins first in the text. Only what is new is searched."""
+        """Return the stop string that begins first in the text. Only new text is searched."""
         start = len(self._seen)
         self._seen += self._stream.step(self._tokenizer, token_id) or ""
         places = [(self._seen.find(stop, max(0, start - len(stop) + 1)), stop) for stop in self._sampling.stop]
@@ -77,7 +77,7 @@ class Ending:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample: what was asked for, and what has been drawn. Logprobs in nats, a value a token.
+    """One sample: its request, and its drawn tokens. Logprobs are in nats, one for each token.
 
     `prompt_scores`: logprobs and ranks of the prompt's tokens but the first, where `scores_prompt` asks for them.
     """
@@ -121,7 +121,7 @@ class Ticket:
 
 
 class Generator:
-    """The loop. `run` ends after `stop`; an error in it is a bug, and ends the process that runs it."""
+    """The generation loop. `run` ends after `stop`; an error in it is a bug, and ends the process."""
 
     def __init__(self, decoder: Decoder, num_slots: int) -> None:
         self._decoder = decoder
@@ -134,7 +134,7 @@ class Generator:
         self._arrivals.put(ticket)
 
     def stop(self) -> None:
-        """Safe to call from a signal handler."""
+        """End `run`. Safe to call from a signal handler."""
         self._arrivals.put(None)
 
     @torch.inference_mode()
@@ -146,7 +146,7 @@ class Generator:
                     del self._lanes[adapter]
 
     def _take(self) -> bool:
-        """What has arrived; waits for it when there is nothing else to do. False: stop."""
+        """Take what has arrived; wait for it when there is nothing else to do. Returns False to stop."""
         while not self._lanes or not self._arrivals.empty():
             ticket = self._arrivals.get()
             if ticket is None:
@@ -190,7 +190,7 @@ class _Lane:
         self._waiting.extend(_Seat(sequence, ticket) for sequence in ticket.sequences)
 
     def step(self) -> None:
-        """Fill free slots, draw a token in each, let what ended go, and compute what the others draw from next."""
+        """Fill free slots, draw a token in each, free those that ended, and compute the next logits of the others."""
         self._slots = [None if seat and seat.ticket.cancelled else seat for seat in self._slots]
         self._fill()
         self._draw()
@@ -239,7 +239,7 @@ class _Lane:
                 seat.ticket.one_ended()
 
     def _drawn(self) -> Drawn:
-        """Empty slots are drawn too, greedily, so that shapes stay as they are."""
+        """Draw a token in every slot; in empty ones too, greedily, so that shapes do not change."""
         rows = [
             (0.0, 1.0, 0.0)
             if seat is None
@@ -270,28 +270,28 @@ def forward(
     cache: Cache,
     lora_weights: Mapping[str, LoraWeights],
 ) -> torch.Tensor:
-    """`Decoder.step` over as many blocks as the longest sequence needs."""
+    """Call `Decoder.step` over as many blocks as the longest sequence needs."""
     num_tokens = int(position_B.max()) + 1
     cache.reserve(num_tokens)
     return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights)
 
 
 def _likeliest(drawn: Drawn, slot: int, num: int) -> list[tuple[int, float]]:
-    """Of the model's own distribution."""
+    """Return the likeliest tokens of the model's own distribution, with their logprobs."""
     logprob_K, token_K = drawn.raw_BV[slot].topk(min(num, drawn.raw_BV.shape[1]))
     return list(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
 
 
 @torch.inference_mode()
 def reliable_width(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> int:
-    """The largest of num_slots, num_slots / 2, ..., 1 whose slots all compute the same bits from the same tokens."""
+    """Return the largest of num_slots, num_slots / 2, …, 1 whose slots compute the same bits from the same tokens."""
     while num_slots > 1 and not _slots_are_equal(decoder, lora_weights, num_slots):
         num_slots //= 2
     return num_slots
 
 
 def _slots_are_equal(decoder: Decoder, lora_weights: Mapping[str, LoraWeights], num_slots: int) -> bool:
-    """Two tokens, in all slots alike, then in slots at either end and in the middle, among others."""
+    """Compare two tokens in all slots, then in slots at either end and in the middle, among others."""
     other = torch.arange(num_slots, device=decoder.device) % decoder.architecture.vocab_size
     alike = _two_tokens(decoder, lora_weights, torch.full_like(other, 1))
     if not all(torch.equal(row, alike[0]) for row in alike):

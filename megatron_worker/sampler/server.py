@@ -19,7 +19,7 @@ _GET = ("/health", "/v1/models")
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on loopback once made; `port` 0 takes a free one."""
+    """An HTTP server that listens on loopback once made; `port` 0 takes a free one."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -30,7 +30,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Exchange)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hung up is no error of ours."""
+        """Ignore clients that hung up."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ class _Exchange(BaseHTTPRequestHandler):
             raise Refused(401, "the bearer key is missing or wrong", code="invalid_api_key")
 
     def _body(self) -> bytes:
-        """Read before anything is refused, so that the connection can be used again."""
+        """Read the body before anything is refused, so that the connection can be used again."""
         text = self.headers.get("Content-Length", "0")
         if self.headers.get("Transfer-Encoding") or not (text.isascii() and text.isdigit()):
             self.close_connection = self._body_is_unread = True
@@ -110,7 +110,7 @@ class _Exchange(BaseHTTPRequestHandler):
         return self.rfile.read(int(text))
 
     def _is_gone(self) -> bool:
-        """Whether the client has hung up."""
+        """Return True if the client has hung up."""
         try:
             readable, _, _ = select.select([self.connection], [], [], 0)
             return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
@@ -137,7 +137,7 @@ class _Exchange(BaseHTTPRequestHandler):
             self._drain()
 
     def _drain(self) -> None:
-        """A connection that is closed with bytes unread is reset, and the client may never see the answer."""
+        """Read the rest: a connection that is closed with bytes unread is reset, and the client may miss the answer."""
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1.0)
         num_left = 2 * _MAX_BODY_BYTES
@@ -145,10 +145,10 @@ class _Exchange(BaseHTTPRequestHandler):
             num_left -= len(chunk)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server itself refuses (a method it does not know, a request line that is none)."""
+        """Answer what http.server itself refuses: an unknown method, or a malformed request line."""
         self.close_connection = True
         detail = ErrorDetail(message=message or "bad request", type="invalid_request_error")
         self._send(code, ErrorResponse(error=detail))
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing a request: prompts belong to their users."""
+        """Log no requests: prompts belong to their users."""

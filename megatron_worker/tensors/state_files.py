@@ -82,7 +82,7 @@ class StatefulOptimizer(Protocol):
 def read_model(
     folder: Path, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks
 ) -> None:
-    """Read a model. Raises InvalidInput for a missing or damaged file, and for a missing, unknown or misshapen tensor."""
+    """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors."""
     with model_files(folder) as files:
         refuse_unknown(files, slices, folder)
         _read(files, slices, parameters, ranks)

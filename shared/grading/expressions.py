@@ -75,7 +75,7 @@ class Expression:
         return frozenset(step.name for step in self.steps if isinstance(step, _Name))
 
     def value(self, values: Mapping[str, float]) -> float:
-        """Computed in float64.
+        """Compute the value in float64.
 
         Raises:
             ExpressionError: a division by zero, a logarithm of zero, a root of a negative number, or an overflow.
@@ -110,7 +110,7 @@ def _listed(arguments: list[float]) -> str:
 
 
 def parse_expression(text: str) -> Expression:
-    """Raises ExpressionError, with the character where it goes wrong."""
+    """Read an expression. Raises ExpressionError, with the character where it goes wrong."""
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ExpressionError(f"an expression has at most {MAX_EXPRESSION_CHARS:,} characters")
     parser = _Parser(_tokens(text))

@@ -44,8 +44,8 @@ class CrossEntropy(Frozen):
 
 
 Reference = Literal["base"] | Artifact
-"""What a policy is kept near: the base model (its adapter switched off, or as it was before full training), or a
-published adapter on that base."""
+"""The model that a policy is kept near: the base model (its adapter switched off, or as it was before full training),
+or a published adapter on that base."""
 
 
 class Kl(Frozen):
@@ -64,7 +64,7 @@ class Kl(Frozen):
 
     @property
     def model(self) -> Reference:
-        """Raises ValueError while the reference is a URI that nobody has looked up."""
+        """Return the reference. Raises ValueError while it is a URI that nobody has looked up."""
         match self.reference:
             case Artifact() as adapter:
                 return adapter
@@ -190,7 +190,7 @@ def reference_uri(loss: PolicyLoss) -> str | None:
 
 
 def with_reference(loss: PolicyLoss, adapter: Artifact | None) -> PolicyLoss:
-    """The loss with the adapter that its reference's URI stood for; as it is where it named none."""
+    """Return the loss with the adapter that its reference's URI named; unchanged where it named none."""
     if adapter is None or loss.kl is None:
         return loss
     return loss.model_copy(update={"kl": loss.kl.model_copy(update={"reference": adapter})})

@@ -201,7 +201,7 @@ class Units:
 
     @staticmethod
     def read_lengths(folder: Path) -> NDArray[np.int64]:
-        """Tokens of every unit of a folder of which only the header and `token_offsets.bin` need be there."""
+        """Return the tokens of every unit of a folder, from its header and `token_offsets.bin` alone."""
         header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
         offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
         if len(offsets) != header.num_units + 1:
@@ -210,7 +210,7 @@ class Units:
 
     @property
     def unit_tokens(self) -> Ints:
-        """Tokens of every unit, [num_units] int64."""
+        """Return the tokens of every unit, [num_units] int64."""
         return np.diff(self.token_offsets)
 
     def token_ids(self, unit: int) -> Ints:
@@ -250,7 +250,7 @@ class Units:
         )
 
     def column(self, name: str) -> NDArray | None:
-        """A whole column as it lies on disk, or None where the units have none of that name."""
+        """Return a whole column as stored, or None where the units have none of that name."""
         return self._maps.get(name)
 
     def target_indices(self, units: Ints) -> Ints:
@@ -302,7 +302,7 @@ def _sequence_starts(sequence_N: NDArray, targets: Ints) -> Ints:
 
 
 class _OffsetsWriter:
-    """Streams where each of a row of things ends: 0, then a running sum of sizes."""
+    """Streams offsets: 0, then the running sum of sizes."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -317,13 +317,13 @@ class _OffsetsWriter:
         self.num_entries += len(ends)
 
     def close(self) -> int:
-        """Returns the end of the last."""
+        """Return the last offset."""
         self._file.close()
         return self._end
 
 
 def _as_stored(values: NDArray, dtype: np.dtype) -> NDArray:
-    """Values in a column's type. An integer that it cannot hold is a bug, never another integer."""
+    """Convert values to a column's type. An integer that it cannot hold is a bug, never another integer."""
     if values.size and dtype.kind in "iu" and values.dtype != dtype:
         limits = np.iinfo(dtype)
         assert limits.min <= values.min() and values.max() <= limits.max, (dtype, values.min(), values.max())

@@ -60,7 +60,7 @@ class RunKeys:
         return f"{self.steps}/{number:08d}.json"
 
     def step_key(self, key: str) -> str:
-        """The same, found by the client's key, which may hold anything."""
+        """The record of a train step by the client's key, which may hold any characters."""
         return f"{self.prefix}/step_keys/{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     def lease(self, epoch: int) -> str:
@@ -213,7 +213,7 @@ def completions(key: str) -> str:
 
 
 def samples(key: str) -> str:
-    """The same, as graders see it."""
+    """The completions of a step, as graders see them."""
     return f"sampled/{key}/samples"
 
 
@@ -237,7 +237,7 @@ def is_grouped(key: str) -> bool:
 
 
 def grouped_report(key: str) -> str:
-    """Beside the groups and not among them: every file of theirs is groups."""
+    """The report on a file of groups: outside the groups' folder, where every file holds groups."""
     return f"grouped/{key}/report.json"
 
 

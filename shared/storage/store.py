@@ -229,7 +229,7 @@ def _copy(source: BinaryIO, target: BinaryIO) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[Path]:
-    """Says in words that the disk of `path` is full or forbidden.
+    """Raise errors of a full or forbidden disk as our own, with its path.
 
     Raises:
         DiskFull, StoreUnavailable
@@ -336,7 +336,7 @@ class S3Store:
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Turns boto3's errors into ours. Messages keep boto3's error code, never a credential."""
+        """Raise boto3's errors as our own. Messages keep boto3's error code, never a credential."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError
 

@@ -70,7 +70,7 @@ class Ledger:
         return writers
 
     def bring(self, run_id: str, name: str, num_bytes: int) -> None:
-        """Put on record what a run has downloaded into the store outside its tenant's folder."""
+        """Record the bytes that a run has downloaded into the store outside its tenant's folder."""
         self._store.put_bytes(f"{paths.brought(self._tenant, run_id)}{name}/{num_bytes}", b"")
 
     def has_brought(self, run_id: str, name: str) -> bool:
@@ -130,18 +130,18 @@ class Reservation:
             time.sleep(_PAUSE_S)
 
     def hold(self, num_bytes: int) -> None:
-        """Without asking whether there is room."""
+        """Hold so many bytes, without a check for room."""
         now = time.time()
         self._replace(self._put(_HELD, num_bytes, now + _BELIEVED_S))
         self.num_bytes, self._renew_at = num_bytes, now + _RENEWED_S
 
     def settle(self, num_bytes: int) -> None:
-        """They are written. Counts that began before do not know them."""
+        """Mark the bytes as written. Counts that began before do not include them."""
         self._replace(self._put(_SETTLED, num_bytes, time.time()))
         self._key = None
 
     def drop(self) -> None:
-        """They were not written. Harmless after `settle`."""
+        """Release bytes that were not written. Harmless after `settle`."""
         if self._key is not None:
             self._store.delete(self._key)
             self._key = None
@@ -152,7 +152,7 @@ class Reservation:
         return key
 
     def _replace(self, key: str) -> None:
-        """Both stand for a moment, and the larger counts."""
+        """Replace the entry by another; while both are there, the larger counts."""
         if key != self._key:
             self.drop()
         self._key = key
@@ -164,7 +164,7 @@ def _decided(writer: dict[str, int]) -> int:
 
 
 class Room:
-    """Return the bytes that a host, without a database, may still write: by the quota on the tenant's record."""
+    """The bytes that a host, without a database, may still write: by the quota on the tenant's record."""
 
     def __init__(self, store: ObjectStore, tenant: str, quotas: QuotaSettings) -> None:
         self.ledger = Ledger(store, tenant)
@@ -173,7 +173,7 @@ class Room:
         self._most = _quotas_of(store, tenant, quotas).stored_bytes
 
     def left(self) -> int | None:
-        """Bytes; None without a quota."""
+        """Return the bytes left; None without a quota."""
         if self._most is None:
             return None
         counted = self.ledger.count()
@@ -181,7 +181,7 @@ class Room:
 
     @contextmanager
     def reserving(self, num_bytes: int, place: str) -> Iterator[None]:
-        """Room for bytes that are written in the block.
+        """Reserve room for bytes that are written in the block.
 
         Raises:
             InvalidInput: there is none.

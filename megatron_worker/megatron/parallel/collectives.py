@@ -38,27 +38,27 @@ def linear_map(
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """Every rank's rows, one rank's after another's. Ranks go different ways with them: gradients are added up."""
+    """Gather every rank's rows. The ranks use them differently: gradients are summed over ranks."""
     return x if group.size == 1 else linear_map(x, group.join_shares, group.sum_shares)
 
 
 def sum_rows(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group of this rank's equal share of the rows."""
+    """Return this rank's equal share of the rows, summed over the group."""
     return x if group.size == 1 else linear_map(x, group.sum_shares, group.join_shares)
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
-    """This rank's equal share of rows that all ranks have alike; the gradient of the others comes from the others."""
+    """Return this rank's equal share of rows that all ranks have; other rows' gradients come from other ranks."""
     return x if group.size == 1 else linear_map(x, lambda x: _share(x, group).clone(), group.join_shares)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:
-    """Every rank's rows, for all ranks to do the same with: the gradient is the same on all, and is not added up."""
+    """Gather every rank's rows. All ranks must do the same with them: gradients are equal, and not summed."""
     return x if group.size == 1 else linear_map(x, group.join_shares, lambda grad: _share(grad, group))
 
 
 def sum_alike(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group, for all ranks to do the same with: the gradient is the same on all."""
+    """Return the sum over the group. All ranks must do the same with it: gradients are equal."""
 
     def total(x: Tensor) -> Tensor:
         x = x.clone()
@@ -69,7 +69,7 @@ def sum_alike(x: Tensor, group: Group) -> Tensor:
 
 
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Rows for each rank, one's after another's, for those that each has for this one. Gradients go the way back."""
+    """Send rows to each rank and return the received rows, in the order of ranks. Gradients go the way back."""
     if group.size == 1:
         return x
     return linear_map(x, lambda x: group.exchange(x, sent, received), lambda grad: group.exchange(grad, received, sent))

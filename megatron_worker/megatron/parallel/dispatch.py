@@ -1,4 +1,4 @@
-"""Tokens on their way to the ranks that hold the experts that they chose, and back (all-to-all).
+"""Exchange of tokens with the ranks that hold their experts (all-to-all).
 
 A token goes once to each of those ranks, however many experts of one it chose, together with its choices; what comes
 back from each is already weighted and summed over that rank's experts. So no rank is sent more than if all tokens were
@@ -24,9 +24,9 @@ from megatron_worker.megatron.parallel.mesh import Group, Mesh
 
 @dataclass(frozen=True)
 class Dispatch:
-    """`token_C`: which of this rank's `num_tokens` each row is, sorted by the rank of `group` that it goes to.
+    """Rows that this rank sends and receives. `token_C`: the token of each sent row, sorted by the receiving rank.
 
-    `sent` and `received`: rows by rank.
+    `sent` and `received`: numbers of rows by rank.
     """
 
     group: Group
@@ -36,17 +36,17 @@ class Dispatch:
     received: list[int]
 
     def out(self, x_sX: Tensor) -> Tensor:
-        """What other ranks' tokens and this one's own bring: [R, X]. Collective, its backward too."""
+        """Send rows of tokens to their ranks. Returns the received rows, [R, X]. Collective, its backward too."""
         return exchange_rows(copied(x_sX, self.token_C, self.sent), self.sent, self.received, self.group)
 
     def back(self, x_RX: Tensor) -> Tensor:
-        """The sum of what each token was given, [s, X]. Collective, its backward too."""
+        """Return rows to their ranks, summed for each token: [s, X]. Collective, its backward too."""
         x_CX = exchange_rows(x_RX, self.received, self.sent, self.group)
         return added(x_CX, self.token_C, self.sent, self.num_tokens)
 
 
 def dispatch(expert_sK: Tensor, experts_per_rank: int, mesh: Mesh) -> Dispatch:
-    """Find out which tokens go where, and how many come. Collective."""
+    """Exchange how many rows each rank sends to each. Collective."""
     chosen_sE = torch.zeros(len(expert_sK), mesh.ep.size, dtype=torch.bool, device=expert_sK.device)
     chosen_sE.scatter_(1, expert_sK // experts_per_rank, True)
     chosen_Gs = chosen_sE.t().repeat_interleave(mesh.etp.size, dim=0)  # etp is the faster dimension
@@ -58,13 +58,13 @@ def dispatch(expert_sK: Tensor, experts_per_rank: int, mesh: Mesh) -> Dispatch:
 
 
 def copied(x: Tensor, index_B: Tensor, counts: Sequence[int]) -> Tensor:
-    """The rows of `x` at `index_B`, which stands in blocks of `counts`."""
+    """Return the rows of `x` at `index_B`, which stands in blocks of `counts`."""
     num_rows = len(x)
     return linear_map(x, _rows_at, lambda grad, index_B: _sum_rows(grad, index_B, counts, num_rows), index_B)
 
 
 def added(x_BX: Tensor, index_B: Tensor, counts: Sequence[int], num_rows: int) -> Tensor:
-    """The transpose of `copied`: a sum of rows for each of `num_rows` indices, in the order of the blocks."""
+    """Return the sum of rows for each of `num_rows` indices, in the order of the blocks: the transpose of `copied`."""
     return linear_map(x_BX, lambda x_BX, index_B: _sum_rows(x_BX, index_B, counts, num_rows), _rows_at, index_B)
 
 

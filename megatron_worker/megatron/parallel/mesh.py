@@ -1,4 +1,4 @@
-"""The mesh: this process's place in every dimension of a layout, and the groups of ranks that it talks to.
+"""The mesh: this process's place in every dimension of a layout, and its groups of ranks.
 
 Ranks are numbered with tensor parallelism fastest, then context, data, pipeline. Experts see the ranks of a pipeline
 stage anew: expert tensor parallelism fastest, then expert parallelism, then copies.
@@ -34,7 +34,7 @@ RankGrid = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks, this one among them. A group of one has nothing to talk about: every method is local and free."""
+    """Some ranks, this one among them. In a group of one every method is local."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -49,7 +49,7 @@ class Group:
             dist.all_reduce(tensor, group=self.group)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of every rank of the group; shapes are equal."""
+        """Return the tensor of every rank of the group; shapes are equal."""
         if self.group is None:
             return [tensor]
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
@@ -62,9 +62,9 @@ class Group:
             dist.broadcast(tensor, self.ranks[source], group=self.group)
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows for each rank of the group, one's after another's, for those that each has for this one.
+        """Send rows to each rank of the group, in the order of ranks. Returns the received rows, in the same order.
 
-        `sent` and `received`: how many, by rank.
+        `sent` and `received`: numbers of rows by rank.
         """
         if self.group is None:
             return rows
@@ -73,7 +73,7 @@ class Group:
         return theirs
 
     def sum_shares(self, tensor: Tensor) -> Tensor:
-        """The group's sum of this rank's equal share of the first dimension."""
+        """Return the group's sum of this rank's equal share of the first dimension."""
         share = tensor.chunk(self.size)[self.rank] if tensor.numel() else tensor
         if self.group is not None and tensor.numel():
             share = torch.empty_like(share, memory_format=torch.contiguous_format)
@@ -81,7 +81,7 @@ class Group:
         return share
 
     def join_shares(self, share: Tensor) -> Tensor:
-        """The inverse: every rank's share, one after another along the first dimension."""
+        """Join every rank's share along the first dimension."""
         if self.group is None or not share.numel():
             return share
         whole = share.new_empty(self.size * share.shape[0], *share.shape[1:])
@@ -121,11 +121,11 @@ class Mesh:
         return self.pp.rank == self.pp.size - 1
 
     def splitting(self, expert: int | None) -> Group:
-        """The ranks that a tensor, of an expert or not, is split over."""
+        """Return the ranks that a tensor, of an expert or not, is split over."""
         return self.tp if expert is None else self.etp
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
-        """A whole tensor on every rank, gathered from the ranks that hold it. Collective.
+        """Gather a whole tensor on every rank from those that hold it. Collective.
 
         Args:
             parameters: this rank's, all of one dtype.
@@ -148,7 +148,7 @@ class Mesh:
         return torch.cat(group.gather(local), dim=split).narrow(split, 0, tensor_slice.shape[split])
 
     def counts(self, placement: Placement) -> bool:
-        """Whether this rank is the one that counts what several hold with the same gradient: in a norm, once."""
+        """Return True if a norm counts this rank's tensors: those that ranks hold with the same gradient count once."""
         return placement != "whole" or self.tp.rank == 0
 
     def agreement(self) -> AbstractContextManager[None]:
@@ -209,7 +209,7 @@ _groups_of: list[dist.ProcessGroup | None] = [None]
 
 
 def _group_of(groups: Sequence[tuple[int, ...]]) -> Group:
-    """This rank's of several groups. Collective; groups of ranks that were asked for before are used again."""
+    """Return the group, of several, that this rank is in. Collective; groups that were made before are used again."""
     if _groups_of[0] is not dist.group.WORLD:
         _groups.clear()
         _groups_of[0] = dist.group.WORLD
@@ -221,7 +221,7 @@ def _group_of(groups: Sequence[tuple[int, ...]]) -> Group:
 
 
 def _initialise_megatron(layout: Layout) -> None:
-    """Megatron's linears find their tensor-parallel group in module state; of other dimensions it knows nothing."""
+    """Make megatron's tensor-parallel group, which its linears find in module state. It knows no other dimension."""
     if parallel_state.model_parallel_is_initialized():
         if parallel_state.get_tensor_model_parallel_world_size() == layout.tp:
             return

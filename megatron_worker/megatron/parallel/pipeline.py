@@ -1,4 +1,4 @@
-"""Pipeline parallelism: how hidden states and their gradients pass between stages, and in which order (1F1B).
+"""Pipeline parallelism: hidden states and their gradients pass between stages in the order 1F1B.
 
 Each stage first does as many forwards as there are stages behind it, then takes turns, one forward, one backward
 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), so that no more bins are alive on it than that. Every stage
@@ -20,7 +20,7 @@ from megatron_worker.megatron.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Link:
-    """This stage's connections. To nowhere, nothing is sent, and from nowhere comes None."""
+    """This stage's connections. The first stage receives None as hidden states, the last one as gradient."""
 
     mesh: Mesh
     hidden_size: int
@@ -59,7 +59,7 @@ Forward = Callable[[int, Tensor | None], Tensor]
 
 
 def one_forward_one_backward(link: Link, rows: Sequence[int], forward: Forward) -> None:
-    """Forward and backward of all bins; gradients accumulate. `rows`: of each bin between layers on this rank."""
+    """Run forward and backward of all bins; gradients accumulate. `rows`: each bin's, between layers on this rank."""
     mesh, num_bins = link.mesh, len(rows)
     alive: deque[tuple[int, Tensor | None, Tensor]] = deque()
 

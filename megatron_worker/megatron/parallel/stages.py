@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each has, and which stage and which ranks hold a Hugging Face tensor's slices."""
+"""Pipeline stages: their layers, and the stage and ranks that hold a Hugging Face tensor."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ LAYERS = "decoder.layers."
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """As even as can be, the first stages having one more."""
+    """Return the layers of a stage: equal shares, where the first stages may have one more."""
     share, rest = divmod(num_layers, num_stages)
     first = stage * share + min(stage, rest)
     return range(first, first + share + (stage < rest))
 
 
 def placed(slices: Sequence[TensorSlice], architecture: Architecture, layout: Layout) -> list[TensorSlice]:
-    """The same slices with the stage and the expert-parallel rank that hold them."""
+    """Return the slices with the stage and the expert-parallel rank that hold them."""
     of_layer = [stage for stage in range(layout.pp) for _ in layers_of(stage, layout.pp, architecture.num_layers)]
     per_rank = max(1, architecture.num_experts // layout.ep)
 
@@ -35,5 +35,5 @@ def placed(slices: Sequence[TensorSlice], architecture: Architecture, layout: La
 
 
 def holds(mesh: Mesh, tensor_slice: TensorSlice) -> bool:
-    """Whether this rank has a part of a layer's tensor_slice."""
+    """Return True if this rank holds a part of the tensor."""
     return tensor_slice.stage == mesh.pp.rank and (tensor_slice.expert is None or tensor_slice.ep_rank == mesh.ep.rank)
