@@ -10,8 +10,7 @@ from activities.models.safetensors_header import TensorEntry, read_header
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.field_rules import refused_value
-from shared.jobs.layout import FAMILIES
-from shared.models.config import read_model_config
+from shared.models.config import FAMILIES, read_model_config
 from shared.models.shape import ModelShape
 
 WEIGHTS = "model.safetensors"

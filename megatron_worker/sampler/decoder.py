@@ -159,7 +159,7 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled) -> tuple[list[float], list[int]]:
-        """Return logprobs in nats, and ranks, of a prompt's tokens but the first. Ranks count tokens at least as likely.
+        """Return logprobs in nats, and ranks, of a prompt's tokens but the first. A rank counts all at least as likely.
 
         Computed in chunks, never [T, V]; their shapes depend on the prompt alone.
         """
