@@ -106,9 +106,3 @@ def read_settings() -> "Settings":
         raise Stop(f"{name}: {first['msg']}", USAGE, _MEND) from None
     except ValueError as error:  # no TOML, or no JSON in a variable that wants it
         raise Stop(f"the settings cannot be read: {error}", USAGE, _MEND) from None
-
-
-def wants_json(context: typer.Context, here: bool) -> bool:
-    """Tell whether `--json` was given, before the command or after it."""
-    given: Globals = context.obj
-    return here or given.as_json

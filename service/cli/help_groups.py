@@ -3,7 +3,6 @@
 A module is imported when one of its commands is asked for: `longshore ls` loads nothing of `submit`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -40,50 +39,25 @@ _MODULES = {command: module for modules in HEADINGS.values() for command, module
 _LONGEST = 200
 
 
-class LazyCommands(Mapping[str, "Command"]):
-    """The `commands` of a Typer group, each made when it is first asked for.
-
-    Args:
-        names: in the order in which help and completion list them.
-        make: the command of a name.
-    """
-
-    def __init__(self, names: Iterable[str], make: "Callable[[str], Command]") -> None:
-        self._names = tuple(names)
-        self._make = make
-        self._made: dict[str, Command] = {}
-
-    def __getitem__(self, name: str) -> "Command":
-        if name not in self._names:
-            raise KeyError(name)
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 class HeadedHelp(TyperGroup):
     """Lists commands as HEADINGS has them. (Typer's own headings need Rich, which takes long to load.)"""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = LazyCommands(_MODULES, _loaded)  # type: ignore[assignment]
+        self.commands = dict.fromkeys(_MODULES)  # type: ignore[assignment]  # names alone: `get_command` loads one
+
+    def get_command(self, ctx: "Context | None", cmd_name: str) -> "Command | None":
+        """Return a command of its module's `app`, or the app itself where that is the group of this name."""
+        if cmd_name not in _MODULES:
+            return None
+        group = _group(_MODULES[cmd_name])
+        return group if group.name == cmd_name else group.commands[cmd_name]
 
     def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
         for heading, names in HEADINGS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(_LONGEST)) for name in names])
-
-
-def _loaded(name: str) -> "Command":
-    """A command of its module's `app`, or the app itself where that is the group of this name."""
-    group = _group(_MODULES[name])
-    return group if group.name == name else group.commands[name]
+                formatter.write_dl([(name, each.get_short_help_str(_LONGEST)) for name, each in found if each])
 
 
 @cache

@@ -83,7 +83,7 @@ def test_the_model_sees_every_digit(data: Path) -> None:
 
 @pytest.mark.parametrize("kind, options", [("sft", "SUMS_RUN"), ("sft", "TALLY_RUN"), ("rl", "EXACT_RUN")])
 def test_options_are_those_of_the_command(kind: str, options: str) -> None:
-    command = typer.main.get_command(app).commands["submit"].commands[kind]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).get_command(None, "submit").commands[kind]  # type: ignore[attr-defined]
     files = ["--dataset", "d"] if kind == "sft" else ["--prompts", "p", "--eval-prompts", "e", "--grader", "{}"]
     context = command.make_context(kind, ["--model", "m", *files, *getattr(arithmetic, options)])
     assert context.params["max_tokens"] == 64 and context.params["learning_rate"] > 0

@@ -16,7 +16,7 @@ def test_options_are_those_of_the_command(options: list[str]) -> None:
     from service.cli.run_options import given, options_of
     from shared.runs.requests import SFTRun
 
-    command = typer.main.get_command(app).commands["submit"].commands["sft"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).get_command(None, "submit").commands["sft"]  # type: ignore[attr-defined]
     context = command.make_context("sft", ["--model", "org/m", "--dataset", "d", "--eval-dataset", "e", *options])
     values = given(context)
     assert (context.params["full"], values.get("lora_rank")) in ((True, None), (False, 16))

@@ -364,7 +364,8 @@ def test_every_command_is_in_the_help_and_speaks_json(cli: Cli) -> None:
 
 
 def leaves(path: str, command: object) -> Iterator[tuple[str, object]]:
-    for name, child in getattr(command, "commands", {}).items():
+    for name in getattr(command, "commands", {}):
+        child = command.get_command(None, name)  # type: ignore[attr-defined]
         if hasattr(child, "commands"):
             yield from leaves(f"{path} {name}", child)
         else:

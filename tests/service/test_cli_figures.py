@@ -12,10 +12,9 @@ from rich.console import Console
 from activities.packing.pack import PackRequest, write_plan
 from service.cli.commands.estimate import length_of
 from service.cli.exits import Stop
-from service.cli.output.durations import seconds_of, span
-from service.cli.output.live import Bar
-from service.cli.output.render import summary
-from service.cli.output.timeline import phases, took
+from service.cli.output.follow import Bar
+from service.cli.output.render import seconds_of, span
+from service.cli.output.runs import phases, summary, took
 from service.runs.views import RunView, seconds_left
 from shared.contract import Artifact, Fence
 from shared.jobs.events import Step

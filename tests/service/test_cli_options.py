@@ -42,7 +42,7 @@ HISTORICAL = {
 def test_options_keep_their_names(path: str) -> None:
     command = typer.main.get_command(app)
     for name in path.split():
-        command = command.commands[name]  # type: ignore[attr-defined]
+        command = command.get_command(None, name)  # type: ignore[attr-defined]
     context = command.make_context(path, [], resilient_parsing=True)
     names = [name for parameter in context.command.get_params(context) for name in parameter.opts]
     assert set(HISTORICAL[path].split()) <= set(names)

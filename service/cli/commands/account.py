@@ -2,29 +2,25 @@
 
 import time
 from enum import StrEnum
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from service.cli.command import Answer, command, group
 from service.cli.commands.sign_in import who_in_words
-from service.cli.connection import Json, connect, wants_json
-from service.cli.output.durations import seconds_of, span
-from service.cli.output.render import ago, plain, print_json, print_table, say, size
+from service.cli.output.render import ago, plain, print_table, say, seconds_of, size, span
+
+if TYPE_CHECKING:
+    from service.cli.client import Client
 
 _KEYS_EXAMPLES = """\b
 Examples:
   longshore keys create --title "nightly job" --scope read --scope write --expires 90d
   longshore keys revoke key-0123456789ab
 """
-keys = typer.Typer(
-    help="Create, list and revoke API keys of your tenant.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    epilog=_KEYS_EXAMPLES,
-)
-tenants = typer.Typer(
-    help="Manage the tenants of this installation, and their quotas.", no_args_is_help=True, rich_markup_mode=None
-)
+keys = group(help="Create, list and revoke API keys of your tenant.", epilog=_KEYS_EXAMPLES)
+tenants = group(help="Manage the tenants of this installation, and their quotas.")
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
@@ -42,75 +38,59 @@ class ScopeName(StrEnum):  # Typer takes no list of a Literal
     admin = "admin"
 
 
-@app.command()
-def whoami(context: typer.Context, as_json: Json = False) -> None:
+@command(app)
+def whoami(client: "Client") -> Answer:
     """Show the service that commands talk to, your key, tenant and scopes."""
-    with connect(context) as client:
-        who = client.ask("GET", "/whoami")
-        url = client.api_url
-    if wants_json(context, as_json):
-        print_json({"api_url": url, **who})
-    else:
-        print(f"{who_in_words(who)} at {url}")
+    who = client.ask("GET", "/whoami")
+    return Answer({"api_url": client.api_url, **who}, partial(print, f"{who_in_words(who)} at {client.api_url}"))
 
 
-@app.command()
-def usage(context: typer.Context, as_json: Json = False) -> None:
+@command(app)
+def usage(client: "Client") -> Answer:
     """Show what your tenant uses, and its quotas."""
-    with connect(context) as client:
-        _print_usage(context, client.ask("GET", "/usage"), as_json)
+    return _usage(client.ask("GET", "/usage"))
 
 
-@app.command()
+@command(app)
 def audit(
-    context: typer.Context,
+    client: "Client",
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
     everybody: Annotated[
         bool, typer.Option("--everybody", help="Of all tenants; for admins of the first tenant.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Show the audit log: what was changed or refused, newest first. Needs the scope admin."""
-    with connect(context) as client:
-        page = client.ask("GET", "/audit", params={"limit": limit, "everybody": everybody})
-    if wants_json(context, as_json):
-        print_json(page["entries"])
-        return
+    entries = client.ask("GET", "/audit", params={"limit": limit, "everybody": everybody})["entries"]
     names = ("tenant", "key_id", "method", "path", "target", "status", "address")
-    rows = ((ago(e["time"]), *(plain(str(e[name] or "")) for name in names)) for e in page["entries"])
-    print_table(("when", "tenant", "key", "", "path", "changed", "answer", "from"), rows)
+    rows = ((ago(e["time"]), *(plain(str(e[name] or "")) for name in names)) for e in entries)
+    columns = ("when", "tenant", "key", "", "path", "changed", "answer", "from")
+    return Answer(entries, partial(print_table, columns, rows))
 
 
-@keys.command()
+@command(keys)
 def create(
-    context: typer.Context,
+    client: "Client",
     title: Title = "",
     scope: Annotated[
         list[ScopeName] | None,
         typer.Option(help="May be repeated; read, write and inference if absent."),
     ] = None,
     expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Create a key. It is shown only once."""
     body: dict[str, Any] = {"title": title}
     if scope:
         body["scopes"] = [each.value for each in scope]
     if expires is not None:
         body["expires_at"] = time.time() + seconds_of(expires, "--expires")
-    with connect(context) as client:
-        made = client.ask("POST", "/keys", json=body)
-    _print_key(context, made, as_json)
+    made = client.ask("POST", "/keys", json=body)
+    return Answer(made, partial(_print_key, made))
 
 
-@keys.command(name="ls")
-def ls_keys(context: typer.Context, as_json: Json = False) -> None:
+@command(keys, "ls")
+def ls_keys(client: "Client") -> Answer:
     """List keys, newest first: of each its beginning only."""
-    with connect(context) as client:
-        found = client.ask("GET", "/keys")
-    if wants_json(context, as_json):
-        print_json(found)
-        return
+    found = client.ask("GET", "/keys")
     rows = (
         (
             k["key_id"],
@@ -123,81 +103,68 @@ def ls_keys(context: typer.Context, as_json: Json = False) -> None:
         )
         for k in found
     )
-    print_table(("key", "title", "prefix", "scopes", "created", "last used", ""), rows)
+    return Answer(found, partial(print_table, ("key", "title", "prefix", "scopes", "created", "last used", ""), rows))
 
 
-@keys.command()
+@command(keys)
 def revoke(
-    context: typer.Context,
+    client: "Client",
     key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `longshore keys ls` shows it.")],
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Revoke a key for good."""
-    with connect(context) as client:
-        ended = client.ask("DELETE", f"/keys/{key_id}")
-    if wants_json(context, as_json):
-        print_json(ended)
-    else:
-        say(f"{key_id} ({ended['prefix']}) is revoked")
+    ended = client.ask("DELETE", f"/keys/{key_id}")
+    return Answer(ended, partial(say, f"{key_id} ({ended['prefix']}) is revoked"))
 
 
-@tenants.command(name="create")
+@command(tenants, "create")
 def create_tenant(
-    context: typer.Context,
+    client: "Client",
     tenant: TenantName,
     title: Title = "",
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
     stored_bytes: StoredBytes = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Create a tenant and its first key, an admin's, which is shown only once."""
     body = {"tenant": tenant, "title": title, "quotas": _quotas(concurrent_runs, gpu_hours, stored_bytes)}
-    with connect(context) as client:
-        made = client.ask("POST", "/tenants", json=body)
+    made = client.ask("POST", "/tenants", json=body)
     if warning := made.get("warning"):
         say(f"warning: {warning}")
-    if wants_json(context, as_json):
-        print_json(made)
-    else:
-        _print_key(context, made["key"], as_json)
+    return Answer(made, partial(_print_key, made["key"]))
 
 
-@tenants.command(name="ls")
-def ls_tenants(context: typer.Context, as_json: Json = False) -> None:
+@command(tenants, "ls")
+def ls_tenants(client: "Client") -> Answer:
     """List tenants, with their own quotas."""
-    with connect(context) as client:
-        found = client.ask("GET", "/tenants")
-    if wants_json(context, as_json):
-        print_json(found)
-        return
-    names = ("concurrent_runs", "gpu_hours", "stored_bytes")
-    rows = ((t["tenant"], plain(t["title"]), *(_in_units(n, t["quotas"][n], "-") for n in names)) for t in found)
-    print_table(("tenant", "title", "quota: runs", "quota: GPU hours", "quota: stored"), rows)
-    say("-: the installation's own quota holds; `longshore tenants usage NAME` shows it")
+    found = client.ask("GET", "/tenants")
+
+    def show() -> None:
+        names = ("concurrent_runs", "gpu_hours", "stored_bytes")
+        rows = ((t["tenant"], plain(t["title"]), *(_in_units(n, t["quotas"][n], "-") for n in names)) for t in found)
+        print_table(("tenant", "title", "quota: runs", "quota: GPU hours", "quota: stored"), rows)
+        say("-: the installation's own quota holds; `longshore tenants usage NAME` shows it")
+
+    return Answer(found, show)
 
 
-@tenants.command(name="usage")
-def usage_of(context: typer.Context, tenant: TenantName, as_json: Json = False) -> None:
+@command(tenants, "usage")
+def usage_of(client: "Client", tenant: TenantName) -> Answer:
     """Show what a tenant uses, and its quotas."""
-    with connect(context) as client:
-        _print_usage(context, client.ask("GET", f"/tenants/{tenant}/usage"), as_json)
+    return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
-@tenants.command()
+@command(tenants)
 def quotas(
-    context: typer.Context,
+    client: "Client",
     tenant: TenantName,
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
     stored_bytes: StoredBytes = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
-    with connect(context) as client:
-        body = _quotas(concurrent_runs, gpu_hours, stored_bytes)
-        client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
-        _print_usage(context, client.ask("GET", f"/tenants/{tenant}/usage"), as_json)
+    body = _quotas(concurrent_runs, gpu_hours, stored_bytes)
+    client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
+    return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
 def _quotas(concurrent_runs: int | None, gpu_hours: float | None, stored_bytes: int | None) -> dict[str, float]:
@@ -205,10 +172,7 @@ def _quotas(concurrent_runs: int | None, gpu_hours: float | None, stored_bytes: 
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _print_usage(context: typer.Context, found: dict[str, Any], as_json: bool) -> None:
-    if wants_json(context, as_json):
-        print_json(found)
-        return
+def _usage(found: dict[str, Any]) -> Answer:
     rows = (
         (words, _in_units(name, found[name]), _in_units(name, found["quotas"][name], "no limit"))
         for words, name in (
@@ -217,7 +181,7 @@ def _print_usage(context: typer.Context, found: dict[str, Any], as_json: bool) -
             ("stored", "stored_bytes"),
         )
     )
-    print_table((found["tenant"], "used", "quota"), rows)
+    return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), rows))
 
 
 def _in_units(name: str, value: float | None, nothing: str = "") -> str:
@@ -232,10 +196,7 @@ def _in_units(name: str, value: float | None, nothing: str = "") -> str:
             return f"{value:,.0f}"
 
 
-def _print_key(context: typer.Context, made: dict[str, Any], as_json: bool) -> None:
-    if wants_json(context, as_json):
-        print_json(made)
-        return
+def _print_key(made: dict[str, Any]) -> None:
     print(made["key"])
     scopes = ", ".join(made["scopes"])
     say(f"{made['key_id']} of tenant {made['tenant']} ({scopes}), {_validity(made) or 'never expires'}")

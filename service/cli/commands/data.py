@@ -1,22 +1,23 @@
 """`validate` and `preview`: a dataset as a model will see it, before any training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from service.cli.command import Answer, answering
 from service.cli.commands.submit import checked, model_uri, naming_options, uploaded
-from service.cli.connection import Json, connect, wants_json
-from service.cli.exits import FAILED
-from service.cli.output.render import console, print_json, print_table
+from service.cli.exits import DONE, FAILED
+from service.cli.output.render import console, print_table
 from service.cli.run_options import fields_of, given, options_of, run_command, run_model
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from service.cli.client import Client
-    from shared.runs.previews import Preview, PreviewRequest
+    from shared.runs.previews import Preview, PreviewRequest, Span
 
 app = typer.Typer(rich_markup_mode=None)
 # The options of `submit sft` that say how a dataset is read.
@@ -30,15 +31,12 @@ _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
     "Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it.",
     _FIELDS,
 )
-def validate(context: typer.Context, as_json: Json = False) -> None:
-    with connect(context) as client, _request(context, client, num_rows=0) as request:
+@answering
+def validate(context: typer.Context, client: "Client") -> Answer:
+    with _request(context, client, num_rows=0) as request:
         found = client.preview(request, "/validate")
-    if wants_json(context, as_json):
-        print_json(found.model_dump(mode="json", exclude={"rows"}))
-    else:
-        _print_report(found)
-    if found.problem:
-        raise typer.Exit(FAILED)
+    document = found.model_dump(mode="json", exclude={"rows"})
+    return Answer(document, partial(_print_report, found), FAILED if found.problem else DONE)
 
 
 @run_command(
@@ -48,18 +46,20 @@ def validate(context: typer.Context, as_json: Json = False) -> None:
     "Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧.",
     _FIELDS,
 )
+@answering
 def preview(
     context: typer.Context,
+    client: "Client",
     num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Rows to show.")] = 4,
-    as_json: Json = False,
-) -> None:
-    with connect(context) as client, _request(context, client, num_rows) as request:
+) -> Answer:
+    with _request(context, client, num_rows) as request:
         found = client.preview(request)
-    if wants_json(context, as_json):
-        print_json(found.model_dump(mode="json"))
-        return
-    _print_rows(found)
-    _print_report(found)
+
+    def show() -> None:
+        _print_rows(found)
+        _print_report(found)
+
+    return Answer(found, show)
 
 
 @contextmanager
@@ -92,24 +92,22 @@ def _print_rows(found: "Preview") -> None:
         cut = ", not shown to its end" if row.is_cut else ""
         heading = f"{row.place}: {row.num_tokens} tokens, {row.num_targets} trained{fate}{cut}"
         out.print(heading, style="bold", markup=False)
-        spans = [(span.text, span.trained) for span in row.spans]
-        out.print(_coloured(spans, in_colour=out.color_system is not None), soft_wrap=True)
+        out.print(_coloured(row.spans, in_colour=out.color_system is not None), soft_wrap=True)
         if row.rejected:
             out.print("rejected:", style="bold", markup=False)
-            spans = [(span.text, span.trained) for span in row.rejected]
-            out.print(_coloured(spans, in_colour=out.color_system is not None, colour="red"), soft_wrap=True)
+            out.print(_coloured(row.rejected, in_colour=out.color_system is not None, colour="red"), soft_wrap=True)
         out.print()
 
 
-def _coloured(spans: list[tuple[str, bool]], in_colour: bool, colour: str = "green") -> "Text":
+def _coloured(spans: "Sequence[Span]", in_colour: bool, colour: str = "green") -> "Text":
     from rich.text import Text
 
     text = Text()
-    for span, trained in spans:
+    for span in spans:
         if in_colour:
-            text.append(span, style=colour if trained else "dim")
+            text.append(span.text, style=colour if span.trained else "dim")
         else:
-            text.append(f"⟦{span}⟧" if trained else span)
+            text.append(f"⟦{span.text}⟧" if span.trained else span.text)
     return text
 
 

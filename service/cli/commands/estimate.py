@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.connection import Json, connect, wants_json
-from service.cli.exits import FAILED, USAGE, Stop
-from service.cli.output.durations import span
-from service.cli.output.render import plain, print_json, print_table, say
+from service.cli.command import Answer, command
+from service.cli.exits import DONE, FAILED, USAGE, Stop
+from service.cli.output.render import plain, print_table, say, span
 
 if TYPE_CHECKING:
     from service.cli.client import Client
@@ -50,17 +49,19 @@ class Throughput:
     is_alike: bool
 
 
-@app.command(
+@command(
+    app,
+    patience_s=20,
     epilog=_EXAMPLES,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
 )
 def estimate(
     context: typer.Context,
+    client: "Client",
     command: Annotated[
         list[str], typer.Argument(metavar="sft|dpo", help="As after `longshore submit`; nothing is started.")
     ],
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Estimate tokens, steps and time of a run, without starting it.
 
     A local dataset is uploaded, and its rows (the first 100,000) are counted. Exit code 100 if a run would refuse it.
@@ -68,34 +69,32 @@ def estimate(
     run = _run_of(context, command)
     from service.cli.commands.submit import naming_options
 
-    with connect(context, patience_s=20) as client:
-        with naming_options(run.model):
-            counted = client.preview(_request(run), "/validate")
-        found = measured_throughput(client, run)
+    with naming_options(run.model):
+        counted = client.preview(_request(run), "/validate")
+    found = measured_throughput(client, run)
     length = length_of(run, counted.report.num_kept, counted.report.num_tokens)
     measured, why_not = (None, found) if isinstance(found, str) else (found, None)
     seconds = length.tokens / measured.tokens_per_s if measured else None
-    if wants_json(context, as_json):
-        document = {
-            "problem": counted.problem,
-            "is_complete": counted.is_complete,
-            "examples": counted.report.num_kept,
-            "dataset_tokens": counted.report.num_tokens,
-            **vars(length),
-            "tokens_per_s": measured.tokens_per_s if measured else None,
-            "measured_on": list(measured.run_ids) if measured else [],
-            "same_layout": measured.is_alike if measured else None,
-            "not_measured": why_not,
-            "seconds": seconds,
-        }
-        print_json(document)
-    else:
+    document = {
+        "problem": counted.problem,
+        "is_complete": counted.is_complete,
+        "examples": counted.report.num_kept,
+        "dataset_tokens": counted.report.num_tokens,
+        **vars(length),
+        "tokens_per_s": measured.tokens_per_s if measured else None,
+        "measured_on": list(measured.run_ids) if measured else [],
+        "same_layout": measured.is_alike if measured else None,
+        "not_measured": why_not,
+        "seconds": seconds,
+    }
+
+    def show() -> None:
         _print(run, counted, length, measured, seconds)
         if why_not is not None:
             advice = "submit a short run (--steps 5), then estimate again"
             say(f"how long: not measured yet, because {why_not}: {advice}")
-    if counted.problem:
-        raise typer.Exit(FAILED)
+
+    return Answer(document, show, FAILED if counted.problem else DONE)
 
 
 def length_of(run: "DatasetRun", num_examples: int, tokens: int) -> RunLength:

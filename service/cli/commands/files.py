@@ -2,14 +2,18 @@
 
 import hashlib
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.connection import Json, connect, wants_json
+from service.cli.command import Answer, command, group
 from service.cli.exits import USAGE, Stop
-from service.cli.output.render import ago, print_json, print_table, say
+from service.cli.output.render import ago, print_table, say
+
+if TYPE_CHECKING:
+    from service.cli.client import Client
 
 _EXAMPLES = """\b
 Examples:
@@ -17,82 +21,59 @@ Examples:
   longshore files download file-0123456789abcdef01234567 --into train.jsonl
 """
 FileId = Annotated[str, typer.Argument(metavar="FILE", help="Its id, as `longshore files ls` shows it.")]
-app = typer.Typer(
-    name="files",
-    help="Upload, list, download and delete files in the store.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    epilog=_EXAMPLES,
-)
+app = group("files", help="Upload, list, download and delete files in the store.", epilog=_EXAMPLES)
 
 
-@app.command()
-def ls(
-    context: typer.Context, limit: Annotated[int, typer.Option(min=1, max=1000)] = 50, as_json: Json = False
-) -> None:
+@command(app)
+def ls(client: "Client", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> Answer:
     """List files, newest first."""
-    with connect(context) as client:
-        page = client.ask("GET", "/files", params={"limit": limit})
-    if wants_json(context, as_json):
-        print_json(page["files"])
-        return
-    rows = ((f["file_id"], f["name"], f"{f['size']:,}", f["purpose"], ago(f["created_at"])) for f in page["files"])
-    print_table(("file", "name", "bytes", "purpose", "uploaded"), rows)
-    if page["has_more"]:
-        say(f"there are more: --limit shows up to 1000, {limit} now")
+    page = client.ask("GET", "/files", params={"limit": limit})
+
+    def show() -> None:
+        rows = ((f["file_id"], f["name"], f"{f['size']:,}", f["purpose"], ago(f["created_at"])) for f in page["files"])
+        print_table(("file", "name", "bytes", "purpose", "uploaded"), rows)
+        if page["has_more"]:
+            say(f"there are more: --limit shows up to 1000, {limit} now")
+
+    return Answer(page["files"], show)
 
 
-@app.command()
+@command(app)
 def upload(
-    context: typer.Context,
+    client: "Client",
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")],
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:
         if not path.is_file():
             raise Stop(f"there is no file {path}", USAGE)
-    with connect(context) as client:
-        sent = [client.upload_file(path) for path in paths]
-    if wants_json(context, as_json):
-        print_json(sent)
-    else:
-        for record in sent:
-            print(record["uri"])
+    sent = [client.upload_file(path) for path in paths]
+    return Answer(sent, partial(print, *(record["uri"] for record in sent), sep="\n"))
 
 
-@app.command()
-def rm(context: typer.Context, file_id: FileId, as_json: Json = False) -> None:
+@command(app)
+def rm(client: "Client", file_id: FileId) -> Answer:
     """Delete a file. A run that has not read it yet fails."""
-    with connect(context) as client:
-        deleted = client.ask("DELETE", f"/files/{file_id}")
-    if wants_json(context, as_json):
-        print_json(deleted)
-    else:
-        say(f"{file_id} ({deleted['name']}) is deleted")
+    deleted = client.ask("DELETE", f"/files/{file_id}")
+    return Answer(deleted, partial(say, f"{file_id} ({deleted['name']}) is deleted"))
 
 
-@app.command()
+@command(app)
 def download(
-    context: typer.Context,
+    client: "Client",
     file_id: FileId,
     into: Annotated[Path | None, typer.Option(help="The file to make; ./NAME if absent.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Download a file, and check its hash."""
-    with connect(context) as client:
-        record = client.ask("GET", f"/files/{file_id}")
-        target = into or Path(record["name"])
-        if target.exists():
-            raise Stop(f"{target} is there already", USAGE, "name another file with --into")
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-            part = Path(folder) / "part"
-            client.save(f"/files/{file_id}/content", part)
-            with part.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                    raise Stop(f"{file_id}: the SHA-256 is not the file's", advice="try the download again")
-            part.rename(target)
-    if wants_json(context, as_json):
-        print_json(record | {"path": str(target.resolve())})
-    else:
-        print(target)
+    record = client.ask("GET", f"/files/{file_id}")
+    target = into or Path(record["name"])
+    if target.exists():
+        raise Stop(f"{target} is there already", USAGE, "name another file with --into")
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        part = Path(folder) / "part"
+        client.save(f"/files/{file_id}/content", part)
+        with part.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+                raise Stop(f"{file_id}: the SHA-256 is not the file's", advice="try the download again")
+        part.rename(target)
+    return Answer(record | {"path": str(target.resolve())}, partial(print, target))

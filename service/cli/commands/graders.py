@@ -3,17 +3,19 @@
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.connection import Json, connect, wants_json
-from service.cli.exits import FAILED, USAGE, Stop
-from service.cli.output.render import plain, print_json, print_table, say
+from service.cli.command import Answer, command, group
+from service.cli.exits import DONE, FAILED, USAGE, Stop
+from service.cli.output.render import plain, print_table, say
 from service.cli.run_options import json_of
 
 if TYPE_CHECKING:
+    from service.cli.client import Client
     from shared.grading.graders import Grader
 
 _MOST = 100
@@ -26,18 +28,12 @@ Examples:
 GraderFile = Annotated[
     str, typer.Argument(metavar="GRADER", help="In OpenAI's fields: a JSON file, or the JSON itself (docs/graders.md).")
 ]
-app = typer.Typer(
-    name="grader",
-    help="Try a grader on samples, before a run.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    epilog=_EXAMPLES,
-)
+app = group("grader", help="Try a grader on samples, before a run.", epilog=_EXAMPLES)
 
 
-@app.command()
+@command(app)
 def run(
-    context: typer.Context,
+    client: "Client",
     grader: GraderFile,
     samples: Annotated[
         str | None,
@@ -46,31 +42,21 @@ def run(
     text: Annotated[str | None, typer.Option(help="What the model wrote, instead of SAMPLES.")] = None,
     item: Annotated[str | None, typer.Option(help="With --text: the dataset's row, as JSON.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Samples to grade, from the first.")] = 20,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Grade samples as a run would. Exit code 100 if one has no grade."""
     checked = _checked(grader)
     rows = list(_rows(samples, text, item, limit))
-    with connect(context) as client:
-        grades = [{"place": place, **client.grade(checked, sample)} for place, sample in rows]
-    if wants_json(context, as_json):
-        print_json(grades)
-    else:
-        _print(grades)
-    if any(each["grade"] is None for each in grades):
-        raise typer.Exit(FAILED)
+    grades = [{"place": place, **client.grade(checked, sample)} for place, sample in rows]
+    code = FAILED if any(each["grade"] is None for each in grades) else DONE
+    return Answer(grades, partial(_print, grades), code)
 
 
-@app.command()
-def check(context: typer.Context, grader: GraderFile, as_json: Json = False) -> None:
+@command(app)
+def check(client: "Client", grader: GraderFile) -> Answer:
     """Check a grader: parse its fields, templates and formula, and load its source."""
     checked = _checked(grader)
-    with connect(context) as client:
-        client.grade(checked, None)
-    if wants_json(context, as_json):
-        print_json(checked.model_dump(mode="json"))
-    else:
-        say(f"{checked.name} can be used")
+    client.grade(checked, None)
+    return Answer(checked, partial(say, f"{checked.name} can be used"))
 
 
 def _checked(given: str) -> "Grader":

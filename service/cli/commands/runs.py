@@ -1,33 +1,25 @@
 """Commands that list, show, follow and change runs."""
 
 import time
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from service.cli.command import Answer, command
 from service.cli.completion import run_ids
-from service.cli.connection import Json, connect, wants_json
+from service.cli.connection import connect
 from service.cli.exits import INTERRUPTED, USAGE, Stop
-from service.cli.output.durations import span
-from service.cli.output.render import (
-    ago,
-    coloured,
-    doing,
-    outcome,
-    plain,
-    print_details,
-    print_json,
-    print_table,
-    say,
-    summary,
-)
+from service.cli.output.render import ago, coloured, plain, print_table, say, span
+from service.cli.output.runs import doing, outcome, print_details, summary
 from service.cli.output.step_table import print_step_metrics, print_steps, step_line
 
 if TYPE_CHECKING:
     from service.cli.client import Client
-    from service.runs.views import RunView
+    from service.runs.views import Metrics, RunView
+    from shared.storage.artifacts import Manifest
 
 _LONGEST_REASON = 72
 _GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean"}  # what a list shows of how runs do
@@ -42,67 +34,47 @@ Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
 
 
-@app.command()
+@command(app)
 def ls(
-    context: typer.Context,
+    client: "Client",
     state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
     kind: Annotated[Literal["sft", "dpo", "rl"] | None, typer.Option(help="Runs of this kind only.")] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """List runs, newest first."""
-    with connect(context) as client:
-        page = client.runs(limit, state, kind=kind, words=words)
-        places = client.places() if not wants_json(context, as_json) and any(map(_waits, page.runs)) else {}
-    if wants_json(context, as_json):
-        print_json([outcome(view) for view in page.runs])
-        return
+    page = client.runs(limit, state, kind=kind, words=words)
     if not page.runs:
-        say("there is none; longshore submit starts one")
-        return
-    from service.runs.views import seconds_left
+        return Answer([], partial(say, "there is none; longshore submit starts one"))
 
-    now = time.time()
-    rows = (
-        (
-            view.run_id,
-            coloured(view.state),
-            plain(_why(view, places.get(view.run_id))),
-            f"{view.step}/{view.num_steps or '?'}",
-            "" if (left_s := seconds_left(view, now)) is None else span(left_s),
-            f"{view.metrics[goal]:.4g}" if (goal := _GOALS[view.kind]) in view.metrics else "",
-            plain(view.run.name),
-            ago(view.created_at),
-        )
-        for view in page.runs
-    )
-    print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
-    if page.has_more:
-        say(f"there are more: --limit shows up to 200, {limit} now")
+    def show() -> None:
+        places = client.places() if any(map(_waits, page.runs)) else {}
+        rows = (_row(view, places.get(view.run_id), time.time()) for view in page.runs)
+        print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
+        if page.has_more:
+            say(f"there are more: --limit shows up to 200, {limit} now")
+
+    return Answer([outcome(view) for view in page.runs], show)
 
 
-@app.command()
-def get(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+@command(app)
+def get(client: "Client", run_id: RunId) -> Answer:
     """Show a run."""
-    with connect(context) as client:
-        view = client.run(run_id)
-        as_json = wants_json(context, as_json)
-        place = client.places().get(run_id) if _waits(view) and not as_json else None
-    if as_json:
-        print_json(outcome(view) | {"run": view.run.model_dump(mode="json")})
-    else:
-        print(summary(view, place))
+    view = client.run(run_id)
+
+    def show() -> None:
+        print(summary(view, client.places().get(run_id) if _waits(view) else None))
         print_details(view)
 
+    return Answer(outcome(view) | {"run": view.run}, show)
 
-@app.command()
-def watch(context: typer.Context, run_id: RunId, timeout: Timeout = None, as_json: Json = False) -> None:
+
+@command(app, patience_s=20)
+def watch(client: "Client", run_id: RunId, timeout: Timeout = None) -> Answer:
     """Follow a run to its end. Ctrl-C leaves; the run goes on."""
     from service.cli.commands.submit import finish
 
-    with connect(context, patience_s=20) as client:
-        finish(client, client.run(run_id), wait=True, timeout_s=timeout, as_json=wants_json(context, as_json))
+    return finish(client, client.run(run_id), wait=True, timeout_s=timeout)
 
 
 @app.command()
@@ -138,24 +110,18 @@ def events(
             _left(f"longshore events -f {run_id}" + (f" --after {after}" if after else ""))
 
 
-@app.command()
-def steps(context: typer.Context, run_id: RunId, follow: Follow = False, as_json: Json = False) -> None:
+@command(app)
+def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_json: bool) -> Answer | None:
     """List the train steps of an RL run: rewards, published versions, errors.
 
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
-    as_json = wants_json(context, as_json)
     with connect(context, patience_s=20 if follow else 2) as client:
         if follow:
             _follow_steps(client, run_id, as_json)
-            return
+            return None
         found = list(client.steps(run_id))
-    if as_json:
-        print_json([step.model_dump(mode="json") for step in found])
-    elif found:
-        print_steps(found)
-    else:
-        say(f"no step of {run_id} has ended yet")
+    return Answer(found, partial(print_steps, found) if found else partial(say, f"no step of {run_id} has ended yet"))
 
 
 def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
@@ -166,16 +132,18 @@ def _follow_steps(client: "Client", run_id: str, as_json: bool) -> None:
         _left(f"longshore steps -f {run_id}")
 
 
-@app.command()
-def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+@command(app)
+def metrics(client: "Client", run_id: RunId) -> Answer:
     """Show the main metrics of every step and evaluation; with --json, all."""
-    from service.runs.views import Metrics, brief, looked_for
+    from service.runs.views import Metrics
 
-    with connect(context) as client:
-        found = client.get(f"/runs/{run_id}/metrics", Metrics)
-    if wants_json(context, as_json):
-        print_json(found.model_dump(mode="json"))
-        return
+    found = client.get(f"/runs/{run_id}/metrics", Metrics)
+    return Answer(found, partial(_print_metrics, found))
+
+
+def _print_metrics(found: "Metrics") -> None:
+    from service.runs.views import brief, looked_for
+
     names = looked_for({name for row in found.steps for name in row.metrics})
     print_table(
         ("step", *names),
@@ -187,84 +155,109 @@ def metrics(context: typer.Context, run_id: RunId, as_json: Json = False) -> Non
         print_step_metrics(found.train_steps)
 
 
-@app.command()
-def checkpoints(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+@command(app)
+def checkpoints(client: "Client", run_id: RunId) -> Answer:
     """List the checkpoints in the store."""
     from shared.runs.status import CheckpointRef
 
-    with connect(context) as client:
-        found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
-    if wants_json(context, as_json):
-        print_json([c.model_dump(mode="json") for c in found])
-    else:
-        print_table(("step", "written by", "uri"), ((str(c.step), c.fence.label, c.artifact.uri) for c in found))
+    found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
+    rows = ((str(c.step), c.fence.label, c.artifact.uri) for c in found)
+    return Answer(found, partial(print_table, ("step", "written by", "uri"), rows))
 
 
-@app.command()
-def cancel(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+@command(app)
+def cancel(client: "Client", run_id: RunId) -> Answer:
     """Cancel a run: at its next step, with a checkpoint, or at once if it does not train."""
-    with connect(context) as client:
-        view = client.change(run_id, "cancel")
-    if wants_json(context, as_json):
-        print_json(outcome(view))
-    else:
-        say(f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there")
+    view = client.change(run_id, "cancel")
+    words = f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there"
+    return Answer(outcome(view), partial(say, words))
 
 
-@app.command()
-def pause(context: typer.Context, run_id: RunId, as_json: Json = False) -> None:
+@command(app)
+def pause(client: "Client", run_id: RunId) -> Answer:
     """Pause a run at its next step, with a checkpoint. A paused run does not count in a quota."""
-    with connect(context) as client:
-        view = client.change(run_id, "pause")
-    if wants_json(context, as_json):
-        print_json(outcome(view))
-    else:
-        say(f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there")
+    view = client.change(run_id, "pause")
+    words = f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there"
+    return Answer(outcome(view), partial(say, words))
 
 
-@app.command()
-def resume(
-    context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
-) -> None:
+@command(app)
+def resume(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> Answer:
     """Resume a paused, cancelled or failed run from its last checkpoint."""
     from service.cli.commands.submit import finish
 
-    with connect(context) as client:
-        view = client.change(run_id, "resume")
-        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
+    return finish(client, client.change(run_id, "resume"), wait=wait, timeout_s=timeout)
 
 
-@app.command()
-def retry(
-    context: typer.Context, run_id: RunId, wait: Wait = False, timeout: Timeout = None, as_json: Json = False
-) -> None:
+@command(app)
+def retry(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> Answer:
     """Submit the request of a failed or cancelled run again, as a new run. Prints its id."""
     from service.cli.commands.submit import finish
 
-    with connect(context) as client:
-        view = client.change(run_id, "retry")
-        finish(client, view, wait=wait, timeout_s=timeout, as_json=wants_json(context, as_json))
+    return finish(client, client.change(run_id, "retry"), wait=wait, timeout_s=timeout)
 
 
-@app.command()
+@command(app)
 def download(
-    context: typer.Context,
+    client: "Client",
     run_id: RunId,
     into: Annotated[Path | None, typer.Option(help="The folder to make; ./RUN if absent.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Download what a run published, and check the hash of every file."""
-    from service.cli.unpack import fetch
-
     target = into or Path(run_id)
     if target.exists():
         raise Stop(f"{target} is there already", USAGE, "name another folder with --into")
-    with connect(context) as client:
-        manifest = fetch(client, run_id, target)
-    if wants_json(context, as_json):
-        print_json({"run_id": run_id, "folder": str(target.resolve()), "files": manifest.model_dump()["files"]})
-    else:
-        print(target)
+    files = _fetch(client, run_id, target).model_dump()["files"]
+    return Answer({"run_id": run_id, "folder": str(target.resolve()), "files": files}, partial(print, target))
+
+
+def _fetch(client: "Client", run_id: str, target: Path) -> "Manifest":
+    """Unpack what a run published beside `target`, check it against its manifest, and rename it.
+
+    Raises:
+        Stop: the run published nothing, or a file has another hash than in the manifest. Nothing is left behind.
+    """
+    import shutil
+    import tarfile
+    import tempfile
+
+    from shared.storage.artifacts import Manifest, sha256_file
+    from shared.storage.paths import MANIFEST
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        tar = temporary / "download.tar"
+        client.save(f"/runs/{run_id}/download", tar)
+        with tarfile.open(tar) as archive:
+            archive.extractall(temporary, filter="data")
+        folder = temporary / run_id
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        for entry in manifest.files:
+            if sha256_file(folder / entry.path) != entry.sha256:
+                raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try the download again")
+        folder.rename(target)
+        return manifest
+    except (tarfile.TarError, FileNotFoundError) as error:
+        raise Stop(f"the download is incomplete: {error}", advice="try it again") from None
+    finally:
+        shutil.rmtree(temporary)
+
+
+def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
+    """Return the cells of a run in the list. `place`: its position in the queue for workers."""
+    from service.runs.views import seconds_left
+
+    return (
+        view.run_id,
+        coloured(view.state),
+        plain(_why(view, place)),
+        f"{view.step}/{view.num_steps or '?'}",
+        "" if (left_s := seconds_left(view, now)) is None else span(left_s),
+        f"{view.metrics[goal]:.4g}" if (goal := _GOALS[view.kind]) in view.metrics else "",
+        plain(view.run.name),
+        ago(view.created_at),
+    )
 
 
 def _waits(view: "RunView") -> bool:

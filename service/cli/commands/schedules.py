@@ -1,27 +1,30 @@
 """`longshore schedule`: start runs at set times."""
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.connection import Json, connect, wants_json
+from service.cli.command import Answer, command, group
 from service.cli.exits import USAGE, Stop
-from service.cli.output.durations import seconds_of
-from service.cli.output.render import ago, print_json, print_table, say
+from service.cli.output.render import ago, print_table, say, seconds_of
 
 if TYPE_CHECKING:
     from service.automation.schedule_views import ScheduleView
+    from service.cli.client import Client
     from shared.runs.requests import Run
+    from shared.runs.schedules import ScheduledRun
 
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
-app = typer.Typer(name="schedule", help="Start runs at set times.", no_args_is_help=True, rich_markup_mode=None)
+app = group("schedule", help="Start runs at set times.")
 
 
-@app.command()
+@command(app, patience_s=20)
 def create(
     context: typer.Context,
+    client: "Client",
     name: Annotated[str, typer.Argument(help="The name of the schedule.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
     cron: Annotated[str | None, typer.Option(help='As "0 2 * * *": minute, hour, day, month, weekday.')] = None,
@@ -35,18 +38,16 @@ def create(
     even_unchanged: Annotated[
         bool, typer.Option("--even-unchanged", help="Also if the data has not changed since the last run.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
 
     Data that has not changed since the schedule's last run is not trained on again: `show` says so.
     """
     if (cron is None) == (every is None):
         raise Stop("give exactly one of --cron and --every", USAGE)
-    run = _run_of(context, command)
     fields = {
         "name": name,
-        "run": run,
+        "run": _run_of(context, command),
         "cron": cron,
         "every_s": None if every is None else seconds_of(every, "--every"),
         "timezone": timezone,
@@ -58,92 +59,77 @@ def create(
     from service.automation.schedule_views import ScheduleView
 
     body = _checked(fields).model_dump()
-    with connect(context, patience_s=20) as client:
-        view = client.post("/schedules", ScheduleView, is_repeatable=True, json=body)
-    _print(context, view, as_json)
+    return _answer(client.post("/schedules", ScheduleView, is_repeatable=True, json=body))
 
 
-@app.command()
-def ls(context: typer.Context, as_json: Json = False) -> None:
+@command(app)
+def ls(client: "Client") -> Answer:
     """List schedules."""
     from service.automation.schedule_views import ScheduleView
 
-    with connect(context) as client:
-        found = client.get("/schedules", tuple[ScheduleView, ...])
-    if wants_json(context, as_json):
-        print_json([view.model_dump(mode="json") for view in found])
-        return
+    found = client.get("/schedules", tuple[ScheduleView, ...])
     rows = (
         (view.scheduled.name, view.scheduled.run.kind, _when(view), _next(view), f"{view.num_actions}")
         for view in found
     )
-    print_table(("schedule", "run", "when", "next", "triggered"), rows)
+    return Answer(found, partial(print_table, ("schedule", "run", "when", "next", "triggered"), rows))
 
 
-@app.command()
-def show(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+@command(app)
+def show(client: "Client", name: ScheduleName) -> Answer:
     """Show a schedule, its next time, and its last runs."""
     from service.automation.schedule_views import ScheduleView
 
-    with connect(context) as client:
-        view = client.get(f"/schedules/{name}", ScheduleView)
-    _print(context, view, as_json)
+    return _answer(client.get(f"/schedules/{name}", ScheduleView))
 
 
-@app.command()
+@command(app)
 def pause(
-    context: typer.Context,
+    client: "Client",
     name: ScheduleName,
     note: Annotated[str | None, typer.Option(help="The reason, shown by `show`.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Pause a schedule: it starts no runs until it is resumed."""
-    _tell(context, name, "pause", as_json, params={"note": note} if note else {})
+    return _tell(client, name, "pause", params={"note": note} if note else {})
 
 
-@app.command()
-def resume(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+@command(app)
+def resume(client: "Client", name: ScheduleName) -> Answer:
     """Resume a paused schedule."""
-    _tell(context, name, "resume", as_json)
+    return _tell(client, name, "resume")
 
 
-@app.command()
-def trigger(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+@command(app)
+def trigger(client: "Client", name: ScheduleName) -> Answer:
     """Trigger a schedule now, once. Its rules about overlap and unchanged data hold."""
-    _tell(context, name, "trigger", as_json)
+    return _tell(client, name, "trigger")
 
 
-@app.command()
+@command(app)
 def backfill(
-    context: typer.Context,
+    client: "Client",
     name: ScheduleName,
     begin: Annotated[datetime, typer.Option("--from", help="In UTC, as 2026-01-31T02:00:00.")],
     end: Annotated[datetime, typer.Option("--to", help="In UTC; at most 31 days later.")],
     overlap: Annotated[Overlap, typer.Option(help="Between these runs.")] = "buffer_all",
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Start the runs of a period in the past."""
     span = {
         "begin": begin.replace(tzinfo=UTC).timestamp(),
         "end": end.replace(tzinfo=UTC).timestamp(),
         "overlap": overlap,
     }
-    _tell(context, name, "backfill", as_json, json=span)
+    return _tell(client, name, "backfill", json=span)
 
 
-@app.command()
-def rm(context: typer.Context, name: ScheduleName, as_json: Json = False) -> None:
+@command(app)
+def rm(client: "Client", name: ScheduleName) -> Answer:
     """Delete a schedule. Its runs stay, also one that is running."""
-    with connect(context) as client:
-        view = client.ask("DELETE", f"/schedules/{name}")
-    if wants_json(context, as_json):
-        print_json(view)
-    else:
-        say(f"schedule {name} is removed; its runs stay")
+    view = client.ask("DELETE", f"/schedules/{name}")
+    return Answer(view, partial(say, f"schedule {name} is removed; its runs stay"))
 
 
 def _run_of(context: typer.Context, command: list[str]) -> "Run":
-    """Return the run that a submit command would start. Its options are checked, its files uploaded."""
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
@@ -151,32 +137,29 @@ def _run_of(context: typer.Context, command: list[str]) -> "Run":
     return run_of(context, command[1:], "longshore submit")
 
 
-def _checked(fields: dict[str, Any]) -> Any:
+def _checked(fields: dict[str, Any]) -> "ScheduledRun":
     from pydantic import ValidationError
 
+    from shared.field_rules import first_rule
     from shared.runs.schedules import ScheduledRun
 
     try:
         return ScheduledRun.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        rule = first["msg"].removeprefix("Value error, ")
-        raise Stop(f"{name}: {rule}" if name else rule, USAGE, "--help lists the options") from None
+        raise Stop(first_rule(error), USAGE, "--help lists the options") from None
 
 
-def _tell(context: typer.Context, name: str, verb: str, as_json: bool, **options: Any) -> None:
+def _tell(client: "Client", name: str, verb: str, **options: Any) -> Answer:
     from service.automation.schedule_views import ScheduleView
 
-    with connect(context) as client:
-        view = client.post(f"/schedules/{name}/{verb}", ScheduleView, **options)
-    _print(context, view, as_json)
+    return _answer(client.post(f"/schedules/{name}/{verb}", ScheduleView, **options))
 
 
-def _print(context: typer.Context, view: "ScheduleView", as_json: bool) -> None:
-    if wants_json(context, as_json):
-        print_json(view.model_dump(mode="json"))
-        return
+def _answer(view: "ScheduleView") -> Answer:
+    return Answer(view, partial(_print, view))
+
+
+def _print(view: "ScheduleView") -> None:
     scheduled = view.scheduled
     print(f"{scheduled.name}: {scheduled.run.kind} {_when(view)}, overlap {scheduled.overlap}; next {_next(view)}")
     if view.num_overlapped or view.num_missed:

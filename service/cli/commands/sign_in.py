@@ -1,14 +1,16 @@
 """`login`, `logout` and `config`: profiles of services, and the settings of this machine."""
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from service.cli.command import Answer, command, group
 from service.cli.completion import profile_names
-from service.cli.connection import Globals, Json, address, read_settings, wants_json
+from service.cli.connection import Globals, address, read_settings
 from service.cli.exits import USAGE, Stop
-from service.cli.output.render import plain, print_json, print_table, say
+from service.cli.output.render import plain, print_table, say
 
 if TYPE_CHECKING:
     from service.cli.profiles import Profile
@@ -23,19 +25,20 @@ ProfileName = Annotated[
     typer.Option("--profile", help="Its name; may stand before the command, too.", autocompletion=profile_names),
 ]
 app = typer.Typer(rich_markup_mode=None)
-config = typer.Typer(help="Settings, and profiles of services.", no_args_is_help=True, rich_markup_mode=None)
+config = group(help="Settings, and profiles of services.")
 app.add_typer(config, name="config")
 
 
-@app.command(epilog=_LOGIN_EXAMPLES)
+@command(app, epilog=_LOGIN_EXAMPLES)
 def login(
     context: typer.Context,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="The service; as commands find it if absent.")
     ] = None,
     profile_name: ProfileName = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    as_json: bool,
+) -> Answer:
     """Check an API key, and keep it for later commands.
 
     The key is asked for, or read from stdin where that is no terminal. It is kept with its URL as a profile (`default`,
@@ -55,11 +58,10 @@ def login(
         profile = Profile(api_url=client.api_url, api_key=key)
     known.having(name, profile).write()
     found = {"profile": name, "api_url": profile.api_url, **who, "file": str(credentials_path())}
-    if wants_json(context, as_json):
-        print_json(found)
-    else:
+    if not as_json:
         say(f"logged in to {profile.api_url} as {who_in_words(who)}; kept as profile {name} in {found['file']}")
     _warn_if_hidden(name, profile)
+    return Answer(found, lambda: None)
 
 
 def _without_profile(given: Globals) -> Globals:
@@ -89,8 +91,8 @@ def _warn_if_hidden(name: str, profile: "Profile") -> None:
         say(f"commands here do not use it by themselves: {origin} wins; longshore --profile {name} … does")
 
 
-@app.command()
-def logout(context: typer.Context, profile_name: ProfileName = None, as_json: Json = False) -> None:
+@command(app)
+def logout(context: typer.Context, profile_name: ProfileName = None) -> Answer:
     """Remove a profile from this machine: the current one, or that of --profile. Its key stays valid."""
     from service.cli.profiles import Profiles
 
@@ -100,10 +102,8 @@ def logout(context: typer.Context, profile_name: ProfileName = None, as_json: Js
         raise Stop("nobody is logged in", USAGE, "longshore config profiles")
     known.named(name)
     known.without(name).write()
-    if wants_json(context, as_json):
-        print_json({"profile": name})
-    else:
-        say(f"profile {name} is forgotten; `longshore keys revoke` ends a key for good")
+    words = f"profile {name} is forgotten; `longshore keys revoke` ends a key for good"
+    return Answer({"profile": name}, partial(say, words))
 
 
 def who_in_words(who: dict[str, Any]) -> str:
@@ -111,12 +111,11 @@ def who_in_words(who: dict[str, Any]) -> str:
     return f"{key} of tenant {who['tenant']} ({', '.join(sorted(who['scopes']))})"
 
 
-@config.command()
+@command(config)
 def show(
     context: typer.Context,
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Show the settings of this machine; secrets are cut to their beginning."""
     from dataclasses import replace
 
@@ -135,15 +134,13 @@ def show(
             text, place = used[value.name]
             value = replace(value, value=shown(value.name, text), origin=place)
         values.append(value)
-    if wants_json(context, as_json):
-        print_json([vars(value) for value in values])
-        return
     columns = ("setting", "value", "from") if origin else ("setting", "value")
-    print_table(columns, [(v.name, plain(v.value), plain(v.origin))[: len(columns)] for v in values])
+    rows = [(v.name, plain(v.value), plain(v.origin))[: len(columns)] for v in values]
+    return Answer(values, partial(print_table, columns, rows))
 
 
-@config.command()
-def profiles(context: typer.Context, as_json: Json = False) -> None:
+@command(config)
+def profiles() -> Answer:
     """List the services that were logged in to; * is the current one."""
     from service.cli.profiles import Profiles
     from service.cli.setting_origins import prefix
@@ -153,25 +150,22 @@ def profiles(context: typer.Context, as_json: Json = False) -> None:
         {"profile": name, "api_url": each.api_url, "api_key": prefix(each.api_key), "current": name == known.current}
         for name, each in sorted(known.profiles.items())
     ]
-    if wants_json(context, as_json):
-        print_json(rows)
-    elif not rows:
-        say("there are none: longshore login makes one")
-    else:
-        cells = ((r["profile"], r["api_url"], r["api_key"], "*" if r["current"] else "") for r in rows)
-        print_table(("profile", "service", "key", ""), ([plain(str(cell)) for cell in row] for row in cells))
+    if not rows:
+        return Answer(rows, partial(say, "there are none: longshore login makes one"))
+    cells = ((r["profile"], r["api_url"], r["api_key"], "*" if r["current"] else "") for r in rows)
+    table = ([plain(str(cell)) for cell in row] for row in cells)
+    return Answer(rows, partial(print_table, ("profile", "service", "key", ""), table))
 
 
-@config.command()
-def use(context: typer.Context, name: Annotated[str, typer.Argument(help="A profile.")], as_json: Json = False) -> None:
+@command(config)
+def use(name: Annotated[str, typer.Argument(help="A profile.")], as_json: bool) -> Answer:
     """Make a profile the current one."""
     from service.cli.profiles import Profiles
 
     known = Profiles.read()
     profile = known.named(name)
     known.having(name, profile).write()
-    if wants_json(context, as_json):
-        print_json({"profile": name, "api_url": profile.api_url})
-    else:
+    if not as_json:
         say(f"commands now talk to {profile.api_url}")
     _warn_if_hidden(name, profile)
+    return Answer({"profile": name, "api_url": profile.api_url}, lambda: None)

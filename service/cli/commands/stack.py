@@ -5,14 +5,16 @@ The commands of `db` open the database and the store themselves, without the ser
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.connection import Json, address, read_settings, wants_json
-from service.cli.exits import FAILED, USAGE, Stop
-from service.cli.output.render import print_json, say
+from service.cli.command import Answer, command, group
+from service.cli.connection import address, read_settings
+from service.cli.exits import DONE, FAILED, USAGE, Stop
+from service.cli.output.render import say
 
 if TYPE_CHECKING:
     from service.database.engine import Database
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from shared.storage.store import ObjectStore
 
 app = typer.Typer(rich_markup_mode=None)
-db = typer.Typer(help="The service's database.", no_args_is_help=True, rich_markup_mode=None)
+db = group(help="The service's database.")
 app.add_typer(db, name="db")
 Root = Annotated[Path | None, typer.Option(help="Where the stack keeps its state; LONGSHORE_ROOT, or ~/.longshore.")]
 
@@ -57,8 +59,8 @@ def dev(
         raise Stop(str(error)) from None
 
 
-@app.command()
-def doctor(context: typer.Context, as_json: Json = False) -> None:
+@command(app)
+def doctor(context: typer.Context, as_json: bool) -> Answer:
     """Check this machine and the service, and advise on what is wrong."""
     from service.cli.doctor import checks
 
@@ -66,14 +68,11 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
     found = []
     for check in checks(read_settings(), service.url, service.key):
         found.append(check)
-        if not wants_json(context, as_json):
+        if not as_json:
             print(f"{check.verdict:<5} {check.name}: {check.text}")
             if check.advice:
                 print(f"      {check.advice}")
-    if wants_json(context, as_json):
-        print_json([vars(check) for check in found])
-    if any(check.verdict == "fail" for check in found):
-        raise typer.Exit(FAILED)
+    return Answer(found, lambda: None, FAILED if any(check.verdict == "fail" for check in found) else DONE)
 
 
 @db.command()
@@ -86,8 +85,8 @@ def upgrade() -> None:
         say(f"the database is at revision {migrate.newest()}")
 
 
-@db.command()
-def rebuild(context: typer.Context, as_json: Json = False) -> None:
+@command(db)
+def rebuild() -> Answer:
     """Rebuild tenants, keys, files and runs from the store. The audit log stays as it is.
 
     The service may run meanwhile. Runs that go on are brought up to date by it.
@@ -97,11 +96,12 @@ def rebuild(context: typer.Context, as_json: Json = False) -> None:
 
     with _opened() as (store, database):
         migrate.upgrade(database)
-        _tell(rebuild(store, database), wants_json(context, as_json), "the database says what the store says")
+        differences = rebuild(store, database)
+    return Answer(differences, partial(_print, differences))
 
 
-@db.command()
-def check(context: typer.Context, as_json: Json = False) -> None:
+@command(db)
+def check() -> Answer:
     """Compare the database with the store, and change nothing. Fails when they differ."""
     from service.database import migrate
     from service.rebuild import rebuild
@@ -113,15 +113,10 @@ def check(context: typer.Context, as_json: Json = False) -> None:
             message = f"the database is at revision {found}, this version needs {wanted}"
             raise Stop(message, advice="longshore db upgrade")
         differences = rebuild(store, database, only_look=True)
-        _tell(differences, wants_json(context, as_json), "the database says what the store says")
-    if differences.any:
-        raise typer.Exit(FAILED)
+    return Answer(differences, partial(_print, differences), FAILED if differences.any else DONE)
 
 
-def _tell(found: "Differences", as_json: bool, all_well: str) -> None:
-    if as_json:
-        print_json({**vars(found)})
-        return
+def _print(found: "Differences") -> None:
     say("read from the store: " + (", ".join(f"{number} {table}" for table, number in found.read.items()) or "nothing"))
     for word, counts in (("missing", found.missing), ("outdated", found.outdated), ("not in the store", found.unknown)):
         for table, number in counts.items():
@@ -129,7 +124,7 @@ def _tell(found: "Differences", as_json: bool, all_well: str) -> None:
     for text in found.unreadable:
         print(f"unreadable: {text}")
     if not found.any:
-        say(all_well)
+        say("the database says what the store says")
 
 
 @contextmanager

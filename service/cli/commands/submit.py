@@ -1,16 +1,20 @@
 """`longshore submit`: start a run. Its options are the fields of the run models (service/cli/run_options.py)."""
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.connection import Globals, Json, connect, wants_json
-from service.cli.exits import OF_STATE, USAGE, Stop
-from service.cli.output.render import outcome, print_json, say, summary
+from service.cli.command import Answer, answering, group
+from service.cli.connection import Globals
+from service.cli.exits import DONE, OF_STATE, USAGE, Stop
+from service.cli.output.render import say
+from service.cli.output.runs import outcome, summary
 from service.cli.run_options import (
     UNLESS,
     RunOption,
@@ -48,39 +52,37 @@ _EXIT_CODES = (
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 Timeout = Annotated[float | None, typer.Option(help="With --wait: seconds until exit code 101.")]
 IdempotencyKey = Annotated[str | None, typer.Option(help="The same key gives the same run.")]
+app = group("submit", help="Start a run: sft, dpo or rl.", epilog=_EXAMPLES)
 
 
-app = typer.Typer(
-    name="submit", help="Start a run: sft, dpo or rl.", no_args_is_help=True, rich_markup_mode=None, epilog=_EXAMPLES
-)
-
-
-def _starter(kind: str) -> Callable[..., None]:
-    """Return the function of the command that starts runs of a kind."""
-
-    def start(
-        context: typer.Context,
-        wait: Wait = False,
-        timeout: Timeout = None,
-        idempotency_key: IdempotencyKey = None,
-        as_json: Json = False,
-    ) -> None:
-        if timeout is not None and not wait:
-            raise Stop("--timeout goes with --wait", USAGE)
-        values, options = given(context), options_of(run_model(kind))
-        if kind == "rl" and wait and "prompts" not in values:
-            raise Stop("--wait goes with --prompts: a run without them waits for you", USAGE)
-        checked_run(kind, options, values)  # every option, before a file is sent anywhere
-        with connect(context, patience_s=20) as client:
-            run = checked_run(kind, options, values, lambda uri, flag: dataset_uri(client, uri, flag))
-            as_json = wants_json(context, as_json)
-            start_run(context, client, run, idempotency_key, wait=wait, timeout_s=timeout, as_json=as_json)
-
-    return start
+def _submit(
+    kind: str,
+    context: typer.Context,
+    client: "Client",
+    wait: Wait = False,
+    timeout: Timeout = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Answer:
+    if timeout is not None and not wait:
+        raise Stop("--timeout goes with --wait", USAGE)
+    values, options = given(context), options_of(run_model(kind))
+    if kind == "rl" and wait and "prompts" not in values:
+        raise Stop("--wait goes with --prompts: a run without them waits for you", USAGE)
+    checked_run(kind, options, values)  # every option, before a file is sent anywhere
+    run = checked_run(kind, options, values, lambda uri, flag: dataset_uri(client, uri, flag))
+    taker: Globals = context.obj
+    if taker.take_run is not None:
+        if wait or idempotency_key:
+            raise Stop("--wait and --idempotency-key have no meaning here: nothing is started now", USAGE)
+        taker.take_run(run)
+        raise typer.Exit
+    with naming_options(run.model, options_of(type(run))):
+        view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
+    return finish(client, view, wait=wait, timeout_s=timeout)
 
 
 for _kind, _words in _KINDS.items():
-    run_command(app, _kind, _kind, f"{_words}\n\n{_EXIT_CODES}")(_starter(_kind))
+    run_command(app, _kind, _kind, f"{_words}\n\n{_EXIT_CODES}")(answering(partial(_submit, _kind), patience_s=20))
 
 
 def checked_run(
@@ -154,30 +156,6 @@ def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[
         raise _wrong(_option_of(options, refused.place.split(".")), refused.rule) from None
 
 
-def start_run(
-    context: typer.Context,
-    client: "Client",
-    run: "Run",
-    idempotency_key: str | None,
-    *,
-    wait: bool,
-    timeout_s: float | None,
-    as_json: bool,
-) -> None:
-    """Start a run, and follow it if that was asked for; or hand it to the command that wants it for later."""
-    import secrets
-
-    taker: Globals = context.obj
-    if taker.take_run is not None:
-        if wait or idempotency_key:
-            raise Stop("--wait and --idempotency-key have no meaning here: nothing is started now", USAGE)
-        taker.take_run(run)
-        return
-    with naming_options(run.model, options_of(type(run))):
-        view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
-    finish(client, view, wait=wait, timeout_s=timeout_s, as_json=as_json)
-
-
 def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run":
     """Return the run that `longshore submit` would start. Its options are checked, its files uploaded."""
     from dataclasses import replace
@@ -190,17 +168,16 @@ def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run
     return taken[0]
 
 
-def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None, as_json: bool) -> None:
-    """Follow a run if that was asked for, print its state, and exit with the code of the state."""
+def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None) -> Answer:
+    """Follow a run if that was asked for. Returns its state, with the exit code of the state."""
     from service.cli.output.follow import Detached, attach_again, follow
 
+    def started() -> None:
+        print(view.run_id)
+        say(f"started; follow it with: longshore watch {view.run_id}")
+
     if not wait:
-        if as_json:
-            print_json(outcome(view))
-        else:
-            print(view.run_id)
-            say(f"started; follow it with: longshore watch {view.run_id}")
-        return
+        return Answer(outcome(view), started, DONE)
     say(f"run {view.run_id}")
     try:
         view = follow(client, view, timeout_s)
@@ -208,11 +185,7 @@ def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | 
     except Detached as left:
         view, code = left.view, left.code
         say(attach_again(view.run_id))
-    if as_json:
-        print_json(outcome(view))
-    else:
-        print(summary(view))
-    raise typer.Exit(code)
+    return Answer(outcome(view), partial(print, summary(view)), code)
 
 
 def model_uri(model: str) -> str:

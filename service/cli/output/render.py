@@ -1,18 +1,17 @@
-"""Print to stdout: JSON, tables, the state and details of a run."""
+"""Print to stdout and stderr: JSON, tables, lines; format times, durations and sizes."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from service.cli.output.durations import span
-from service.cli.output.timeline import phases, took
+from service.cli.exits import USAGE, Stop
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from service.runs.views import RunView
 
 _COLOURS = {
     "running": "cyan",
@@ -23,37 +22,15 @@ _COLOURS = {
     "done": "green",
     "skipped": "yellow",
 }
-
 _WIDTH_OF_FILES = 1000
-_RESUME = "go on: longshore resume {0}"
-# What may be done about a run that has not come to a good end; of failed ones by their problem's kind, or _LOOK.
-_NEXT = {"paused": _RESUME, "cancelled": _RESUME}
-_LOOK = "look: longshore logs {0}; go on: longshore resume {0}; begin anew: longshore retry {0}"
-_SAME_AGAIN = "resume would fail the same way: "
-_AFTER = {
-    "invalid_input": _SAME_AGAIN + "mend what is named and submit again; mended where it lies: longshore retry {0}",
-    "corrupt_artifact": _SAME_AGAIN + "the bytes are not what was published; put them back, then longshore retry {0}",
-    "not_finite": _SAME_AGAIN + "look at longshore metrics {0}, and submit with a smaller --learning-rate",
-    "sampler_mismatch": _SAME_AGAIN + "let the sampler serve the run's model in its dtype, then longshore retry {0}",
-    "disk_full": "make room on the host's disk; then go on: longshore resume {0}",
-}
-
-
-def outcome(view: "RunView") -> dict[str, Any]:
-    """Return a run as the JSON object that --json prints."""
-    whole = view.model_dump(mode="json", exclude={"state", "step", "run", "kind"})
-    return {
-        "run_id": view.run_id,
-        "status": view.state,
-        "adapter": view.adapter,
-        "steps": view.step,
-        "metrics": view.metrics,
-        **whole,
-    }
+_UNITS = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print a JSON value, in which pydantic models and dataclasses may stand."""
+    from pydantic_core import to_jsonable_python
+
+    sys.stdout.write(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
@@ -104,10 +81,26 @@ def plain(text: str | None) -> str:
 def ago(moment: float) -> str:
     """Return how long ago a moment was, in the largest unit."""
     seconds = max(0, int(time.time() - moment))
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= length:
-            return f"{seconds // length}{unit} ago"
-    return f"{seconds}s ago"
+    unit, length = next((each for each in _UNITS if seconds >= each[1]), _UNITS[-1])
+    return f"{seconds // length}{unit} ago"
+
+
+def seconds_of(text: str, option: str) -> int:
+    """Parse 90s, 90m, 6h or 1d into seconds. Raises Stop, with the option's name."""
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if found is None:
+        raise Stop(f"{option}: {text!r} is no time: write it as 90m, 6h or 1d", USAGE)
+    return int(found[1]) * dict(_UNITS)[found[2]]
+
+
+def span(seconds: float) -> str:
+    """Format seconds in their two largest units: 3d 4h, 2h 10m, 4m 30s, 12s."""
+    left = max(0, round(seconds))
+    for (unit, length), (smaller, part) in pairwise(_UNITS):
+        if left >= length:
+            rest = left % length // part
+            return f"{left // length}{unit}" + (f" {rest}{smaller}" if rest else "")
+    return f"{left}s"
 
 
 def size(num_bytes: float) -> str:
@@ -116,62 +109,3 @@ def size(num_bytes: float) -> str:
         if num_bytes >= length:
             return f"{num_bytes / length:.2f} {unit}"
     return f"{num_bytes:.0f} bytes"
-
-
-def summary(view: "RunView", place: int | None = None) -> str:
-    """Return a few plain lines about the state of a run. `place`: its position in the queue for workers."""
-    from service.runs.views import dropped, glance, seconds_left
-
-    lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
-    if view.state == "running":
-        lines[0] += f", {doing(view, place)}"
-    if (left_s := seconds_left(view, time.time())) is not None:
-        lines[0] += f", about {span(left_s)} left"
-    lines[0] = ", ".join([lines[0], *glance(view.metrics)])
-    if view.problem:
-        lines.append(view.problem.message)
-    lines += [f"notice: {notice}" for notice in view.notices]
-    if lost := dropped(view.metrics):
-        lines.append(f"its newest step: {lost}")
-    if view.adapter:
-        lines.append(f"published: {view.adapter}")
-    if advice := next_of(view):
-        lines.append(advice)
-    return "\n".join(lines)
-
-
-def doing(view: "RunView", place: int | None = None) -> str:
-    """Return the phase of a run that has not ended, with its position in the queue if it has one."""
-    return view.phase.replace("_", " ") + (f", place {place} in the queue" if place is not None else "")
-
-
-def next_of(view: "RunView") -> str | None:
-    """Return advice about a run that did not succeed."""
-    kind = view.problem.kind if view.problem else ""
-    advice = _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state)
-    return advice.format(view.run_id) if advice else None
-
-
-def print_details(view: "RunView") -> None:
-    """Print everything in the status of a run, and its phases."""
-    run, owner = view.run, f", by {view.owner}" if view.owner else ""
-    rows = [
-        (
-            "kind",
-            f"{view.kind}, {run.trainable.kind}"
-            + (f", schedule {view.source.schedule}" if view.source.schedule else ""),
-        ),
-        ("model", run.model),
-        ("name", run.name),
-        ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
-        ("submitted", f"{ago(view.created_at)}{owner}"),
-        ("took", took(view)),
-        ("GPU time", span(view.gpu_seconds) if view.gpu_seconds else None),
-        ("checkpoint", f"of step {view.checkpoint.step}" if view.checkpoint else None),
-        ("workers lost", str(view.workers_lost) if view.workers_lost else None),
-    ]
-    print_table(("", ""), [(name, plain(text)) for name, text in rows if text])
-    if view.timeline:
-        end = view.ended_at or time.time()
-        spans = [(label, span((ended or end) - began), ago(began)) for label, began, ended in phases(view)]
-        print_table(("phase", "took", "began"), spans)

@@ -1,0 +1,85 @@
+"""Commands: functions that return what they print, for people or with `--json` for programs."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any
+
+import typer
+
+from service.cli.connection import Globals, Json, connect
+from service.cli.output.render import print_json
+
+Command = Callable[..., "Answer | None"]
+_OWN = ("client", "context", "as_json")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command.
+
+    Args:
+        document: printed with `--json`: a JSON value, in which pydantic models and dataclasses may stand.
+        show: prints it for people.
+        code: the exit code.
+    """
+
+    document: Any
+    show: Callable[[], object]
+    code: int = 0
+
+
+def group(name: str | None = None, **options: Any) -> typer.Typer:
+    """Make a group of commands, which shows its help when it is called without one. `options`: Typer's own."""
+    return typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, **options)
+
+
+def command(
+    app: typer.Typer, name: str | None = None, *, patience_s: float = 2.0, **options: Any
+) -> Callable[[Command], Command]:
+    """Add a function to an app as a command with `--json`. Arguments: as for `answering`; `options`: Typer's own."""
+
+    def add(function: Command) -> Command:
+        app.command(name=name, **options)(answering(function, patience_s))
+        return function
+
+    return add
+
+
+def answering(function: Command, patience_s: float = 2.0) -> Callable[..., None]:
+    """Wrap a function for Typer: the wrapper also takes `--json`, prints the answer and exits with its code.
+
+    Args:
+        function: its parameters are the command's arguments and options, but for `client`, a client of the service,
+            `context`, the command's context, and `as_json`. It returns None where it has printed everything.
+        patience_s: as for Client.
+    """
+    wanted = inspect.signature(function).parameters
+
+    def called(context: typer.Context, as_json: bool, **values: Any) -> None:
+        given: Globals = context.obj
+        as_json = as_json or given.as_json
+        own: dict[str, Any] = {"context": context, "as_json": as_json}
+        with ExitStack() as stack:
+            if "client" in wanted:
+                own["client"] = stack.enter_context(connect(context, patience_s))
+            answer = function(**values, **{name: value for name, value in own.items() if name in wanted})
+            if answer is None:
+                return
+            if as_json:
+                print_json(answer.document)
+            else:
+                answer.show()
+        if answer.code:
+            raise typer.Exit(answer.code)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    options = [each.replace(kind=keyword) for name, each in wanted.items() if name not in _OWN]
+    last = inspect.Parameter("as_json", keyword, default=False, annotation=Json)
+    # Without the annotations of the function, of which Typer would look for the names.
+    update_wrapper(called, function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    called.__signature__ = inspect.Signature([first, *options, last])  # type: ignore[attr-defined]
+    return called

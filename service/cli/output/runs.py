@@ -1,0 +1,135 @@
+"""Show a run: as JSON, as a few lines, and in all its details."""
+
+import time
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from service.cli.output.render import ago, plain, print_table, span
+
+if TYPE_CHECKING:
+    from service.runs.views import RunView
+
+_RESUME = "go on: longshore resume {0}"
+# What may be done about a run that has not come to a good end; of failed ones by their problem's kind, or _LOOK.
+_NEXT = {"paused": _RESUME, "cancelled": _RESUME}
+_LOOK = "look: longshore logs {0}; go on: longshore resume {0}; begin anew: longshore retry {0}"
+_SAME_AGAIN = "resume would fail the same way: "
+_AFTER = {
+    "invalid_input": _SAME_AGAIN + "mend what is named and submit again; mended where it lies: longshore retry {0}",
+    "corrupt_artifact": _SAME_AGAIN + "the bytes are not what was published; put them back, then longshore retry {0}",
+    "not_finite": _SAME_AGAIN + "look at longshore metrics {0}, and submit with a smaller --learning-rate",
+    "sampler_mismatch": _SAME_AGAIN + "let the sampler serve the run's model in its dtype, then longshore retry {0}",
+    "disk_full": "make room on the host's disk; then go on: longshore resume {0}",
+}
+_OF_DATA = ("downloading", "tokenizing", "packing")
+_A_MOMENT_S = 0.5
+
+
+def outcome(view: "RunView") -> dict[str, Any]:
+    """Return a run as the JSON object that --json prints."""
+    whole = view.model_dump(mode="json", exclude={"state", "step", "run", "kind"})
+    return {
+        "run_id": view.run_id,
+        "status": view.state,
+        "adapter": view.adapter,
+        "steps": view.step,
+        "metrics": view.metrics,
+        **whole,
+    }
+
+
+def summary(view: "RunView", place: int | None = None) -> str:
+    """Return a few plain lines about the state of a run. `place`: its position in the queue for workers."""
+    from service.runs.views import dropped, glance, seconds_left
+
+    lines = [f"{view.run_id}: {view.state}, step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
+    if view.state == "running":
+        lines[0] += f", {doing(view, place)}"
+    if (left_s := seconds_left(view, time.time())) is not None:
+        lines[0] += f", about {span(left_s)} left"
+    lines[0] = ", ".join([lines[0], *glance(view.metrics)])
+    if view.problem:
+        lines.append(view.problem.message)
+    lines += [f"notice: {notice}" for notice in view.notices]
+    if lost := dropped(view.metrics):
+        lines.append(f"its newest step: {lost}")
+    if view.adapter:
+        lines.append(f"published: {view.adapter}")
+    if advice := next_of(view):
+        lines.append(advice)
+    return "\n".join(lines)
+
+
+def doing(view: "RunView", place: int | None = None) -> str:
+    """Return the phase of a run that has not ended, with its position in the queue if it has one."""
+    return view.phase.replace("_", " ") + (f", place {place} in the queue" if place is not None else "")
+
+
+def next_of(view: "RunView") -> str | None:
+    """Return advice about a run that did not succeed."""
+    kind = view.problem.kind if view.problem else ""
+    advice = _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state)
+    return advice.format(view.run_id) if advice else None
+
+
+def print_details(view: "RunView") -> None:
+    """Print everything in the status of a run, and its phases."""
+    run, owner = view.run, f", by {view.owner}" if view.owner else ""
+    rows = [
+        (
+            "kind",
+            f"{view.kind}, {run.trainable.kind}"
+            + (f", schedule {view.source.schedule}" if view.source.schedule else ""),
+        ),
+        ("model", run.model),
+        ("name", run.name),
+        ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
+        ("submitted", f"{ago(view.created_at)}{owner}"),
+        ("took", took(view)),
+        ("GPU time", span(view.gpu_seconds) if view.gpu_seconds else None),
+        ("checkpoint", f"of step {view.checkpoint.step}" if view.checkpoint else None),
+        ("workers lost", str(view.workers_lost) if view.workers_lost else None),
+    ]
+    print_table(("", ""), [(name, plain(text)) for name, text in rows if text])
+    if view.timeline:
+        end = view.ended_at or time.time()
+        spans = [(label, span((ended or end) - began), ago(began)) for label, began, ended in phases(view)]
+        print_table(("phase", "took", "began"), spans)
+
+
+def took(view: "RunView") -> str | None:
+    """Return the duration of a run from its first start, and how much of it the run was stopped."""
+    if view.started_at is None:
+        return None
+    spans = view.timeline
+    stopped_s = sum(after.began - before.ended for before, after in pairwise(spans) if before.ended is not None)
+    whole = span((view.ended_at or time.time()) - view.started_at)
+    return whole + (f", {span(stopped_s)} of it stopped" if stopped_s >= 1 else "")
+
+
+def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
+    """Return the phases of a run in words, with begin and end: seconds since 1970, None for the one that goes on.
+
+    A phase that only got another worker is one; a wait for a worker of a moment is none. What is done twice, for the
+    dataset and for held-out rows, says for which.
+    """
+    found: list[tuple[str, float, float | None]] = []
+    times: Counter[str] = Counter()
+    is_twice = view.run.kind != "rl" and view.run.eval_dataset is not None
+    for each in view.timeline:
+        if each.phase == "checking":  # a new execution of the run
+            times.clear()
+        times[each.phase] += 1
+        label = each.phase.replace("_", " ")
+        if is_twice and each.phase in _OF_DATA:
+            label += " (train)" if times[each.phase] == 1 else " (held out)"
+        if found and found[-1][0] == label and found[-1][2] == each.began:
+            found[-1] = label, found[-1][1], each.ended
+        else:
+            found.append((label, each.began, each.ended))
+    return [item for item in found if not _is_a_moments_wait(*item)]
+
+
+def _is_a_moments_wait(label: str, began: float, ended: float | None) -> bool:
+    return label == "waiting for worker" and ended is not None and ended - began < _A_MOMENT_S
