@@ -33,9 +33,7 @@ from service.apis.native import tenants as tenant_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
 from service.apis.openai import graders as openai_graders
-from service.apis.openai import uploads as openai_uploads
 from service.apis.openai.fine_tuning import jobs as openai_jobs
-from service.apis.openai.fine_tuning import submission
 from service.apis.page import pages
 from service.backend import Backend
 from service.database import migrate
@@ -61,7 +59,7 @@ _THREADS = 64
 ROUTERS = (native_api.open_router, native_api.router, tenant_api.router)
 OPENAI_ROUTERS = (
     openai_files.router,
-    openai_uploads.router,
+    openai_files.uploads,
     openai_jobs.router,
     openai_graders.router,
     openai_chat.router,
@@ -173,7 +171,7 @@ def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callab
         ("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
         ("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune),
-        ("sent requests are remembered", _PRUNE_EVERY_S, partial(submission.prune, backend.store)),
+        ("sent requests are remembered", _PRUNE_EVERY_S, partial(openai_jobs.prune, backend.store)),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
     )
 

@@ -6,10 +6,9 @@ from fastapi import Depends, Header, Request
 
 from service.accounts.access import Access
 from service.accounts.audit import Audit
-from service.accounts.keys import Keys
+from service.accounts.keys import Keys, Sessions
 from service.accounts.limits import FairShare, SignInLimit
 from service.accounts.quotas import Quotas
-from service.accounts.sessions import Sessions
 from service.accounts.tenants import Tenants
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
@@ -23,14 +22,12 @@ from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
 from service.runs.checks import Checks
 from service.runs.files import RunFiles
-from service.runs.history import Histories
 from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
-from service.runs.states import RunStates
+from service.runs.states import RunStates, Watch
 from service.runs.train_steps import TrainSteps
-from service.runs.views import RunReader
-from service.runs.watch import Watch
+from service.runs.views import Histories, RunReader
 from service.temporal import Temporal
 from shared.settings import Settings
 from shared.storage.store import ObjectStore

@@ -1,4 +1,4 @@
-"""API keys, `ls-<prefix>-<secret>`: made, found by what a request carries, and revoked. Hashes alone are kept."""
+"""API keys, `ls-<prefix>-<secret>`, and the page's sessions of browsers that have shown one. Hashes alone are kept."""
 
 import asyncio
 import hashlib
@@ -9,12 +9,13 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
 
 from service.accounts import audit
 from service.accounts.principals import ALL_SCOPES, Principal, Scope
 from service.database.engine import Database
-from service.database.tables import KeyRow
+from service.database.tables import KeyRow, SessionRow
 from service.errors import DatabaseUnavailable
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
@@ -30,6 +31,9 @@ BOOTSTRAP = "bootstrap"
 _MADE_HERE = re.compile(r"^(?P<shown>ls-[0-9a-f]{12})-[A-Za-z0-9_-]{43}$")
 _TRUSTED_S = 2.0  # so long may another process's revocation take to be noticed here
 _USE_NOTED_S = 60.0
+COOKIE = "longshore_session"
+CSRF_HEADER = "x-csrf-token"
+LASTS_S = 7 * 86_400
 
 
 class KeyRecord(Frozen):
@@ -215,3 +219,56 @@ def hash_key(key: str) -> str:
 
 def _view(row: KeyRow) -> KeyView:
     return KeyView.model_validate(row, from_attributes=True)
+
+
+class Sessions:
+    """Sessions of the page: a browser shows an API key once, and then carries a random token in a cookie.
+
+    A session has its key's tenant and scopes, and ends when the key does.
+    """
+
+    def __init__(self, database: Database, keys: Keys) -> None:
+        self._database = database
+        self._keys = keys
+
+    async def begin(self, key: str) -> tuple[str, Principal] | None:
+        """A new session's token, and whose it is; None for a key that is not known, or no longer.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        key_sha256 = hash_key(key)
+        principal = await self._keys.holder(key_sha256)
+        if principal is None:
+            return None
+        token, now = secrets.token_urlsafe(32), time.time()
+        row = SessionRow(sha256=hash_key(token), key_sha256=key_sha256, created_at=now, expires_at=now + LASTS_S)
+
+        def work(session: Session) -> None:
+            session.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
+            session.add(row)
+
+        await self._database.writing(work)
+        return token, principal
+
+    async def find(self, token: str) -> Principal | None:
+        """Whose session this is; None for one that has ended, or whose key has. Raises DatabaseUnavailable."""
+        sha256 = hash_key(token)
+        row = await self._database.reading(lambda session: session.get(SessionRow, sha256))
+        if row is None or row.expires_at <= time.time():
+            return None
+        return await self._keys.holder(row.key_sha256)
+
+    async def end(self, token: str) -> None:
+        gone = delete(SessionRow).where(SessionRow.sha256 == hash_key(token))
+        await self._database.writing(lambda session: session.execute(gone))
+
+
+def csrf_token(token: str) -> str:
+    """The token that the page sends beside the cookie when it changes something: another site cannot read it."""
+    return hmac.new(token.encode(), b"csrf", hashlib.sha256).hexdigest()
+
+
+def is_from_page(token: str, sent: str | None) -> bool:
+    """True if a request that carries a session's cookie comes from the session's own page."""
+    return hmac.compare_digest(csrf_token(token).encode(), (sent or "").encode())

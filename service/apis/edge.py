@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.accounts import audit
 from service.accounts.audit import Audit
-from service.accounts.keys import Keys, sent_key
+from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Sessions, is_from_page, sent_key
 from service.accounts.limits import RateLimit
 from service.accounts.principals import Principal
-from service.accounts.sessions import COOKIE, CSRF_HEADER, Sessions, is_from_page
 from service.apis import errors as problems
 from service.apis.page import pages
 from service.errors import DatabaseUnavailable

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, get_args
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
@@ -13,12 +13,25 @@ from service.accounts.quotas import Quotas
 from service.database.engine import Database
 from service.database.tables import OutboxRow, RunRow
 from service.errors import QuotaExceeded
-from service.runs.notices import notice_of
 from service.runs.views import RunView
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
+from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 
 _KEPT = 1024
+# Notices of a run that was sent through OpenAI's API have its names, where it has one.
+_OPENAI: dict[State, NoticeType] = {
+    "succeeded": "fine_tuning.job.succeeded",
+    "failed": "fine_tuning.job.failed",
+    "cancelled": "fine_tuning.job.cancelled",
+}
+_ENDED: dict[State, NoticeType] = {
+    "paused": "run.paused",
+    "succeeded": "run.succeeded",
+    "failed": "run.failed",
+    "cancelled": "run.cancelled",
+}
+assert set(_ENDED) == set(get_args(State)) - {"running"} and set(_ENDED.values()) <= set(NOTICE_TYPES)
 
 
 @dataclass(frozen=True)
@@ -246,3 +259,39 @@ def _indexed(row: RunRow) -> IndexedRun:
 def _parsed(record: str, status: str, updated_at: float) -> IndexedRun:
     """Lists are read again and again, and rows seldom change."""
     return IndexedRun(RunRecord.model_validate_json(record), RunStatus.model_validate_json(status), updated_at)
+
+
+def notice_of(record: RunRecord, status: RunStatus, before: State | None) -> Notice | None:
+    """The notice of a change of state; None where nothing changed.
+
+    Args:
+        before: the state that the run had; None for a run that was not known.
+    """
+    if status.state == before:
+        return None
+    return Notice(
+        notice_id=new_notice_id(),
+        tenant=record.tenant,
+        type=_type(record, status.state, before),
+        created_at=time.time(),
+        data={
+            "id": record.run_id,
+            "object": "fine_tuning.job" if record.source.api == "openai" else "run",
+            "kind": record.run.kind,
+            "name": record.run.name or record.run_id,
+            "state": status.state,
+            "step": status.step,
+            "adapter": status.adapter,
+            "problem": status.problem.message if status.problem else None,
+            "schedule": record.source.schedule,
+            "metadata": dict(record.source.metadata),
+        },
+    )
+
+
+def _type(record: RunRecord, state: State, before: State | None) -> NoticeType:
+    if state == "running":
+        return "run.created" if before is None else "run.resumed"
+    if record.source.api == "openai" and state in _OPENAI:
+        return _OPENAI[state]
+    return _ENDED[state]

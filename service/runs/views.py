@@ -1,8 +1,10 @@
-"""Views of runs, and readers of their events and checkpoints. Imports no Temporal and no web framework."""
+"""Views of runs, and readers of their events, checkpoints and histories. Imports no Temporal and no web framework."""
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from shared.contract import Frozen
 from shared.jobs.events import Evaluated, Event, Failed, Offloaded, Probed, Sample, Saved, Started, Step, Succeeded
@@ -18,9 +20,10 @@ IN_QUEUE: tuple[Phase, ...] = ("queued", "waiting_for_worker")
 """Phases in which a running run has a place in the queue for workers."""
 _GLANCED_AT = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
 _LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
-
-
 SKIPPED = "skipped: no token of it is trained, and no weight changed"
+_MOST_RUNS, _MOST_EVENTS = 64, 200_000
+_AT_ONCE = 5000
+_ALL_STEPS = 1_000_000
 
 
 class RunView(RunStatus):
@@ -216,3 +219,74 @@ def looked_for(names: Iterable[str]) -> list[str]:
     """The usual metrics among these names, or all where there is none of those."""
     found = sorted(names)
     return [name for name in _LOOKED_FOR if name in found] or found
+
+
+@dataclass
+class RunHistory:
+    """The events and train steps of a run, read once and then as far as they have grown.
+
+    Events stand in order of job, then of fence, and keep it: a client asks for those behind one. A step that another
+    worker did again stands twice: the last one counts.
+    """
+
+    events: list[RunEvent] = field(default_factory=list)
+    steps: list[StepStatus] = field(default_factory=list)
+    _cursor: str | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def read(self, reader: RunReader, run_id: str) -> None:
+        """Read what has been added since."""
+        async with self._lock:
+            while (page := await reader.events(run_id, self._cursor, _AT_ONCE)).events:
+                self.events += page.events
+                self._cursor = page.next
+            last = self.steps[-1].step if self.steps else None
+            self.steps += (await reader.steps(run_id, last, _ALL_STEPS)).steps
+
+    def step_metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of each optimizer step, in order of step."""
+        found = (item.event for item in self.events)
+        return dict(sorted({event.step: event.metrics for event in found if isinstance(event, Step)}.items()))
+
+    def metrics(self) -> Metrics:
+        """Every step's metrics and every evaluation."""
+        found = (item.event for item in self.events)
+        evaluated = {event.step: event for event in found if isinstance(event, Evaluated)}
+        return Metrics(
+            steps=tuple(StepMetrics(step=step, metrics=metrics) for step, metrics in self.step_metrics().items()),
+            evaluations=tuple(
+                EvaluationMetrics(step=step, metrics=event.metrics, samples=event.samples)
+                for step, event in sorted(evaluated.items())
+            ),
+            train_steps=tuple(
+                TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
+                for step in self.steps
+                if step.same_as is None
+            ),
+        )
+
+    def trained_tokens(self) -> int:
+        """Tokens that steps were made of, each step once."""
+        return int(sum(metrics.get("tokens", 0.0) for metrics in self.step_metrics().values()))
+
+    def saved_at(self) -> dict[int, float]:
+        """When the checkpoint of each step was saved, in seconds since 1970."""
+        return {item.event.step: item.event.time for item in self.events if isinstance(item.event, Saved)}
+
+
+class Histories:
+    """Keeps the histories of the runs that were asked for last, up to a number of events."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._kept: OrderedDict[str, RunHistory] = OrderedDict()
+
+    async def of(self, run_id: str) -> RunHistory:
+        """A run's history up to now. The caller has checked who owns the run."""
+        history = self._kept.setdefault(run_id, RunHistory())
+        self._kept.move_to_end(run_id)
+        await history.read(self._reader, run_id)
+        num_events = sum(len(kept.events) for kept in self._kept.values())
+        while len(self._kept) > 1 and (len(self._kept) > _MOST_RUNS or num_events > _MOST_EVENTS):
+            num_events -= len(self._kept.popitem(last=False)[1].events)
+        return history

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from sqlalchemy import delete
 from tokenizers import Tokenizer
 
-from service.accounts.sessions import COOKIE, CSRF_HEADER
+from service.accounts.keys import COOKIE, CSRF_HEADER
 from service.database.engine import open_database
 from service.database.tables import RunRow
 from service.runs.rows import run_row

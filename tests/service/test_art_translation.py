@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from service.apis.art.job_events import TrainStep
-from service.apis.art.job_request import ExperimentalConfig, SftConfig, SftRequest
-from service.apis.art.job_runs import rl_run, sft_run
+from service.apis.art.job_request import ExperimentalConfig, SftConfig, SftRequest, rl_run, sft_run
 from service.apis.art.sent_groups import split
 from service.inference.art_models import ArtModel, ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup

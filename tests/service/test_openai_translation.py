@@ -15,16 +15,14 @@ from pydantic import ValidationError
 
 from service.accounts.principals import Principal
 from service.apis.openai.files import MAX_NAME, plain_name
-from service.apis.openai.fine_tuning import automatic, submission
+from service.apis.openai.fine_tuning import automatic, jobs
 from service.apis.openai.fine_tuning.automatic import count_examples
-from service.apis.openai.fine_tuning.events import JobEvent, job_events
 from service.apis.openai.fine_tuning.request import Hyperparameters, JobRequest
 from service.apis.openai.fine_tuning.results import metrics_csv
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, published_name, run_of
-from service.apis.openai.fine_tuning.views import status_of
+from service.apis.openai.fine_tuning.views import JobEvent, job_events, status_of
 from service.apis.openai.forms import FileForm
-from service.runs.history import Histories
-from service.runs.views import EvaluationMetrics, Metrics, RunReader, RunView, StepMetrics
+from service.runs.views import EvaluationMetrics, Histories, Metrics, RunReader, RunView, StepMetrics
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
@@ -426,13 +424,13 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
     request = Artifact(uri="file:///a", sha256="0" * 64)
 
     def key(retry_count: str | None) -> str:
-        return asyncio.run(submission.idempotency_key(store, asking, request, retry_count))
+        return asyncio.run(jobs.idempotency_key(store, asking, request, retry_count))
 
     first = key(None)
-    asyncio.run(submission.prune(store))
+    asyncio.run(jobs.prune(store))
     assert key("1") == first, "as long as a client may ask again, it is remembered"
-    monkeypatch.setattr(submission, "WINDOW_S", 0.0)
-    asyncio.run(submission.prune(store))
+    monkeypatch.setattr(jobs, "WINDOW_S", 0.0)
+    asyncio.run(jobs.prune(store))
     assert not list(store.list(paths.SENT_REQUESTS))
     assert key("1") != first
 

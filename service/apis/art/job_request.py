@@ -1,18 +1,18 @@
-"""Requests of ART's client for training jobs, parsed; what cannot be done as it is meant is refused."""
+"""Requests of ART's client for training jobs, parsed and made runs; what cannot be done as it is meant is refused."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from service.inference.art_models import ModelId
+from service.apis.errors import describe
+from service.inference.art_models import ArtModel, ModelId
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.job import CISPO, GSPO, PPO
+from shared.runs.requests import RLRun, SFTRun, Source
 
 # What its trainer does where the client says nothing: CISPO's bounds, and those of PPO.
 _CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2
-
-
 # Keys of ART 0.5.20 and later, with the values that change nothing here: their defaults. Chunks and packing are ours.
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "allow_training_without_logprobs": (False,),
@@ -26,6 +26,28 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 }
 _NEVER_READ = ("logprob_calculation_chunk_size", "packed_sequence_length")
 _OF_A_KL = ("kl_penalty_reference_step", "kl_penalty_source", "kl_penalty_step_lag")
+# Conversations of agents are long, and ART's clients cannot say how long.
+_MAX_TOKENS = 8192
+# A conversation that does not give again what was sampled is left out: one of a thousand would refuse a client's step.
+_BROKEN = "drop"
+# The client's own defaults, for whoever leaves them out.
+_RL_RATE, _SFT_RATE, _SFT_BATCH = 5e-6, 5e-5, 2
+_LORA = {"rank", "alpha", "targets"}
+_RL_ALONE = {"temperature", "idle_s", "between_steps", "equal_rewards", "broken"}
+_RL_NAMES = {
+    "learning_rate": "experimental_config.learning_rate",
+    "loss.clip_low": "experimental_config.epsilon",
+    "loss.clip_high": "experimental_config.epsilon_high",
+    "clip_low": "experimental_config.epsilon",
+    "clip_high": "experimental_config.epsilon_high",
+}
+_SFT_NAMES = {
+    "dataset.uri": "training_data_url",
+    "learning_rate": "config.learning_rate",
+    "batch_size": "config.batch_size",
+}
+MODEL_LABEL, NAME_LABEL = "art_model", "art_name"
+"""Labels of a model's runs, by which they are found."""
 
 
 def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -> object:
@@ -151,3 +173,76 @@ class RlRequest(Frozen):
 
 def _refusal(name: str, rule: str) -> InvalidInput:
     return InvalidInput(rule, f"experimental_config.{name}")
+
+
+def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> RLRun:
+    """The run that takes a model's train steps; steps with another config need another run.
+
+    Args:
+        adapter: URI of the adapter that the run goes on from.
+
+    Raises:
+        InvalidInput: names the client's field and the rule that it breaks.
+    """
+    try:
+        return RLRun.model_validate(
+            _common(model, adapter)
+            | {"broken": _BROKEN}
+            | model.settings.model_dump(include=_RL_ALONE, exclude_none=True)
+            | {
+                "loss": config.loss,
+                "advantages": "group_mean" if config.scale_rewards is False else "group_normalized",
+                "learning_rate": _RL_RATE if config.learning_rate is None else config.learning_rate,
+            }
+        )
+    except ValidationError as error:
+        raise _named(error, _RL_NAMES) from None
+
+
+def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -> SFTRun:
+    """One pass over a dataset.
+
+    Args:
+        adapter: URI of the adapter that the run goes on from.
+
+    Raises:
+        InvalidInput: names the client's field and the rule that it breaks.
+    """
+    rate = config.rate
+    try:
+        return SFTRun.model_validate(
+            _common(model, adapter)
+            | {
+                "dataset": {"uri": url},
+                "epochs": 1,
+                "batch_size": _SFT_BATCH if config.batch_size is None else config.batch_size,
+                "learning_rate": _SFT_RATE if rate is None else rate,
+                "schedule": "constant",
+            }
+        )
+    except ValidationError as error:
+        raise _named(error, _SFT_NAMES) from None
+
+
+def source_of(model: ArtModel, request: dict[str, Any]) -> Source:
+    """The source of a job's run: its request, and labels by which the run is found."""
+    labels = {MODEL_LABEL: model.model_id, NAME_LABEL: model.title}
+    return Source(api="art", metadata=labels, request=request)
+
+
+def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"max_tokens": _MAX_TOKENS}
+    fields |= model.settings.model_dump(exclude=_LORA | _RL_ALONE, exclude_none=True)
+    return fields | {
+        "name": model.published_as,
+        "model": model.base_model,
+        "trainable": model.settings.model_dump(include=_LORA, exclude_none=True) | {"kind": "lora"},
+        "initial_adapter": adapter,
+    }
+
+
+def _named(error: ValidationError, names: dict[str, str]) -> InvalidInput:
+    """An InvalidInput with the client's name of the field; a field without one is a setting of the model's."""
+    problem = describe(error.errors())
+    place = (problem.place or "").removeprefix("trainable.")
+    return InvalidInput(problem.message, names.get(place) or f"longshore.{place}".rstrip("."))

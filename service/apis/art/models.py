@@ -6,9 +6,8 @@ from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, Field, StrictBool
 
 from service.accounts.principals import Asking, reads_or_writes
-from service.apis.art.job_request import ExperimentalConfig
-from service.apis.art.job_runs import rl_run
-from service.apis.art.submission import stop
+from service.apis.art.job_request import ExperimentalConfig, rl_run
+from service.apis.art.training_jobs import stop
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, page_after, page_of
 from service.backend import Backed, Backend

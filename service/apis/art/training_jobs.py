@@ -1,30 +1,47 @@
-"""`/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names."""
+"""`/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names.
+
+The runs of a model follow one another: each goes on from the newest version of the model. Train steps with the same
+settings are one run's, which keeps its optimizer's state. Other settings, or a supervised job in between, end that run,
+and the next job begins another.
+"""
 
 import asyncio
 import json
 import re
+import secrets
 import tempfile
+import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from pydantic import BaseModel, ValidationError
 
-from service.accounts.principals import Asking, reads_or_writes
+from service.accounts.principals import Asking, Principal, reads_or_writes
 from service.apis.art import sent_groups
 from service.apis.art.job_events import JobStatus, TrainingEvent, TrainStep, error_of, read_step, sft_events, sft_status
-from service.apis.art.job_request import ExperimentalConfig, RlRequest, SftConfig, SftRequest
-from service.apis.art.job_runs import MODEL_LABEL
+from service.apis.art.job_request import (
+    MODEL_LABEL,
+    ExperimentalConfig,
+    RlRequest,
+    SftConfig,
+    SftRequest,
+    rl_run,
+    sft_run,
+    source_of,
+)
 from service.apis.art.sent_groups import GROUPS
-from service.apis.art.submission import submit_sft, submit_step
 from service.apis.errors import describe
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
+from service.errors import Conflict
 from service.files.files import uploads_folder
+from service.inference.art_models import ArtModel
 from service.runs.views import RunView
 from shared.errors import InvalidInput, NotFound
+from shared.runs.status import StepRequest, StepStatus
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/preview", tags=["art"], dependencies=[Depends(reads_or_writes)])
 
@@ -52,6 +69,8 @@ _BODY = {
         },
     }
 }
+_ENDING_PATIENCE_S = 15.0
+_LOOK_EVERY_S = 0.2
 
 
 class JobObject(BaseModel):
@@ -178,3 +197,70 @@ def _of_step(view: RunView, step: TrainStep) -> JobObject:
         error=step.error,
         run_id=view.run_id,
     )
+
+
+async def submit_step(
+    backend: Backend, asking: Principal, model: ArtModel, config: ExperimentalConfig, groups: str
+) -> tuple[str, StepStatus]:
+    """Hand a file of groups to the model's run, which is started where there is none. Returns its id, and the step.
+
+    Raises:
+        InvalidInput: names the field and the rule that it breaks.
+        Conflict: the model is busy with a job of another kind, or of other settings.
+        QuotaExceeded
+    """
+    wanted = rl_run(model, config, None)
+    async with backend.art_models.lock(model.model_id):
+        run_id = None
+        if (last := await _open_run(backend, asking.tenant, model)) is not None:
+            if last.run == wanted.model_copy(update={"initial_adapter": last.run.initial_adapter}):
+                run_id = last.run_id
+            else:
+                await _end(backend, last)
+        if run_id is None:
+            run = wanted.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
+            source = source_of(model, config.model_dump(mode="json", exclude_none=True))
+            run_id = (await backend.runs.submit(asking, run, source=source)).run_id
+        request = StepRequest(key=f"art-{secrets.token_hex(12)}", groups=groups)
+        return run_id, await backend.steps.train(asking.tenant, run_id, request)
+
+
+async def submit_sft(backend: Backend, asking: Principal, model: ArtModel, url: str, config: SftConfig) -> RunView:
+    """Start a supervised job. Raises as `submit_step` does."""
+    run = sft_run(model, url, config, None)
+    await backend.runs.check_run(asking.tenant, run, "longshore.")
+    async with backend.art_models.lock(model.model_id):
+        if (last := await _open_run(backend, asking.tenant, model)) is not None:
+            await _end(backend, last)
+        run = run.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
+        source = source_of(model, {"training_data_url": url, **config.model_dump(mode="json", exclude_none=True)})
+        return await backend.runs.submit(asking, run, source=source)
+
+
+async def stop(backend: Backend, tenant: str, model: ArtModel) -> None:
+    """Cancel what a model is busy with."""
+    if (last := await _open_run(backend, tenant, model)) is not None:
+        with suppress(Conflict):  # it has just ended
+            await backend.runs.cancel(tenant, last.run_id)
+
+
+async def _open_run(backend: Backend, tenant: str, model: ArtModel) -> RunView | None:
+    """The model's newest run, if it is going on."""
+    page = await backend.runs.page(tenant, limit=1, api="art", metadata={MODEL_LABEL: model.model_id})
+    if not page.runs:
+        return None
+    view = await backend.runs.view(tenant, page.runs[0].run_id)
+    return view if view.state == "running" else None
+
+
+async def _end(backend: Backend, view: RunView) -> None:
+    """Let a run that takes steps end well, after those that it has. Raises Conflict when that takes long."""
+    if view.kind == "rl":
+        with suppress(Conflict):  # it has just ended
+            await backend.steps.finish(view.tenant, view.run_id)
+        deadline = time.monotonic() + _ENDING_PATIENCE_S
+        while time.monotonic() < deadline:
+            if (await backend.runs.view(view.tenant, view.run_id)).state != "running":
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+    raise Conflict(f"the model is busy with {view.run_id}, a job of another kind or other settings: wait for its end")

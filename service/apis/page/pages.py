@@ -12,9 +12,8 @@ from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 
 from service.accounts import audit
-from service.accounts.keys import shown_prefix
+from service.accounts.keys import COOKIE, LASTS_S, csrf_token, shown_prefix
 from service.accounts.principals import Asking
-from service.accounts.sessions import COOKIE, LASTS_S, csrf_token
 from service.apis import errors as problems
 from service.backend import Backed, Backend
 from shared.runs.requests import RUN_ID

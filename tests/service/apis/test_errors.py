@@ -9,9 +9,8 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from service.accounts.audit import Audit
-from service.accounts.keys import Keys
+from service.accounts.keys import Keys, Sessions
 from service.accounts.limits import RateLimit
-from service.accounts.sessions import Sessions
 from service.apis import errors as problems
 from service.apis.edge import Edge
 from service.database import migrate

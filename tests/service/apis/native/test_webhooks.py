@@ -26,7 +26,7 @@ from service.database.migrate import upgrade
 from service.database.tables import OutboxRow
 from service.errors import Conflict
 from service.host import connect, control_workers
-from service.runs.notices import notice_of
+from service.runs.rows import notice_of
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord, SFTRun, Source
