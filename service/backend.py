@@ -61,7 +61,7 @@ class Backend:
         self.published = PublishedModels(store)
         self.art_models = ArtModels(store, self.published, UntrainedModels(settings, temporal))
         self.inference = Inference(settings, self.store, self.published, self.art_models, temporal, questions)
-        self.eviction = IdleEviction(settings, rows, temporal, self.inference.waiting)
+        self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, store, database)
         self.sessions = Sessions(database, self.keys)
         self.sign_ins = SignInLimit(settings.rate_limit)

@@ -1,8 +1,8 @@
 """The connection to Temporal: address, namespace, TLS and key as in the settings, every payload sealed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -179,6 +179,16 @@ def _tls(settings: Settings) -> TLSConfig | bool:
         )
     except OSError as error:
         raise InvalidInput(f"cannot be read: {error.strerror}", str(error.filename)) from error
+
+
+@contextmanager
+def unless_unknown() -> Iterator[None]:
+    """Leave the block quietly where Temporal does not know the workflow or schedule that is asked."""
+    try:
+        yield
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
 
 
 async def memo_of(execution: WorkflowExecution, name: str, kind: type[T]) -> T | None:

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from pydantic import ValidationError
 from temporalio.client import (
@@ -31,7 +33,7 @@ from service.accounts.access import Access
 from service.automation.schedule_views import ActionView, Backfill, ScheduleView
 from service.database.locks import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
-from service.temporal import PATIENCE, Temporal, memo_of, share_of
+from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
 from shared.errors import InvalidInput, NotFound
 from shared.runs.schedules import (
     ACTION_MEMO,
@@ -99,17 +101,17 @@ class Schedules:
 
     async def of(self, tenant: str) -> tuple[ScheduleView, ...]:
         """All of them, by name, without their actions."""
-        names = sorted(await asyncio.to_thread(self._names, tenant))
-        found: list[ScheduleView] = []
-        for start in range(0, len(names), _CONCURRENT):
-            chunk = names[start : start + _CONCURRENT]
-            answers = await asyncio.gather(*(self._brief(tenant, name) for name in chunk), return_exceptions=True)
-            for answer in answers:
-                if isinstance(answer, BaseException) and not isinstance(answer, NotFound):
-                    raise answer
-                if isinstance(answer, ScheduleView):
-                    found.append(answer)
-        return tuple(found)
+        places = asyncio.Semaphore(_CONCURRENT)
+
+        async def view(name: str) -> ScheduleView | None:
+            with suppress(NotFound):  # removed since
+                async with places, self._temporal.client() as client:
+                    record = await asyncio.to_thread(self._read, tenant, name)
+                    return _view(record, await _describe(client, record))
+            return None
+
+        found = await asyncio.gather(*map(view, sorted(await asyncio.to_thread(self._names, tenant))))
+        return tuple(each for each in found if each is not None)
 
     async def show(self, tenant: str, name: str) -> ScheduleView:
         record = await asyncio.to_thread(self._read, tenant, name)
@@ -120,15 +122,17 @@ class Schedules:
 
     async def pause(self, tenant: str, name: str, note: str | None = None) -> ScheduleView:
         """Start nothing until it is resumed; a run that is going on continues."""
-        return await self._set_paused(tenant, name, True, note)
+        note = note or "paused"
+        ask = partial(ScheduleHandle.pause, note=note, rpc_timeout=PATIENCE)
+        return await self._each(tenant, name, ask, paused=True, note=note)
 
     async def resume(self, tenant: str, name: str) -> ScheduleView:
-        return await self._set_paused(tenant, name, False, None)
+        ask = partial(ScheduleHandle.unpause, note="resumed", rpc_timeout=PATIENCE)
+        return await self._each(tenant, name, ask, paused=False, note="resumed")
 
     async def trigger(self, tenant: str, name: str) -> ScheduleView:
         """Start a run now, as at any of its times: its overlap rule and that of unchanged data hold."""
-        await self._each(tenant, name, lambda handle: handle.trigger(rpc_timeout=PATIENCE))
-        return await self.show(tenant, name)
+        return await self._each(tenant, name, lambda handle: handle.trigger(rpc_timeout=PATIENCE))
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
         """Start runs for the times of a span, as if it were then. Raises InvalidInput for too many times."""
@@ -138,8 +142,7 @@ class Schedules:
             end_at=datetime.fromtimestamp(span.end, UTC),
             overlap=_OVERLAPS[span.overlap],
         )
-        await self._each(tenant, name, lambda handle: handle.backfill(times, rpc_timeout=PATIENCE))
-        return await self.show(tenant, name)
+        return await self._each(tenant, name, lambda handle: handle.backfill(times, rpc_timeout=PATIENCE))
 
     async def delete(self, tenant: str, name: str) -> ScheduleView:
         """Delete a schedule. Its runs stay, and one that is going on continues."""
@@ -205,23 +208,9 @@ class Schedules:
             state=ScheduleState(paused=record.paused, note=record.note),
         )
 
-    async def _brief(self, tenant: str, name: str) -> ScheduleView:
-        record = await asyncio.to_thread(self._read, tenant, name)
-        async with self._temporal.client() as client:
-            return _view(record, await _describe(client, record))
-
-    async def _set_paused(self, tenant: str, name: str, paused: bool, note: str | None) -> ScheduleView:
-        words = note or ("paused" if paused else "resumed")
-
-        async def ask(handle: ScheduleHandle) -> None:
-            await (handle.pause if paused else handle.unpause)(note=words, rpc_timeout=PATIENCE)
-
-        await self._each(tenant, name, ask, paused=paused, note=words)
-        return await self.show(tenant, name)
-
     async def _each(
         self, tenant: str, name: str, ask: Callable[[ScheduleHandle], Awaitable[None]], **changes: object
-    ) -> None:
+    ) -> ScheduleView:
         """Ask something of a schedule in Temporal, which may have to be made again first; then put it on record."""
         async with self._locks.of(tenant, name):
             record = await asyncio.to_thread(self._read, tenant, name)
@@ -232,6 +221,7 @@ class Schedules:
             if changes:
                 await asyncio.to_thread(self._write, record.model_copy(update=changes))
         audit.touched(name)
+        return await self.show(tenant, name)
 
     # Records. Blocking.
 
@@ -286,11 +276,8 @@ async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescripti
 
 
 async def _forget(client: Client, tenant: str, name: str) -> None:
-    try:
+    with unless_unknown():
         await client.get_schedule_handle(schedule_id(tenant, name)).delete(rpc_timeout=PATIENCE)
-    except RPCError as error:
-        if error.status != RPCStatusCode.NOT_FOUND:
-            raise
 
 
 async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) -> tuple[ActionView, ...]:

@@ -240,14 +240,8 @@ class ArtModels:
 
     async def newest(self, model: ArtModel) -> str | None:
         """The URI of the adapter that the next job goes on from; None while there is none."""
-
-        def look() -> str | None:
-            with suppress(NotFound):
-                found = self._published.find(model.tenant, model.published_as)
-                return self._published.artifact(model.tenant, found).uri
-            return None
-
-        return await asyncio.to_thread(look)
+        found = await asyncio.to_thread(self._published.newest_adapter, model.tenant, model.published_as)
+        return found.uri if found is not None else None
 
     async def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
         """Delete checkpoints. Returns how many, and those that there are not.
@@ -274,15 +268,12 @@ class ArtModels:
         if name.step != 0:
             version = "" if name.step is None else f":v{name.step}"
             try:
-                return await asyncio.to_thread(self._trained, tenant, f"{model.published_as}{version}")
+                return await asyncio.to_thread(self._published.target_of, tenant, f"{model.published_as}{version}")
             except NotFound:
                 if name.step is not None:
                     raise NotFound(f"{name.title} has no checkpoint of step {name.step}") from None
         base = await self._untrained.resolve(tenant, model.base_model)
         return Target(base, None, model.settings.dtype or "float32", model.base_model, model.published_as, 0)
-
-    def _trained(self, tenant: str, model_id: str) -> Target:
-        return self._published.target(tenant, self._published.find(tenant, model_id))
 
 
 def new_model(

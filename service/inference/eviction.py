@@ -6,16 +6,14 @@ does. The worker of an RL run whose client sends no step is given back at once: 
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.client import Client, WorkflowExecution
-from temporalio.service import RPCError, RPCStatusCode
 
 from service.inference.sampler_leases import SERVING_WORKFLOW
 from service.runs.rows import RunRows
-from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of
+from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of, unless_unknown
 from shared.runs.start import RL_WORKFLOW
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.settings import Settings
@@ -102,24 +100,15 @@ async def _num_untaken(client: Client, run_ids: Sequence[str], at_most: int) -> 
     for run_id in run_ids:
         if found == at_most:
             break
-        with _may_have_ended():
+        with unless_unknown():  # it may have ended
             description = await client.get_workflow_handle(run_id).describe(rpc_timeout=PATIENCE)
             pending = description.raw_description.pending_activities
             found += any(a.activity_type.name == "lease" and a.state == _UNTAKEN for a in pending)
     return found
 
 
-@contextmanager
-def _may_have_ended() -> Iterator[None]:
-    try:
-        yield
-    except RPCError as error:
-        if error.status != RPCStatusCode.NOT_FOUND:
-            raise
-
-
 async def _ask_to_make_room(client: Client, execution: WorkflowExecution, what: str) -> None:
-    with _may_have_ended():
+    with unless_unknown():  # it may have ended
         handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
         await handle.signal("make_room", rpc_timeout=PATIENCE)
         logger.info("%s: others wait for %s", execution.id, what)

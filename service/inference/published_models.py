@@ -175,12 +175,16 @@ class PublishedModels:
             version=found.version,
         )
 
-    def target(self, tenant: str, found: Published) -> Target:
-        """Raises NotFound when it has gone, or the job that made it is not on record."""
-        known = (tenant, found)
-        if known not in self._targets:
-            self._targets[known] = self._read_target(tenant, found)
-        return self._targets[known]
+    def show(self, tenant: str, model_id: str) -> ServedModel:
+        """The view of an id for clients. Raises NotFound for what this tenant has not published."""
+        return self.describe(tenant, self.find(tenant, model_id), model_id)
+
+    def target_of(self, tenant: str, model_id: str) -> Target:
+        """The weights of an id. Raises NotFound when they have gone, or the job that made them is not on record."""
+        found = self.find(tenant, model_id)
+        if (tenant, found) not in self._targets:
+            self._targets[tenant, found] = self._read_target(tenant, found)
+        return self._targets[tenant, found]
 
     def _read_target(self, tenant: str, found: Published) -> Target:
         artifact, record = self.artifact(tenant, found), self.record(tenant, found)

@@ -13,15 +13,14 @@ from temporalio.exceptions import ApplicationError
 from temporalio.exceptions import TimeoutError as TooLate
 from temporalio.service import RPCError
 
-from service.accounts import audit
 from service.accounts.limits import FairShare
 from service.inference.art_models import ArtModels, ArtName
 from service.inference.published_models import PublishedModels, Target
 from service.inference.sampler_leases import SamplerLease, SamplerLeases
-from service.temporal import PATIENCE, Temporal, causes_of, share_of
+from service.temporal import PATIENCE, Temporal, causes_of
 from shared.chat import answer_records
 from shared.chat.completions import CompletionRequest, CompletionResponse
-from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
+from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.jobs.leases import SamplerKey
 from shared.runs.serving import Completed, CompleteRequest, CompletionStart, LeasedSampler, SamplerPlace, ServedSampler
@@ -42,7 +41,7 @@ class _Lost(Exception):
 
 
 class Inference:
-    """Lists what was published, and asks it. Token ids of answers to chats are kept for a while, to be trained on."""
+    """Asks what was published. Token ids of answers to chats are kept for a while, to be trained on."""
 
     def __init__(
         self,
@@ -56,31 +55,10 @@ class Inference:
         self._settings = settings
         self._store = store
         self._temporal = temporal
-        self._leases = SamplerLeases(settings, temporal)
+        self.leases = SamplerLeases(settings, temporal)
         self._published = published
         self._art_models = art_models
         self._questions = questions
-
-    def waiting(self) -> frozenset[str]:
-        """The serving workflows of models whose users wait for a sampler."""
-        return self._leases.waiting()
-
-    async def models(self, tenant: str) -> list[ServedModel]:
-        """Everything that a tenant has published, by name; the newest version of each."""
-        return await asyncio.to_thread(self._published.list, tenant)
-
-    async def model(self, tenant: str, model_id: str) -> ServedModel:
-        """Raises NotFound for what this tenant has not published."""
-
-        def described() -> ServedModel:
-            return self._published.describe(tenant, self._published.find(tenant, model_id), model_id)
-
-        return await asyncio.to_thread(described)
-
-    async def delete(self, tenant: str, model_id: str) -> None:
-        """A version, or all of a name without one. Raises NotFound; InvalidInput for a run's checkpoint."""
-        audit.touched(model_id)
-        await asyncio.to_thread(self._published.delete_model, tenant, model_id)
 
     async def chat(self, tenant: str, asked: ChatRequest) -> ChatCompletion:
         """Answer messages with a model; `stream` is left to the caller.
@@ -116,28 +94,21 @@ class Inference:
                 asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
             target = await self._art_models.target(tenant, name)
         else:
-            target = await asyncio.to_thread(self._target, tenant, asked.model)
+            target = await asyncio.to_thread(self._published.target_of, tenant, asked.model)
         problem = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(2.0 ** (attempt - 2))
-            lease = None if self._is_served else await self._leases.lease(self._key(target))
+            # An installation with an inference server of its own leases no sampler.
+            lease = await self.leases.lease(self._key(target)) if self._settings.sampling.url is None else None
             try:
                 return (await self._answered(self._start(tenant, target, asked, lease))).answer
             except _Lost as lost:
                 problem = str(lost)
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)
                 if lease is not None:
-                    self._leases.forget(lease)
+                    self.leases.forget(lease)
         raise SamplerUnavailable(problem)
-
-    def _target(self, tenant: str, model_id: str) -> Target:
-        return self._published.target(tenant, self._published.find(tenant, model_id))
-
-    @property
-    def _is_served(self) -> bool:
-        """True where the installation has an inference server of its own: then no sampler is leased."""
-        return self._settings.sampling.url is not None
 
     def _key(self, target: Target) -> SamplerKey:
         serving = self._settings.serving
@@ -176,17 +147,9 @@ class Inference:
         """A caller that is cancelled takes the question back."""
         async with self._temporal.client() as client:
             completion_id = f"completion-{secrets.token_hex(12)}"
+            options = {"execution_timeout": policies.COMPLETION_TIMEOUT, "result_type": Completed}
             starting = asyncio.ensure_future(
-                client.start_workflow(
-                    COMPLETION_WORKFLOW,
-                    start,
-                    id=completion_id,
-                    task_queue=self._settings.control_queue,
-                    priority=share_of(start.request.tenant),
-                    execution_timeout=policies.COMPLETION_TIMEOUT,
-                    result_type=Completed,
-                    rpc_timeout=PATIENCE,
-                )
+                self._temporal.start(COMPLETION_WORKFLOW, start, completion_id, start.request.tenant, **options)
             )
             try:
                 handle = await asyncio.shield(starting)

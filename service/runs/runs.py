@@ -28,7 +28,7 @@ from service.errors import Conflict, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
 from service.runs.states import RunStates, queued
 from service.runs.views import RunPage, RunView
-from service.temporal import PATIENCE, Temporal
+from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
@@ -106,10 +106,9 @@ class Runs:
             self._states.waiting.add(run_id)
         return await self.view(asking.tenant, run_id)
 
-    async def check_access(self, tenant: str, *requests: Frozen) -> None:
+    async def check_access(self, tenant: str, request: Frozen) -> None:
         """Raises InvalidInput when a URI in a request leads where this tenant may not go."""
-        for request in requests:
-            await asyncio.to_thread(self._access.check, tenant, request)
+        await asyncio.to_thread(self._access.check, tenant, request)
 
     async def check_run(self, tenant: str, run: Run, below: str = "") -> None:
         """Raises InvalidInput for a URI that leads where this tenant may not go, or a layout that no host offers.
@@ -346,12 +345,9 @@ class Runs:
     async def make_sure(self, record: RunRecord) -> None:
         """Start an unended run unless Temporal knows it."""
         async with self._temporal.client() as client:
-            try:
+            with unless_unknown():
                 await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
                 return
-            except RPCError as error:
-                if error.status != RPCStatusCode.NOT_FOUND:
-                    raise
         if await self._states.result(record.run_id) is not None:
             return
         # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from service.accounts import audit
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.runs import Runs
 from service.runs.views import RunView
-from service.temporal import LOST_UPDATES, Temporal, causes_of
+from service.temporal import LOST_UPDATES, QUERY_PATIENCE, Temporal, causes_of, unless_unknown
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord
@@ -21,7 +22,6 @@ from shared.runs.status import StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
-_QUERY_PATIENCE = timedelta(seconds=2)
 _UPDATE_PATIENCE = timedelta(seconds=20)
 _TRIES, _PAUSE_S = 4, 0.2
 # Between two looks at a step that is waited for: a short step is answered soon, a long one asked about seldom.
@@ -68,22 +68,15 @@ class TrainSteps:
             pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
 
     async def _step(self, record: RunRecord, number: int) -> StepStatus:
-        try:
+        with suppress(NotFound):
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(record.run_id).step(number))
             return StepStatus.model_validate_json(data)
-        except NotFound:
-            pass
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(record.run_id)
-            try:
-                answer = await handle.query("step", number, rpc_timeout=_QUERY_PATIENCE)
-            except RPCError as error:
-                if error.status != RPCStatusCode.NOT_FOUND:
-                    raise
-                answer = None
-        if answer is None:
-            raise NotFound(f"{record.run_id} has no step {number}")
-        return StepStatus.model_validate(answer)
+            with unless_unknown():
+                if answer := await handle.query("step", number, rpc_timeout=QUERY_PATIENCE):
+                    return StepStatus.model_validate(answer)
+        raise NotFound(f"{record.run_id} has no step {number}")
 
     async def record(self, tenant: str, run_id: str) -> RunRecord:
         """The record of a run that has train steps. Raises NotFound, or Conflict for a run of another kind."""

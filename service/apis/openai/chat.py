@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
+from service.accounts import audit
 from service.accounts.principals import Asking, require
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
@@ -42,19 +43,20 @@ class DeletedModel(Frozen):
 @router.get("/models")
 async def list_models(asking: Asking, backend: Backed) -> ServedModels:
     """Adapters and models that your tenant has published."""
-    return ServedModels(data=tuple(await backend.inference.models(asking.tenant)))
+    return ServedModels(data=tuple(await asyncio.to_thread(backend.published.list, asking.tenant)))
 
 
 @router.get("/models/{model_id}")
 async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedModel:
     """One of them: `name` for its newest version, or `name:v3`."""
-    return await backend.inference.model(asking.tenant, model_id)
+    return await asyncio.to_thread(backend.published.show, asking.tenant, model_id)
 
 
 @router.delete("/models/{model_id}", dependencies=[Depends(require("write"))])
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> DeletedModel:
     """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
-    await backend.inference.delete(asking.tenant, model_id)
+    audit.touched(model_id)
+    await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
     return DeletedModel(id=model_id)
 
 
