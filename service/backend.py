@@ -8,8 +8,7 @@ from service.accounts.access import Access
 from service.accounts.audit import Audit
 from service.accounts.keys import Keys, Sessions
 from service.accounts.limits import FairShare, SignInLimit
-from service.accounts.quotas import Quotas
-from service.accounts.tenants import Tenants
+from service.accounts.tenants import Quotas, Tenants
 from service.automation.scheduled_runs import ScheduledRuns
 from service.automation.schedules import Schedules
 from service.automation.webhooks import Webhooks

@@ -1,21 +1,32 @@
-"""Tenants: who shares an installation. Each sees its own runs, files and keys, and nothing of the others'."""
+"""Tenants: who shares an installation. Each sees its own runs, files and keys, and nothing of the others'.
+
+Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
+"""
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from service.accounts import audit
 from service.database.engine import Database
-from service.database.tables import TenantRow
-from service.errors import Conflict
+from service.database.locks import KeyedLocks
+from service.database.tables import RunRow, TenantRow
+from service.errors import Conflict, QuotaExceeded
 from shared.contract import Frozen
 from shared.errors import NotFound
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import QuotaSettings
 from shared.storage import paths
 from shared.storage.store import ObjectStore
+from shared.storage.stored_bytes import Ledger, Reservation, StoredCount, no_room
+
+WINDOW_S = 30 * 86_400
+_BYTES_TRUSTED_S = 60.0
+_STEP_BYTES = 1 << 20
 
 
 class TenantRecord(Frozen):
@@ -97,3 +108,150 @@ def ensure_first(session: Session) -> None:
 
 def _json(record: TenantRecord) -> bytes:
     return record.model_dump_json(indent=1, exclude_unset=True).encode()
+
+
+class Usage(Frozen):
+    """A tenant's usage beside its quotas; a quota of None is no limit."""
+
+    tenant: Tenant
+    concurrent_runs: int
+    gpu_hours: float
+    stored_bytes: int
+    quotas: QuotaSettings
+
+
+class Quotas:
+    """Needs the installation's own quotas, the database that counts runs, and the store that holds bytes."""
+
+    def __init__(self, settings: QuotaSettings, store: ObjectStore, database: Database) -> None:
+        self._settings = settings
+        self._store = store
+        self._database = database
+        self._counted: dict[str, tuple[float, StoredCount]] = {}
+        self._locks = KeyedLocks()
+
+    async def usage(self, tenant: str) -> Usage:
+        """Bytes may be a minute old."""
+
+        def look(session: Session) -> Usage:
+            return Usage(
+                tenant=tenant,
+                concurrent_runs=_concurrent_runs(session, tenant),
+                gpu_hours=_gpu_hours(session, tenant),
+                stored_bytes=stored,
+                quotas=self.of(session, tenant),
+            )
+
+        stored = await self.stored_bytes(tenant)
+        return await self._database.reading(look)
+
+    def of(self, session: Session, tenant: str) -> QuotaSettings:
+        """The quotas that hold for a tenant."""
+        row = session.get(TenantRow, tenant)
+        return self._settings.model_copy(update=row.quotas if row else {})
+
+    def admit_run(self, session: Session, tenant: str) -> None:
+        """Called in the writing transaction that makes a run running, so that two never take the last place.
+
+        Raises:
+            QuotaExceeded: one more would break a quota.
+        """
+        # PostgreSQL lets writers work side by side: those of one tenant wait here. SQLite has one writer.
+        session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
+        quotas = self.of(session, tenant)
+        most = quotas.concurrent_runs
+        if most is not None and _concurrent_runs(session, tenant) >= most:
+            raise QuotaExceeded("concurrent_runs", f"{most} of {tenant}'s runs are going on, and more are not allowed")
+        if quotas.gpu_hours is not None and (used := _gpu_hours(session, tenant)) >= quotas.gpu_hours:
+            text = f"{tenant}'s runs of the last 30 days took {used:.2f} GPU hours of {quotas.gpu_hours:g}"
+            raise QuotaExceeded("gpu_hours", text)
+
+    async def admit_bytes(self, tenant: str, more: int) -> None:
+        """Raises QuotaExceeded when so many bytes more would break the quota. Reserves nothing: `reservation` does."""
+        async with self.reservation(tenant) as reserved:
+            await reserved.hold(more)
+
+    @asynccontextmanager
+    async def reservation(self, tenant: str) -> AsyncIterator["WriteReservation"]:
+        """Reserve bytes that are written in the block; what is not settled by its end is given back."""
+        quotas = await self._database.reading(lambda session: self.of(session, tenant))
+        reserved = WriteReservation(self, Reservation(self._store, tenant), tenant, quotas.stored_bytes)
+        try:
+            yield reserved
+        finally:
+            await asyncio.to_thread(reserved.reservation.drop)
+
+    async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
+        """Put bytes on record that are going to be written. Of a tenant's writers here one counts at a time.
+
+        Raises:
+            QuotaExceeded: with what others write at this moment they are too many.
+        """
+        async with self._locks.of(tenant):
+            counted = await self._count_of(tenant)
+            used = await asyncio.to_thread(reservation.admit, num_bytes, most, counted)
+        if used > most:
+            raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
+
+    def remove_bytes(self, tenant: str, fewer: int) -> None:
+        """Count so many bytes fewer: they were deleted since the last count."""
+        if (known := self._counted.get(tenant)) is not None:
+            self._counted[tenant] = known[0], StoredCount(known[1].at, known[1].num_bytes - fewer)
+
+    async def stored_bytes(self, tenant: str) -> int:
+        """Bytes in the store, those that are being written included."""
+        counted = await self._count_of(tenant)
+        ledger = Ledger(self._store, tenant)
+        return counted.num_bytes + await asyncio.to_thread(ledger.written_since, counted.at)
+
+    async def _count_of(self, tenant: str) -> StoredCount:
+        counted_at, counted = self._counted.get(tenant, (0.0, None))
+        if counted is None or time.monotonic() - counted_at > _BYTES_TRUSTED_S:
+            counted_at = time.monotonic()
+            counted = await asyncio.to_thread(Ledger(self._store, tenant).count)
+            self._counted[tenant] = counted_at, counted
+        return counted
+
+
+class WriteReservation:
+    """Bytes of a tenant's quota that are reserved before they are written."""
+
+    def __init__(self, quotas: Quotas, reservation: Reservation, tenant: str, most: int | None) -> None:
+        self._quotas = quotas
+        self._tenant = tenant
+        self._most = most
+        self.reservation = reservation
+
+    async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
+        """Reserve so many bytes in all. A body that grows is reserved in steps of a quarter, while the quota has them.
+
+        Raises:
+            QuotaExceeded
+        """
+        if self._most is None or self.reservation.covers(num_bytes):
+            return
+        if grows and num_bytes > _STEP_BYTES:
+            with suppress(QuotaExceeded):
+                await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes + num_bytes // 4)
+        if not self.reservation.covers(num_bytes):
+            await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes)
+
+    async def settle(self, num_bytes: int) -> None:
+        """Count the bytes as written: they stay."""
+        if self._most is None:
+            self._quotas.remove_bytes(self._tenant, -num_bytes)
+        else:
+            await asyncio.to_thread(self.reservation.settle, num_bytes)
+
+
+def _concurrent_runs(session: Session, tenant: str) -> int:
+    query = select(func.count()).where(RunRow.tenant == tenant, RunRow.state == "running")
+    return session.scalars(query).one()
+
+
+def _gpu_hours(session: Session, tenant: str) -> float:
+    """GPU hours of runs that are going on, or ended within the window: a run counts whole."""
+    query = select(func.coalesce(func.sum(RunRow.gpu_seconds), 0.0)).where(RunRow.tenant == tenant)
+    # Two questions: an index has the answer to each, and none to whether one or the other holds.
+    each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)
+    return sum(float(session.scalars(query.where(which)).one()) for which in each) / 3600

@@ -18,7 +18,7 @@ from sqlalchemy import delete, exists, select, tuple_
 from sqlalchemy.orm import Session
 
 from service.accounts import audit
-from service.accounts.quotas import Quotas, WriteReservation
+from service.accounts.tenants import Quotas, WriteReservation
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
 from service.errors import Conflict

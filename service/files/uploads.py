@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from service.accounts import audit
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict
 from service.files.files import FileRecord, Files, transferred

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.client import Client, WorkflowExecution
 
-from service.inference.sampler_leases import SERVING_WORKFLOW
+from service.inference.questions import SERVING_WORKFLOW
 from service.runs.rows import RunRows
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of, unless_unknown
 from shared.runs.start import RL_WORKFLOW

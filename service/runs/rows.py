@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack, get_args
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.database.engine import Database
 from service.database.tables import OutboxRow, RunRow
 from service.errors import QuotaExceeded

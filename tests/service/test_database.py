@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import delete, select, text
 from sqlalchemy.orm import Session
 
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.database import migrate
 from service.database.engine import Database
 from service.database.tables import OutboxRow, RunRow, TenantRow

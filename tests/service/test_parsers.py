@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from service.accounts.access import Access
 from service.accounts.keys import Keys, Sessions
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.apis.openai.files import plain_name
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade

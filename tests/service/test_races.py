@@ -10,8 +10,7 @@ from threading import Event
 import pytest
 
 from service.accounts.keys import Keys
-from service.accounts.quotas import Quotas
-from service.accounts.tenants import Tenants
+from service.accounts.tenants import Quotas, Tenants
 from service.database import migrate
 from service.database.engine import Database
 from service.files.files import FileRecord, Files

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.automation.schedule_views import Backfill
 from service.database import migrate
 from service.database.engine import Database

@@ -21,7 +21,7 @@ from activities.records.checkpoints import FindCheckpoint
 from activities.records.record_result import RecordResult
 from activities.records.record_step import RecordStep
 from activities.trajectories.pack_trajectories import PackTrajectories
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.database import migrate
 from service.database.engine import Database
 from service.host import connect, control_workers

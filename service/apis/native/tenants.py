@@ -10,8 +10,7 @@ from pydantic import Field
 from service.accounts.audit import AuditPage
 from service.accounts.keys import KeyView, NewKey
 from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require
-from service.accounts.quotas import Usage
-from service.accounts.tenants import TenantRecord
+from service.accounts.tenants import TenantRecord, Usage
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend

@@ -26,7 +26,7 @@ from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from activities.sampling.samplers import OpenSampler, Samplers
 from service.accounts.limits import FairShare
-from service.accounts.quotas import Quotas
+from service.accounts.tenants import Quotas
 from service.apis.openai.chat import chunks_of
 from service.database import migrate
 from service.database.engine import Database
@@ -379,7 +379,7 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
     harbour: Harbour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question a second does not keep the only sampler from another model's users."""
-    monkeypatch.setattr("service.inference.sampler_leases.WAITS_S", 1.0)
+    monkeypatch.setattr("service.inference.questions.WAITS_S", 1.0)
     shutil.copytree(harbour.model, harbour.settings.root_path / "other")
     publish(harbour.store, harbour.settings.root_path / "other", "other", harbour.artifact, kind="models")
     serving = harbour.settings.serving.model_copy(update={"idle_s": 60.0, "share_s": 3.0})
