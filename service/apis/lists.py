@@ -1,18 +1,30 @@
 """Lists in pages, in the shape that clients of OpenAI and of ART read."""
 
 from collections.abc import Sequence
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
 from fastapi import Header
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from shared.errors import InvalidInput
 
 T = TypeVar("T", bound=BaseModel)
+Seconds = Annotated[int, BeforeValidator(int)]
+"""Whole seconds since 1970, of a time with fractions."""
 
 
 RetryCount = Annotated[str | None, Header(alias="x-stainless-retry-count", include_in_schema=False)]
 """The number of times that a client has sent this request before."""
+
+
+class RecordView(BaseModel):
+    """A record as clients see it: the fields are read from its attributes, by their validation aliases."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    @classmethod
+    def of(cls, record: object) -> Self:
+        return cls.model_validate(record)
 
 
 class ListAnswer(BaseModel, Generic[T]):

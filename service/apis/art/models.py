@@ -9,7 +9,7 @@ from service.accounts.principals import Asking, reads_or_writes
 from service.apis.art.job_request import ExperimentalConfig, rl_run
 from service.apis.art.training_jobs import stop
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.lists import ListAnswer, page_after, page_of
+from service.apis.lists import ListAnswer, RecordView, Seconds, page_after, page_of
 from service.backend import Backed, Backend
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
 from shared.contract import Frozen
@@ -36,32 +36,19 @@ class NewModel(Frozen):
     longshore: ArtSettings = Field(default=ArtSettings(), description="of ours, for all of the model's jobs")
 
 
-class ModelObject(BaseModel):
+class ModelObject(RecordView):
     """A model as clients see it. `published_as`: the name of its adapters among all that is published."""
 
-    id: str
+    id: str = Field(validation_alias="model_id")
     object: Literal["model"] = "model"
     entity: str
     project: str
     name: str
     base_model: str
     run_id: None = Field(default=None, description="of W&B: there is none")
-    created_at: int
+    created_at: Seconds
     published_as: str
-    longshore: ArtSettings
-
-    @classmethod
-    def of(cls, model: ArtModel) -> "ModelObject":
-        return cls(
-            id=model.model_id,
-            entity=model.entity,
-            project=model.project,
-            name=model.name,
-            base_model=model.base_model,
-            created_at=int(model.created_at),
-            published_as=model.published_as,
-            longshore=model.settings,
-        )
+    longshore: ArtSettings = Field(validation_alias="settings")
 
 
 class CheckpointObject(BaseModel):

@@ -11,13 +11,12 @@ from pydantic import BaseModel, Field
 
 from service.accounts.principals import Asking, reads_or_writes, require
 from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.lists import ListAnswer, page_of
+from service.apis.lists import ListAnswer, RecordView, Seconds, page_of
 from service.apis.openai.fine_tuning import results
-from service.apis.openai.fine_tuning.results import ResultFile
 from service.apis.openai.forms import BINARY, described, file_form
 from service.backend import Backed, Backend
 from service.files.files import FileRecord
-from service.files.uploads import MAX_PARTS, Part, UploadRecord
+from service.files.uploads import MAX_PARTS
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import pattern
@@ -33,38 +32,18 @@ uploads = APIRouter(
 )
 
 
-class FileObject(BaseModel):
+class FileObject(RecordView):
     """A file as clients see it. The same bytes, sent again, are another file, which can be deleted on its own."""
 
-    id: str
+    id: str = Field(validation_alias="file_id")
     object: Literal["file"] = "file"
-    bytes: int
-    created_at: int
-    filename: str
+    bytes: int = Field(validation_alias="size")
+    created_at: Seconds
+    filename: str = Field(validation_alias="name")
     purpose: str
     status: Literal["processed"] = "processed"
     status_details: None = None
     expires_at: None = None
-
-    @classmethod
-    def of(cls, record: FileRecord) -> "FileObject":
-        return cls(
-            id=record.file_id,
-            bytes=record.size,
-            created_at=int(record.created_at),
-            filename=record.name,
-            purpose=record.purpose,
-        )
-
-    @classmethod
-    def of_result(cls, found: ResultFile) -> "FileObject":
-        return cls(
-            id=found.file_id,
-            bytes=found.num_bytes,
-            created_at=int(found.created_at),
-            filename=found.filename,
-            purpose="fine-tune-results",
-        )
 
 
 class DeletedFile(BaseModel):
@@ -131,7 +110,7 @@ async def list_files(
 async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
     """One of them, or one that a job made."""
     if results.is_result(file_id):
-        return FileObject.of_result(await results.find(backend, asking.tenant, file_id))
+        return FileObject.of(await results.find(backend, asking.tenant, file_id))
     return FileObject.of(await _shown(backend, asking.tenant, file_id))
 
 
@@ -153,7 +132,7 @@ async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
 async def _content(backend: Backend, tenant: str, file_id: str) -> tuple[int, Iterator[bytes]]:
     if results.is_result(file_id):
         found = await results.find(backend, tenant, file_id)
-        return found.num_bytes, found.content()
+        return found.size, found.content()
     record = await _shown(backend, tenant, file_id)
     return record.size, backend.files.content(record)
 
@@ -185,42 +164,25 @@ class CompleteRequest(Frozen):
     md5: str | None = pattern(r"^[0-9a-fA-F]{32}$", "an MD5 has 32 hex digits", default=None)
 
 
-class UploadObject(BaseModel):
+class UploadObject(RecordView):
     """An upload as clients see it."""
 
-    id: str
+    id: str = Field(validation_alias="upload_id")
     object: Literal["upload"] = "upload"
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
+    bytes: int = Field(validation_alias="size")
+    created_at: Seconds
+    expires_at: Seconds
+    filename: str = Field(validation_alias="name")
     purpose: str
-    status: str
+    status: str = Field(validation_alias="state")
     file: FileObject | None = None
 
-    @classmethod
-    def of(cls, record: UploadRecord, file: FileObject | None = None) -> "UploadObject":
-        return cls(
-            id=record.upload_id,
-            bytes=record.size,
-            created_at=int(record.created_at),
-            expires_at=int(record.expires_at),
-            filename=record.name,
-            purpose=record.purpose,
-            status=record.state,
-            file=file,
-        )
 
-
-class PartObject(BaseModel):
-    id: str
+class PartObject(RecordView):
+    id: str = Field(validation_alias="part_id")
     object: Literal["upload.part"] = "upload.part"
-    created_at: int
+    created_at: Seconds
     upload_id: str
-
-    @classmethod
-    def of(cls, part: Part) -> "PartObject":
-        return cls(id=part.part_id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
 @uploads.post("")
@@ -248,7 +210,7 @@ async def complete_upload(
 ) -> UploadObject:
     """Make a file of the parts."""
     record, file = await backend.uploads.complete(asking.tenant, upload_id, body.part_ids, body.md5)
-    return UploadObject.of(record, FileObject.of(file))
+    return UploadObject.of(record).model_copy(update={"file": FileObject.of(file)})
 
 
 @uploads.post("/{upload_id}/cancel")

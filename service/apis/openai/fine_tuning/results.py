@@ -22,10 +22,11 @@ class ResultFile:
     """A file of a job, and how to read it."""
 
     file_id: str
-    filename: str
-    num_bytes: int
+    name: str
+    size: int
     created_at: float
     content: Callable[[], Iterator[bytes]]
+    purpose: str = "fine-tune-results"
 
 
 def result_ids(run_id: str) -> list[str]:
