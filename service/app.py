@@ -154,7 +154,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     loops = [asyncio.create_task(_repeat(*each)) for each in _chores(backend, was_empty)]
     yield
     with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database
-        await asyncio.wait_for(_nothing_in(app.state.in_hand), _LAST_ANSWERS_S)
+        async with asyncio.timeout(_LAST_ANSWERS_S):
+            while app.state.in_hand:  # noqa: ASYNC110 - a set tells nobody
+                await asyncio.sleep(0.02)
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
@@ -174,11 +176,6 @@ def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callab
         ("sent requests are remembered", _PRUNE_EVERY_S, partial(openai_jobs.prune, backend.store)),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
     )
-
-
-async def _nothing_in(in_hand: set[object]) -> None:
-    while in_hand:  # noqa: ASYNC110 - a set tells nobody
-        await asyncio.sleep(0.02)
 
 
 class _Sweep:

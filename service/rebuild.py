@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,19 +108,16 @@ class _Rebuild:
 
     def _run_row(self, keys: paths.RunKeys) -> Table:
         record = RunRecord.model_validate_json(self._store.get_bytes(keys.record))
-        return run_row(record, self._result(keys) or queued(record))
-
-    def _result(self, keys: paths.RunKeys) -> RunStatus | None:
-        try:
-            return RunStatus.model_validate_json(self._store.get_bytes(keys.result))
-        except NotFound:
-            return None
+        status = queued(record)
+        with suppress(NotFound):  # it has not ended
+            status = RunStatus.model_validate_json(self._store.get_bytes(keys.result))
+        return run_row(record, status)
 
     def _table(self, table: type[Table], records: Iterator[_Record]) -> None:
         known: set[Any] = set()
         rows = ((record, row) for record in records if (row := self._read(record)) is not None)
         while some := list(islice(rows, _AT_ONCE)):
-            self._in_transaction(partial(self._put_all, some))
+            self._in_transaction(partial(self._put, some))
             self._found.read[table.__tablename__] += len(some)
             known.update(inspect(table).primary_key_from_instance(row)[0] for _, row in some)
         self._in_transaction(partial(self._drop, table, known))
@@ -144,24 +141,21 @@ class _Rebuild:
         with suppress(_Undo):
             self._database.write(then_undo)
 
-    def _put_all(self, rows: list[tuple[_Record, Table]], session: Session) -> None:
-        for record, row in rows:
-            self._put(session, record, row)
-
-    def _put(self, session: Session, record: _Record, read: Table) -> None:
-        table, identity = type(read), inspect(type(read)).primary_key_from_instance(read)
-        if not _is_due(session.get(table, identity), read):
-            return
-        # Others write a record before its row: one that is read with the row locked is no older than the row.
-        before = session.get(table, identity, populate_existing=True, with_for_update=True)
-        row = self._read(record)
-        if row is None or not _is_due(before, row):
-            return
-        (self._found.missing if before is None else self._found.outdated)[table.__tablename__] += 1
-        session.merge(row)
+    def _put(self, rows: list[tuple[_Record, Table]], session: Session) -> None:
+        for record, read in rows:
+            table, identity = type(read), inspect(type(read)).primary_key_from_instance(read)
+            if not _is_due(session.get(table, identity), read):
+                continue
+            # Others write a record before its row: one that is read with the row locked is no older than the row.
+            before = session.get(table, identity, populate_existing=True, with_for_update=True)
+            row = self._read(record)
+            if row is not None and _is_due(before, row):
+                (self._found.missing if before is None else self._found.outdated)[table.__tablename__] += 1
+                session.merge(row)
 
     def _drop(self, table: type[Table], known: set[Any], session: Session) -> None:
-        for row in _settled(session, table, self._began - _SETTLED_S):
+        is_settled = inspect(table).columns["created_at"] < self._began - _SETTLED_S
+        for row in session.scalars(select(table).where(is_settled)).all():
             identity = inspect(table).primary_key_from_instance(row)[0]
             if identity not in known and identity != FIRST_TENANT:
                 self._found.unknown[table.__tablename__] += 1
@@ -173,11 +167,6 @@ def _is_due(before: Table | None, row: Table) -> bool:
     if before is None:
         return True
     return _differ(before, row) and not (isinstance(before, RunRow) and before.state == "running")
-
-
-def _settled(session: Session, table: type[Table], before: float) -> Sequence[Table]:
-    created_at = inspect(table).columns["created_at"]
-    return session.scalars(select(table).where(created_at < before)).all()
 
 
 def _differ(before: Table, after: Table) -> bool:

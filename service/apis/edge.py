@@ -39,6 +39,7 @@ _BODY_S = 60.0  # for a body, and beyond that as long as it takes at the slowest
 _SLOWEST_BYTES_PER_S = 16 << 10
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _KEY_UNKNOWN = "this API key is not known here, was revoked, or has expired"
+_KEY_MISSING = "send an API key: Authorization: Bearer <key>"
 _SESSION_OVER = "this session has ended, or its key has: sign in again"
 _HOST = re.compile(r"^\[?(?P<name>[^\]]*?)\]?(:\d+)?$")
 
@@ -158,7 +159,8 @@ class Edge:
                 is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
                 if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
-                text = _SESSION_OVER if token else _unknown(headers.get("authorization"))
+                text = _KEY_UNKNOWN if sent_key(headers.get("authorization")) else _KEY_MISSING
+                text = _SESSION_OVER if token else text
                 return problems.answer(401, text, headers={"www-authenticate": "Bearer"}, path=path)
             scope["state"]["principal"] = principal
             if wait_s := self._rate_limit.wait_s(principal.key_id):
@@ -257,11 +259,6 @@ class _NoLongerKnown(Exception):
 def _session_token(headers: Headers) -> str:
     """The page's session, of a request that shows no key."""
     return "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-
-
-def _unknown(authorization: str | None) -> str:
-    """The message for a header without a key, or with one that is not known here."""
-    return _KEY_UNKNOWN if sent_key(authorization) else "send an API key: Authorization: Bearer <key>"
 
 
 def _request_id(headers: Headers) -> str:

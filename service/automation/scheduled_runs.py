@@ -6,6 +6,7 @@ So the schedule's workflow asks the service, on a queue that the service polls.
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 
 from temporalio import activity
 from temporalio.worker import Worker
@@ -15,7 +16,6 @@ from service.inference.published_models import PublishedModels
 from service.runs.runs import Runs
 from service.runs.states import RunStates
 from service.temporal import Temporal
-from shared.contract import Artifact
 from shared.errors import NotFound
 from shared.runs.requests import RunRecord, Source
 from shared.runs.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
@@ -27,24 +27,16 @@ from shared.storage.stored_bytes import Ledger
 from workflows.policies import service_queue
 
 
+@dataclass(frozen=True, eq=False)
 class ScheduledRuns:
     """Decides whether there is something new to learn, and a place to do it in. Any number of services may."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: ObjectStore,
-        temporal: Temporal,
-        runs: Runs,
-        states: RunStates,
-        published: PublishedModels,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._temporal = temporal
-        self._runs = runs
-        self._states = states
-        self._published = published
+    _settings: Settings
+    _store: ObjectStore
+    _temporal: Temporal
+    _runs: Runs
+    _states: RunStates
+    _published: PublishedModels
 
     async def serve(self) -> None:
         """Answer the workflows of schedules, until cancelled.
@@ -86,14 +78,10 @@ class ScheduledRuns:
     async def _accept(self, request: AcceptRequest) -> RunRecord:
         action = request.action
         run, source = action.scheduled.run, Source(schedule=action.scheduled.name)
-        if action.scheduled.continues and (newest := await self._newest(action)) is not None:
-            run = run.model_copy(update={"initial_adapter": newest.uri})
+        if action.scheduled.continues and run.name is not None:
+            newest = await asyncio.to_thread(self._published.newest_adapter, action.tenant, run.name)
+            run = run.model_copy(update={"initial_adapter": newest.uri}) if newest is not None else run
         return (await self._runs.accept(request.run_id, run, action.tenant, action.owner, source))[0]
-
-    async def _newest(self, action: ScheduledAction) -> Artifact | None:
-        """The newest adapter that is published under the run's name."""
-        assert action.scheduled.run.name is not None
-        return await asyncio.to_thread(self._published.newest_adapter, action.tenant, action.scheduled.run.name)
 
     async def _unchanged(self, request: AcceptRequest) -> str | None:
         """The reason to start no run: its data is that of the last one. None where it is not."""

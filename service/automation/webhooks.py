@@ -4,14 +4,14 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from operator import methodcaller
 from typing import Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
 from sqlalchemy import delete, select
-from sqlalchemy.orm import Session
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
@@ -147,12 +147,7 @@ class Webhooks:
         if change.url is not None:
             self._check(change.url)
         changed = {name: value for name, value in dict(change).items() if value is not None}
-        async with self._locks.of(tenant, webhook_id):
-            before = await asyncio.to_thread(self._read, tenant, webhook_id)
-            after = before.model_copy(update=changed)
-            await asyncio.to_thread(self._write, after)
-        audit.touched(webhook_id)
-        return WebhookView.of(after)
+        return WebhookView.of(await self._update(tenant, webhook_id, lambda before: changed))
 
     def _check(self, url: str) -> None:
         if not self._settings.webhooks.allow_private_addresses and is_plainly_private(urlsplit(url).hostname or ""):
@@ -160,19 +155,25 @@ class Webhooks:
 
     async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
         """Give it a new secret. The old one signs beside it for a while; one older than that, no more."""
-        overlaps = rotation.overlap_s > 0
+
+        def change(before: Webhook) -> dict[str, object]:
+            overlaps = rotation.overlap_s > 0
+            return {
+                "secret": new_secret(),
+                "previous_secret": before.secret if overlaps else None,
+                "previous_until": time.time() + rotation.overlap_s if overlaps else None,
+            }
+
+        after = await self._update(tenant, webhook_id, change)
+        return NewWebhook(**dict(WebhookView.of(after)), secret=after.secret)
+
+    async def _update(self, tenant: str, webhook_id: str, change: Callable[[Webhook], dict[str, object]]) -> Webhook:
         async with self._locks.of(tenant, webhook_id):
             before = await asyncio.to_thread(self._read, tenant, webhook_id)
-            after = before.model_copy(
-                update={
-                    "secret": new_secret(),
-                    "previous_secret": before.secret if overlaps else None,
-                    "previous_until": time.time() + rotation.overlap_s if overlaps else None,
-                }
-            )
+            after = before.model_copy(update=change(before))
             await asyncio.to_thread(self._write, after)
         audit.touched(webhook_id)
-        return NewWebhook(**dict(WebhookView.of(after)), secret=after.secret)
+        return after
 
     async def delete(self, tenant: str, webhook_id: str) -> WebhookView:
         """Forget it, its secret, and its deliveries."""
@@ -211,24 +212,19 @@ class Webhooks:
         notice's.
         """
         num_done = 0
-        while rows := await database.reading(_oldest):
+        oldest = select(OutboxRow).order_by(OutboxRow.created_at, OutboxRow.id).limit(_OUTBOX_PAGE)
+        while rows := await database.reading(lambda session: session.scalars(oldest).all()):
             for row in rows:
                 await self._send(row)
-                await database.writing(partial(_forget, row.id))
+                sent = delete(OutboxRow).where(OutboxRow.id == row.id)
+                await database.writing(methodcaller("execute", sent))
                 num_done += 1
         return num_done
 
     async def _send(self, row: OutboxRow) -> None:
         try:
-            notice = Notice.model_validate(
-                {
-                    "notice_id": row.id,
-                    "tenant": row.tenant,
-                    "type": row.type,
-                    "created_at": row.created_at,
-                    "data": row.payload,
-                }
-            )
+            fields = {"tenant": row.tenant, "type": row.type, "created_at": row.created_at}
+            notice = Notice.model_validate({"notice_id": row.id, "data": row.payload, **fields})
         except ValidationError:  # of another version: one row must not hold up those behind it
             logger.exception("%s is not sent to any webhook", row.id)
             return
@@ -280,12 +276,3 @@ class Webhooks:
     def _deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
         keys = [item.key for item in self._store.list(delivery_record(tenant, webhook_id))]
         return tuple(Delivery.model_validate_json(self._store.get_bytes(key)) for key in reversed(keys[-limit:]))
-
-
-def _oldest(session: Session) -> list[OutboxRow]:
-    query = select(OutboxRow).order_by(OutboxRow.created_at, OutboxRow.id).limit(_OUTBOX_PAGE)
-    return list(session.scalars(query))
-
-
-def _forget(row_id: str, session: Session) -> None:
-    session.execute(delete(OutboxRow).where(OutboxRow.id == row_id))

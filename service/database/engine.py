@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
@@ -86,13 +85,9 @@ def open_database(settings: Settings) -> Database:
     """The database of an installation, wherever its settings say. Its tables may not be there yet."""
     if settings.database_url:
         return Database(settings.database_url.get_secret_value())
-    path = default_path(settings.root_path)
+    path = settings.root_path / "service" / "longshore.db"
     path.parent.mkdir(parents=True, exist_ok=True)
     return Database(f"sqlite:///{path}")
-
-
-def default_path(root: Path) -> Path:
-    return root / "service" / "longshore.db"
 
 
 def _done(work: Callable[[Session], Answer], engine: Engine) -> Answer:

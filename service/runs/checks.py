@@ -53,8 +53,9 @@ class Checks:
                 return await self._temporal.ask(
                     GRADER_WORKFLOW, request, OneGrade, workflow_id=workflow_id, tenant=tenant, within=_PATIENCE
                 )
-            except InvalidInput as error:
-                raise _with_place(error) from None
+            except InvalidInput as error:  # Temporal carries its place and its message in one text
+                found = _PLACED.fullmatch(str(error))
+                raise InvalidInput(found["message"], found["place"]) if found else error from None
 
 
 def _depth(value: JsonValue) -> int:
@@ -66,9 +67,3 @@ def _depth(value: JsonValue) -> int:
             return 1 + max(map(_depth, value), default=0)
         case _:
             return 0
-
-
-def _with_place(error: InvalidInput) -> InvalidInput:
-    """Give an error the grader's field as its place: Temporal carries the two in one text."""
-    match = _PLACED.fullmatch(str(error))
-    return InvalidInput(match["message"], match["place"]) if match else error

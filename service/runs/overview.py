@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from sqlalchemy import func, select
@@ -95,7 +94,7 @@ class Overviews:
     async def _losses(self, run_id: str) -> Sparkline:
         steps = (await self._histories.of(run_id)).step_metrics().values()
         losses = [metrics["loss"] for metrics in steps if "loss" in metrics]
-        return Sparkline(name="loss", values=tuple(thinned(losses)))
+        return Sparkline(name="loss", values=tuple(losses[place] for place in _places_of(len(losses))))
 
     def _rewards(self, run_id: str) -> Sparkline:
         keys = [info.key for info in self._store.list(f"{RunKeys(run_id).steps}/")]
@@ -105,12 +104,8 @@ class Overviews:
         return Sparkline(name="reward", values=tuple(reward for reward in rewards if reward is not None))
 
 
-def thinned(values: Sequence[float]) -> Iterator[float]:
-    """At most a few dozen of the values, evenly spaced, the first and the last among them."""
-    return (values[place] for place in _places_of(len(values)))
-
-
 def _places_of(number: int) -> list[int]:
+    """At most a few dozen places among so many, evenly spaced, the first and the last among them."""
     if number <= _POINTS:
         return list(range(number))
     return [round(place * (number - 1) / (_POINTS - 1)) for place in range(_POINTS)]

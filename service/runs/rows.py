@@ -19,6 +19,7 @@ from shared.runs.status import RunStatus, State
 from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 
 _KEPT = 1024
+_STATUS_COLUMNS = ("state", "phase", "step", "num_steps", "started_at", "ended_at", "gpu_seconds")
 # Notices of a run that was sent through OpenAI's API have its names, where it has one.
 _OPENAI: dict[State, NoticeType] = {
     "succeeded": "fine_tuning.job.succeeded",
@@ -136,13 +137,9 @@ class RunRows:
     ) -> tuple[IndexedRun, ...]:
         """A tenant's runs, newest first: those behind the run `after`."""
         query = select(RunRow).where(RunRow.tenant == tenant)
-        for same, value in (
-            (RunRow.state, wanted.get("state")),
-            (RunRow.api, wanted.get("api")),
-            (RunRow.kind, wanted.get("kind")),
-        ):
-            if value is not None:
-                query = query.where(same == value)
+        for column in (RunRow.state, RunRow.api, RunRow.kind):
+            if (value := wanted.get(column.key)) is not None:
+                query = query.where(column == value)
         if words := wanted.get("words"):
             found = (column.icontains(words, autoescape=True) for column in (RunRow.run_id, RunRow.name, RunRow.model))
             query = query.where(or_(*found))
@@ -223,16 +220,7 @@ def run_row(record: RunRecord, status: RunStatus) -> RunRow:
 
 
 def _columns(status: RunStatus) -> dict[str, object]:
-    return {
-        "state": status.state,
-        "phase": status.phase,
-        "step": status.step,
-        "num_steps": status.num_steps,
-        "started_at": status.started_at,
-        "ended_at": status.ended_at,
-        "gpu_seconds": status.gpu_seconds,
-        "status": status.model_dump_json(),
-    }
+    return {name: getattr(status, name) for name in _STATUS_COLUMNS} | {"status": status.model_dump_json()}
 
 
 def _put_notice(session: Session, record: RunRecord, status: RunStatus, before: State | None) -> None:

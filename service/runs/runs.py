@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TypeVar, Unpack
 
 from pydantic import Field, ValidationError
@@ -52,25 +53,17 @@ class _Idempotency(Frozen):
     request_sha256: str = Field(description="of the request's canonical JSON")
 
 
+@dataclass(frozen=True, eq=False)
 class Runs:
     """Submit, show, list, cancel, pause, resume and retry runs. A run of another tenant is not found."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: ObjectStore,
-        rows: RunRows,
-        states: RunStates,
-        temporal: Temporal,
-        access: Access,
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._rows = rows
-        self._states = states
-        self._temporal = temporal
-        self._access = access
-        self._locks = KeyedLocks()
+    _settings: Settings
+    _store: ObjectStore
+    _rows: RunRows
+    _states: RunStates
+    _temporal: Temporal
+    _access: Access
+    _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
     # Submitting.
 

@@ -7,6 +7,7 @@ dropped.
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 from temporalio.client import (
@@ -53,18 +54,14 @@ class RunStates:
         since, task = self._asked.get(run.run_id, (0.0, None))
         if task is None or time.monotonic() - since > SHARED_S:
             task = asyncio.create_task(self.refresh(run))
-            self._drop_old()
-            self._asked[run.run_id] = time.monotonic(), task
+            now = time.monotonic()
+            self._asked = {run_id: each for run_id, each in self._asked.items() if now - each[0] <= SHARED_S}
+            self._asked[run.run_id] = now, task
         return await asyncio.shield(task)
 
     def changed(self, run_id: str) -> None:
         """Forget the last answer: somebody changed the run."""
         self._asked.pop(run_id, None)
-
-    def _drop_old(self) -> None:
-        old = [run_id for run_id, (since, _) in self._asked.items() if time.monotonic() - since > SHARED_S]
-        for run_id in old:
-            del self._asked[run_id]
 
     async def refresh(self, run: IndexedRun) -> IndexedRun:
         """Ask for a run's status, and write it down. While Temporal is away, the status stays."""
@@ -123,11 +120,10 @@ class RunStates:
 
     async def result(self, run_id: str) -> RunStatus | None:
         """A run's result in the store; None before its end."""
-        try:
+        with suppress(NotFound):
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).result)
-        except NotFound:
-            return None
-        return RunStatus.model_validate_json(data)
+            return RunStatus.model_validate_json(data)
+        return None
 
     async def give_up(self, run: IndexedRun) -> None:
         """Write down that a paused run was cancelled: it has no workflow to cancel."""
@@ -212,13 +208,10 @@ class Watch:
     async def _look(self, run_id: str) -> None:
         async with self._places:
             try:
-                await self._states.refresh(await self._row(run_id))
+                await self._states.refresh(await self._rows.find(run_id) or await self._states.adopt(run_id))
             except NotFound:
                 self._foreign.add(run_id)
                 logger.warning("%s runs in Temporal and is not on record in this store", run_id)
-
-    async def _row(self, run_id: str) -> IndexedRun:
-        return await self._rows.find(run_id) or await self._states.adopt(run_id)
 
 
 def _may_have_moved(phase: str, run_id: str, running: dict[str, RunStatus | None]) -> bool:

@@ -1,6 +1,7 @@
 """`login`, `logout` and `config`: profiles of services, and the settings of this machine."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,7 @@ def login(
     name = profile_name or given.profile or FIRST_PROFILE
     known = Profiles.read()
     before = known.profiles.get(name)
-    url = url or given.api_url or (before.api_url if before else address(_without_profile(given)).url)
+    url = url or given.api_url or (before.api_url if before else address(replace(given, profile=None)).url)
     key = given.api_key or _asked_key(url)
     with Client(url, key) as client:
         who = client.ask("GET", "/whoami")
@@ -62,11 +63,6 @@ def login(
         say(f"logged in to {profile.api_url} as {who_in_words(who)}; kept as profile {name} in {found['file']}")
     _warn_if_hidden(name, profile)
     return Answer(found, lambda: None)
-
-
-def _without_profile(given: Globals) -> Globals:
-    """Return the options without the profile, which does not exist yet."""
-    return Globals(api_url=given.api_url, api_key=given.api_key)
 
 
 def _asked_key(url: str) -> str:
@@ -117,8 +113,6 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
 ) -> Answer:
     """Show the settings of this machine; secrets are cut to their beginning."""
-    from dataclasses import replace
-
     from service.cli.setting_origins import setting_values, shown
     from service.dev.connection import Connection
 

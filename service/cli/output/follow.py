@@ -136,8 +136,9 @@ class Bar:
         label, done, others = self._parts(options.max_width)
         width = self._bar_width(options.max_width, [label, *others])
         bar = [ProgressBar(1.0, done, width)] if width else []
-        line = Table.grid(*[Column(no_wrap=True)] * (1 + len(bar) + len(others)), padding=(0, _GAP, 0, 0))
-        line.add_row(Text(label), *bar, *map(Text, others))
+        cells = [Text(label), *bar, *map(Text, others)]
+        line = Table.grid(*(Column(no_wrap=True) for _ in cells), padding=(0, _GAP, 0, 0))
+        line.add_row(*cells)
         yield line
 
     def _parts(self, width: int) -> tuple[str, float, list[str]]:

@@ -56,21 +56,15 @@ def summary(view: "RunView", place: int | None = None) -> str:
         lines.append(f"its newest step: {lost}")
     if view.adapter:
         lines.append(f"published: {view.adapter}")
-    if advice := next_of(view):
-        lines.append(advice)
+    kind = view.problem.kind if view.problem else ""
+    if advice := _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state):
+        lines.append(advice.format(view.run_id))
     return "\n".join(lines)
 
 
 def doing(view: "RunView", place: int | None = None) -> str:
     """Return the phase of a run that has not ended, with its position in the queue if it has one."""
     return view.phase.replace("_", " ") + (f", place {place} in the queue" if place is not None else "")
-
-
-def next_of(view: "RunView") -> str | None:
-    """Return advice about a run that did not succeed."""
-    kind = view.problem.kind if view.problem else ""
-    advice = _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state)
-    return advice.format(view.run_id) if advice else None
 
 
 def print_details(view: "RunView") -> None:

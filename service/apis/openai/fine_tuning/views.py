@@ -99,6 +99,8 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
         trained_tokens: of a job that has ended.
     """
     sent: dict[str, Any] = view.source.request or {}
+    wandb, now = view.source.wandb, time.time()
+    left_s = seconds_left(view, now)
     hyperparameters = sent.get("hyperparameters") or {}
     is_done = view.state == "succeeded"
     has_ended = view.state not in ("running", "paused")
@@ -107,11 +109,11 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
         id=view.run_id,
         created_at=int(view.created_at),
         error=JobError(code=problem.kind, message=problem.message) if problem else None,
-        estimated_finish=_estimated_finish(view),
+        estimated_finish=int(now + left_s) if left_s is not None else None,
         fine_tuned_model=f"{view.name}:v{view.version}" if is_done and view.version is not None else None,
         finished_at=int(view.ended_at) if has_ended and view.ended_at is not None else None,
         hyperparameters=hyperparameters if isinstance(view.run, SFTRun) else {},
-        integrations=_integrations(view),
+        integrations=[{"type": "wandb", "wandb": wandb.model_dump(mode="json", exclude_none=True)}] if wandb else None,
         metadata=view.source.metadata or None,
         method=_method(view.run, hyperparameters),
         model=sent.get("model") or view.run.model,
@@ -143,18 +145,6 @@ def _method(run: SFTRun | DPORun | RLRun, hyperparameters: dict[str, JsonValue])
             grader = run.rollouts.grader.model_dump(mode="json") if run.rollouts else None
             settings: dict[str, JsonValue] = {"grader": grader, "hyperparameters": hyperparameters}
             return {"type": "reinforcement", "reinforcement": settings}
-
-
-def _integrations(view: RunView) -> list[dict[str, JsonValue]] | None:
-    if view.source.wandb is None:
-        return None
-    return [{"type": "wandb", "wandb": view.source.wandb.model_dump(mode="json", exclude_none=True)}]
-
-
-def _estimated_finish(view: RunView) -> int | None:
-    now = time.time()
-    left_s = seconds_left(view, now)
-    return None if left_s is None else int(now + left_s)
 
 
 async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]:
