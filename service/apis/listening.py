@@ -59,11 +59,7 @@ class BoundedH11(H11Protocol):
 
 
 def config(app: FastAPI, settings: Settings, **options: Any) -> uvicorn.Config:
-    """uvicorn's settings for our service.
-
-    Args:
-        options: uvicorn's own, such as `host` and `port`.
-    """
+    """uvicorn's settings for our service. `options`: uvicorn's own, such as `host` and `port`."""
     return uvicorn.Config(
         app,
         http=BoundedH11,  # httptools, which uvicorn would take where it is installed, reads headers without end

@@ -45,11 +45,7 @@ def page_of(items: Sequence[T], has_more: bool) -> ListAnswer[T]:
 
 
 def page_after(items: Sequence[T], after: str | None, limit: int) -> ListAnswer[T]:
-    """The page behind an id, of all items in order.
-
-    Raises:
-        InvalidInput: none of them has the id.
-    """
+    """The page behind an id, of all items in order. Raises InvalidInput: none of them has the id."""
     start = 0
     if after is not None:
         places = [place for place, item in enumerate(items) if item.id == after]  # type: ignore[attr-defined]

@@ -23,10 +23,7 @@ class Ports:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """
-        Args:
-            folder: of the file of locks; the system's folder for temporary files if none is named.
-        """
+        """`folder`: of the file of locks; the system's folder for temporary files if none is named."""
         path = (folder or Path(tempfile.gettempdir())) / f"longshore-ports-{os.getuid()}"
         self._mine: set[int] = set()
         self._file: int | None = None

@@ -68,10 +68,7 @@ class Files:
     """A tenant's files: taken in, listed, read and deleted. Those of another are not found."""
 
     def __init__(self, store: ObjectStore, database: Database, quotas: Quotas, scratch: Path) -> None:
-        """
-        Args:
-            scratch: a folder for bodies that are coming in.
-        """
+        """`scratch`: a folder for bodies that are coming in."""
         self._store = store
         self._database = database
         self._quotas = quotas

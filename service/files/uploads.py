@@ -63,10 +63,7 @@ class Uploads:
     """A tenant's uploads. Those of another are not found. They need no database: nobody lists them."""
 
     def __init__(self, store: ObjectStore, files: Files, quotas: Quotas, scratch: Path) -> None:
-        """
-        Args:
-            scratch: a folder for parts that are coming in.
-        """
+        """`scratch`: a folder for parts that are coming in."""
         self._store = store
         self._files = files
         self._quotas = quotas

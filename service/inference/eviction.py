@@ -34,10 +34,7 @@ class IdleEviction:
     def __init__(
         self, settings: Settings, rows: RunRows, temporal: Temporal, waiting: Callable[[], frozenset[str]]
     ) -> None:
-        """
-        Args:
-            waiting: the serving workflows whose own users wait for a sampler.
-        """
+        """`waiting`: the serving workflows whose own users wait for a sampler."""
         here = f'TaskQueue = "{settings.control_queue}" AND ExecutionStatus = "Running"'
         self._servings = f'WorkflowType = "{SERVING_WORKFLOW}" AND {here}'
         self._rl_runs = f'WorkflowType = "{RL_WORKFLOW}" AND {here}'

@@ -112,11 +112,7 @@ class RunFiles:
         return PublishedFiles(self._store, key, data, artifacts.Manifest.model_validate_json(data))
 
     def rollouts(self, run_id: str, step: StepStatus, limit: int) -> tuple[GroupTexts, ...]:
-        """The first groups of a train step, as text.
-
-        Raises:
-            Conflict: the groups lie elsewhere, or are compressed.
-        """
+        """The first groups of a train step, as text. Raises Conflict: the groups lie elsewhere, or are compressed."""
         if not step.groups:
             return ()
         if not step.groups.startswith(f"{self._store.uri}/"):

@@ -83,11 +83,7 @@ class RunRows:
         self._quotas = quotas
 
     async def admit(self, record: RunRecord, status: RunStatus) -> bool:
-        """Take a place for a run, before it is on record. False when it has one.
-
-        Raises:
-            QuotaExceeded
-        """
+        """Take a place for a run, before it is on record. False when it has one. Raises QuotaExceeded."""
 
         def work(session: Session) -> bool:
             if session.get(RunRow, record.run_id) is not None:

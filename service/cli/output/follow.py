@@ -129,17 +129,18 @@ class Bar:
         self.console.print(escape(text))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich.progress_bar import ProgressBar
-        from rich.table import Column, Table
         from rich.text import Text
 
         label, done, others = self._parts(options.max_width)
+        full, empty = ("#", "-") if options.ascii_only else ("━", "━")
+        if console.no_color or console.color_system is None:
+            empty = " " if not options.ascii_only else empty
         width = self._bar_width(options.max_width, [label, *others])
-        bar = [ProgressBar(1.0, done, width)] if width else []
-        cells = [Text(label), *bar, *map(Text, others)]
-        line = Table.grid(*(Column(no_wrap=True) for _ in cells), padding=(0, _GAP, 0, 0))
-        line.add_row(*cells)
-        yield line
+        num_full = round(done * width)
+        bar = Text.assemble((full * num_full, "bar.complete"), (empty * (width - num_full), "bar.back"))
+        cells = [Text(label), bar, *map(Text, others)]
+        # One line of text, and not rich's own Progress: on a narrow terminal a table cuts every cell, a text its end.
+        yield Text(" " * _GAP, no_wrap=True, overflow="ellipsis").join(cell for cell in cells if cell)
 
     def _parts(self, width: int) -> tuple[str, float, list[str]]:
         """Return the parts of the line at this width: label, fraction of steps done, and the others in order."""

@@ -94,10 +94,7 @@ def status_of(view: RunView) -> Status:
 
 
 def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
-    """
-    Args:
-        trained_tokens: of a job that has ended.
-    """
+    """`trained_tokens`: of a job that has ended."""
     sent: dict[str, Any] = view.source.request or {}
     wandb, now = view.source.wandb, time.time()
     left_s = seconds_left(view, now)
