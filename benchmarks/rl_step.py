@@ -73,7 +73,7 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
     with Client(connection.api_url, connection.api_key) as client:
         run_id = client.submit(run, "run").run_id
         for number in range(num_steps + 1):
-            uri = client.upload(_groups(folder / f"{number}.jsonl", number))
+            uri = client.upload_file(_groups(folder / f"{number}.jsonl", number))["uri"]
             began = time.perf_counter()
             step = client.train_step(run_id, f"key-{number}", uri)
             while not step.is_final:
@@ -81,7 +81,7 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
             whole.append(time.perf_counter() - began)
             assert step.state == "done", step.problem
             steps.append(step)
-        client.finish(run_id)
+        client.change(run_id, "finish")
         events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
     trained = [event.metrics["step_s"] for event in events if isinstance(event, Step)]
     return whole[1:], trained[1:], steps[1:]

@@ -172,8 +172,8 @@ def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callab
         ("webhooks wait", _WATCH_EVERY_S, partial(backend.webhooks.send_outbox, backend.database)),
         ("scheduled runs wait", _SWEEP_EVERY_S, backend.scheduled_runs.serve),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
-        ("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune),
-        ("sent requests are remembered", _PRUNE_EVERY_S, partial(openai_jobs.prune, backend.store)),
+        ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
+        ("sent requests are remembered", _PRUNE_EVERY_S, partial(asyncio.to_thread, openai_jobs.prune, backend.store)),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
     )
 

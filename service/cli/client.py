@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
@@ -53,9 +52,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def get(self, path: str, model: type[T], **params: Any) -> T:
@@ -123,9 +120,6 @@ class Client:
         """`cancel`, `pause`, `resume` or `finish` a run; `retry` starts its request as a new one."""
         return self.post(f"/runs/{run_id}/{verb}", RunView)
 
-    def finish(self, run_id: str) -> RunView:
-        return self.change(run_id, "finish")
-
     def events(self, run_id: str, after: str | None, wait_s: float = 0) -> EventPage:
         return self.get(f"/runs/{run_id}/events", EventPage, wait_s=wait_s, after=after)
 
@@ -144,10 +138,6 @@ class Client:
         with self._stream("GET", path) as answer, target.open("wb") as file:
             for chunk in answer.iter_bytes(_CHUNK_BYTES):
                 file.write(chunk)
-
-    def upload(self, path: Path) -> str:
-        """Stream a file into the store. Returns its URI."""
-        return str(self.upload_file(path)["uri"])
 
     def upload_file(self, path: Path) -> dict[str, Any]:
         """Stream a file into the store. Returns its record; `is_new` is false if the store had it before."""

@@ -171,10 +171,6 @@ class Uploads:
                 await self._drop_parts(tenant, upload_id)
             return record
 
-    async def prune(self) -> None:
-        """Drop the parts of uploads that ended or have expired, and after a day what is known of them."""
-        await asyncio.to_thread(self._prune)
-
     async def _pending(self, tenant: str, upload_id: str) -> UploadRecord:
         record = await self.show(tenant, upload_id)
         if record.state != "pending":
@@ -218,7 +214,8 @@ class Uploads:
             freed += item.size
         return freed
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Drop the parts of uploads that ended or have expired, and after a day their records. Blocking."""
         for item in list(self._store.list(paths.chunked_upload(""))):
             record = UploadRecord.model_validate_json(self._store.get_bytes(item.key))
             if record.state != "pending" or record.is_over:

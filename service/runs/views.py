@@ -129,11 +129,8 @@ class RunReader:
     def _step(self, key: str) -> StepStatus:
         return StepStatus.model_validate_json(self._store.get_bytes(key))
 
-    async def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
-        """Checkpoints in the store, in order of step; of a step that two workers saved, both."""
-        return await asyncio.to_thread(self._checkpoints, run_id)
-
-    def _checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+    def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+        """Read the checkpoints in the store, in order of step; of a step that two workers saved, both. Blocking."""
         keys = RunKeys(run_id)
         found = []
         for item in self._store.list(f"{keys.checkpoints}/"):

@@ -116,7 +116,7 @@ def drive(root: Path, run_id: str, folder: Path, num_steps: int, patience_s: flo
             sent = patiently(root, lambda client: client.step(run_id, sent.step), patience_s)  # noqa: B023
         assert sent.state == "done", sent
     try:
-        patiently(root, lambda client: client.finish(run_id), patience_s)
+        patiently(root, lambda client: client.change(run_id, "finish"), patience_s)
     except Stop:  # refused where an answer was lost: it has ended
         ended(root, run_id, patience_s)
 

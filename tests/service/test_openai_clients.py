@@ -1,6 +1,5 @@
 """OpenAI's own clients, of three major versions, against the web service with stand-in workflows."""
 
-import asyncio
 import json
 import os
 import socket
@@ -332,10 +331,10 @@ def test_old_parts_are_dropped(service: Service) -> None:
         assert (late.status_code, late.headers["x-should-retry"]) == (409, "false")
     backend = Backend(service.settings, service.store, open_database(service.settings))
     assert list(service.store.list(paths.upload_part("default", upload)))
-    asyncio.run(backend.uploads.prune())
+    backend.uploads.prune()
     assert not list(service.store.list(paths.upload_part("default", upload)))
     older = record.model_copy(update={"expires_at": time.time() - 90_000})
     service.store.put_bytes(key, older.model_dump_json().encode())
-    asyncio.run(backend.uploads.prune())
+    backend.uploads.prune()
     assert service.store.head(key) is None
     backend.database.close()

@@ -427,10 +427,10 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
         return asyncio.run(jobs.idempotency_key(store, asking, request, retry_count))
 
     first = key(None)
-    asyncio.run(jobs.prune(store))
+    jobs.prune(store)
     assert key("1") == first, "as long as a client may ask again, it is remembered"
     monkeypatch.setattr(jobs, "WINDOW_S", 0.0)
-    asyncio.run(jobs.prune(store))
+    jobs.prune(store)
     assert not list(store.list(paths.SENT_REQUESTS))
     assert key("1") != first
 

@@ -217,7 +217,7 @@ async def test_parts_of_an_upload_that_ended_are_pruned_before_what_is_known_of_
     waiting, _ = await pending(uploads, tenant)
     put(store, recent.model_copy(update={"state": state}))
     put(store, old.model_copy(update={"state": state, "expires_at": time.time() - 90_000}))
-    await uploads.prune()
+    uploads.prune()
     assert not parts_of(store, recent) and (await uploads.show(tenant, recent.upload_id)).state == state
     assert not parts_of(store, old)
     with pytest.raises(NotFound):
@@ -233,7 +233,7 @@ async def test_parts_are_not_pruned_while_they_are_joined(database: Database, st
     def ten_minutes_later() -> None:
         known = UploadRecord.model_validate_json(store.get_bytes(paths.chunked_upload(tenant, upload.upload_id)))
         put(store, known.model_copy(update={"expires_at": known.expires_at - 600}))
-        asyncio.run(uploads.prune())
+        uploads.prune()
 
     store.once("read_range", paths.upload_part(tenant, upload.upload_id), ten_minutes_later)
     record, file = await uploads.complete(tenant, upload.upload_id, [part])

@@ -99,22 +99,21 @@ async def create_job(request: Request, asking: Asking, backend: Backed) -> JobOb
         groups = await backend.files.receive(asking.tenant, _FILE_NAME, _pieces(lines), purpose=_PURPOSE)
     config = asked.experimental_config or ExperimentalConfig()
     run_id, step = await submit_step(backend, asking, model, config, groups.uri)
-    return _of_step(await backend.runs.view(asking.tenant, run_id), TrainStep(f"{run_id}.{step.step}", step))
+    return _job(await backend.runs.view(asking.tenant, run_id), TrainStep(f"{run_id}.{step.step}", step))
 
 
 @router.post("/sft-training-jobs")
 async def create_sft_job(body: JsonBody[SftRequest], asking: Asking, backend: Backed) -> JobObject:
     """Train a model on chats behind a URI, once through."""
     model = await backend.art_models.show(asking.tenant, body.model_id)
-    view = await submit_sft(backend, asking, model, body.training_data_url, body.config or SftConfig())
-    return _of_run(view)
+    return _job(await submit_sft(backend, asking, model, body.training_data_url, body.config or SftConfig()))
 
 
 @router.get("/training-jobs/{job_id}")
 async def get_job(job_id: str, asking: Asking, backend: Backed) -> JobObject:
     """The current status of a job of either kind."""
     view, number = await _found(backend, asking.tenant, job_id)
-    return _of_run(view) if number is None else _of_step(view, await read_step(backend, view, number))
+    return _job(view, None if number is None else await read_step(backend, view, number))
 
 
 @router.get("/training-jobs/{job_id}/events")
@@ -177,24 +176,14 @@ async def _found(backend: Backend, tenant: str, job_id: str) -> tuple[RunView, i
     return view, number
 
 
-def _of_run(view: RunView) -> JobObject:
+def _job(view: RunView, step: TrainStep | None = None) -> JobObject:
+    """Return a run as a job, or its train step."""
     return JobObject(
-        id=view.run_id,
+        id=step.job_id if step else view.run_id,
         model_id=view.source.metadata[MODEL_LABEL],
-        kind="sft",
-        status=sft_status(view),
-        error=error_of(view),
-        run_id=view.run_id,
-    )
-
-
-def _of_step(view: RunView, step: TrainStep) -> JobObject:
-    return JobObject(
-        id=step.job_id,
-        model_id=view.source.metadata[MODEL_LABEL],
-        kind="rl",
-        status=step.status,
-        error=step.error,
+        kind="rl" if step else "sft",
+        status=step.status if step else sft_status(view),
+        error=step.error if step else error_of(view),
         run_id=view.run_id,
     )
 

@@ -7,17 +7,15 @@ from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from service.accounts.principals import Asking
-from service.apis.native.runs import TEXT
+from service.apis.native.runs import TEXT, StepNumber
 from service.backend import Backed
 from service.runs.files import GroupTexts, JobFile, RunReport
 from service.runs.overview import Overview, Sparkline
 from shared.runs.requests import RunId
 
 router = APIRouter()
-_LAST_STEP = 99_999_999
 JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
 FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
-StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
 
 
 @router.get("/overview")

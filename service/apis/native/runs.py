@@ -32,6 +32,7 @@ open_router = APIRouter(prefix=PREFIX)
 """Operations that need no key."""
 _POLL_S = 0.5
 _LAST_STEP = 99_999_999
+StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
 _HEALTH_PATIENCE_S = 5.0
 
 
@@ -135,7 +136,7 @@ async def list_steps(
 @router.get("/runs/{run_id}/steps/{step}")
 async def get_step(
     run_id: RunId,
-    step: Annotated[int, Path(ge=0, le=_LAST_STEP)],
+    step: StepNumber,
     backend: Backed,
     asking: Asking,
     wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
@@ -287,7 +288,7 @@ async def _log_lines(backend: Backend, tenant: str, run_id: str, follow: bool) -
 async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tuple[CheckpointRef, ...]:
     """Checkpoints in the store, oldest first."""
     await backend.runs.record(asking.tenant, run_id)
-    return await backend.reader.checkpoints(run_id)
+    return await asyncio.to_thread(backend.reader.checkpoints, run_id)
 
 
 @router.get("/runs/{run_id}/files")

@@ -55,7 +55,7 @@ def step(
 @command(app, "finish")
 def finish_run(client: "Client", run_id: RunId) -> Answer:
     """End an RL run after the steps that are queued."""
-    return Answer(outcome(client.finish(run_id)), partial(say, f"{run_id} ends when its steps are done"))
+    return Answer(outcome(client.change(run_id, "finish")), partial(say, f"{run_id} ends when its steps are done"))
 
 
 def _words(step: "StepStatus") -> str:

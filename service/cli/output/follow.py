@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from service.cli.exits import INTERRUPTED, NOT_FINISHED, Stop, Unreachable
 from service.cli.output.render import say, span
@@ -34,18 +34,8 @@ class Detached(Exception):
         super().__init__(view.run_id)
 
 
-class Display(Protocol):
-    """Shows a run while it is followed."""
-
-    def event(self, event: "RunEvent") -> None: ...
-
-    def status(self, view: "RunView") -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 @contextmanager
-def display(view: "RunView") -> Iterator[Display]:
+def display(view: "RunView") -> Iterator["Lines | Bar"]:
     """Show a progress bar on a terminal, log lines elsewhere."""
     if not sys.stderr.isatty():
         yield Lines(view)
@@ -206,7 +196,7 @@ class _Followed:
         self._steps: deque[StepStatus] = deque()  # train steps that were read and not yet shown
         self._away_since: float | None = None
 
-    def look(self, shown: Display) -> bool:
+    def look(self, shown: Lines | Bar) -> bool:
         """Ask the service once, and show what is new. Returns True when the run has ended and all events were shown."""
         try:
             return self._look(shown)
@@ -214,7 +204,7 @@ class _Followed:
             self._bear(error, shown)
             return False
 
-    def _look(self, shown: Display) -> bool:
+    def _look(self, shown: Lines | Bar) -> bool:
         # The status first: what is read after an end is complete.
         self.view = self._client.run(self.view.run_id)
         has_ended = self.view.state != "running"
@@ -245,10 +235,10 @@ class _Followed:
             self._steps += found
             self._last_step = found[-1].step
 
-    def _show_step(self, shown: Display) -> None:
+    def _show_step(self, shown: Lines | Bar) -> None:
         shown.note(step_line(self._steps.popleft()))
 
-    def _bear(self, error: Unreachable, shown: Display) -> None:
+    def _bear(self, error: Unreachable, shown: Lines | Bar) -> None:
         now = time.monotonic()
         if self._away_since is None:
             self._away_since = now

@@ -235,12 +235,8 @@ async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen
     return sent.key
 
 
-async def prune(store: ObjectStore) -> None:
-    """Drop what is on record of requests that nobody sends again any more."""
-    await asyncio.to_thread(_prune, store)
-
-
-def _prune(store: ObjectStore) -> None:
+def prune(store: ObjectStore) -> None:
+    """Drop what is on record of requests that nobody sends again any more. Blocking."""
     for item in list(store.list(paths.SENT_REQUESTS)):
         try:
             sent = _Sent.model_validate_json(store.get_bytes(item.key))

@@ -1,5 +1,6 @@
 """Runs as fine-tuning jobs, with their checkpoints and events: the objects that OpenAI's clients read."""
 
+import asyncio
 import time
 from typing import Any, Literal
 
@@ -150,7 +151,7 @@ async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]
     saved_at, metrics = history.saved_at(), history.metrics()
     train = {row.step: row.metrics for row in metrics.steps}
     valid = {row.step: row.metrics for row in metrics.evaluations}
-    steps = {found.step for found in await backend.reader.checkpoints(view.run_id)}
+    steps = {found.step for found in await asyncio.to_thread(backend.reader.checkpoints, view.run_id)}
     return [
         JobCheckpoint(
             id=f"ftckpt-{view.run_id}-{step}",
