@@ -93,7 +93,7 @@ def _require_tags(part: Any) -> None:
 
 
 def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | None = None) -> FastAPI:
-    """The application.
+    """Make the application.
 
     Args:
         settings: read from the environment if absent, as when uvicorn calls this as a factory.
@@ -164,7 +164,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
-    """Repeated work: the log's message while it fails, seconds between two times, and a function."""
+    """Return the repeated work: the log's message while it fails, seconds between two times, and a function."""
     return (
         ("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty)),
         ("the list of runs is not refreshed", _WATCH_EVERY_S, backend.watch.refresh),
@@ -199,7 +199,7 @@ class _Sweep:
 
 
 async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[object]]) -> None:
-    """Do something again and again, whatever becomes of it: nobody else does it. Each new reason is logged once."""
+    """Repeat work for ever, whatever errors it raises. Each new reason is logged once."""
     logged = ""
     while True:
         begin = time.monotonic()

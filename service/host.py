@@ -83,7 +83,7 @@ _log = logging.getLogger("longshore.host")
 async def connect(
     settings: Settings, patience_s: float = _CONNECT_PATIENCE_S, interceptors: Sequence[Interceptor] = ()
 ) -> Client:
-    """The Temporal server's client, as soon as the server answers.
+    """Connect to the Temporal server, as soon as it answers.
 
     Raises:
         SystemExit: it does not, within the patience.
@@ -101,7 +101,7 @@ async def connect(
 
 
 def control_activities(host: HostContext, answers: Complete, track: "Track") -> list[Callable[..., Any]]:
-    """Every activity that needs no accelerator. A gpu host loads none of their modules."""
+    """Return every activity that needs no accelerator. A gpu host loads none of their modules."""
     from activities.grading.grade import Grade
     from activities.models.publish import Publish
     from activities.models.resolve_adapter import ResolveAdapter
@@ -147,7 +147,7 @@ def control_activities(host: HostContext, answers: Complete, track: "Track") -> 
 
 
 def control_workflows() -> list[type]:
-    """Workflows of a control host. A gpu host loads none of their modules."""
+    """Return the workflows of a control host. A gpu host loads none of their modules."""
     from workflows.leases.serving import ServingWorkflow
     from workflows.rl import RLWorkflow
     from workflows.services.scheduled import ScheduledRunWorkflow
@@ -203,7 +203,7 @@ async def control_workers(
 def gpu_workers(
     client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, host_queue: str
 ) -> tuple[Worker, Worker]:
-    """One lease at a time on the shape's queue, and its jobs on `host_queue`, this host's own."""
+    """Make the workers of a gpu host: one lease at a time on the shape's queue, its jobs on `host_queue`, its own."""
     store = open_store(settings.store, settings.s3)
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     leases = _worker(client, settings.lease_queue, threads, 1, [Lease(pool, store, signals, host_queue).lease])
@@ -219,7 +219,7 @@ def sampler_workers(
     answers: Complete,
     host_queue: str,
 ) -> tuple[Worker, Worker]:
-    """One lease at a time on the shape's sampler queue, and what is asked of it on `host_queue`, this host's own."""
+    """Make the workers of a sampler host: one lease at a time on the shape's queue, questions on its own."""
     signals = WorkflowSignals(client, asyncio.get_running_loop())
     host = HostContext(settings)
     lease = LeaseSampler(pool, host, signals, host_queue).lease_sampler
@@ -229,7 +229,7 @@ def sampler_workers(
 
 
 def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
-    """Activities that ask samplers: a sampler host asks its own, a control host asks servers behind a URL."""
+    """Return the activities that ask samplers: a sampler host asks its own, a control host servers behind a URL."""
     from activities.sampling.prove_adapter import ProveAdapter
     from activities.sampling.sample import Sample
 
@@ -298,7 +298,7 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
 
 
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:
-    """This host's processes, all ended when the host leaves, and idle ones before."""
+    """Make the pool of this host's processes, all ended when the host leaves, and idle ones before."""
     paths, ranks = HostPaths(settings.root_path), room_for_ranks(settings.max_ranks)
     # In a thread: the sampler that a killed host left is started again at once, and its model may have to be brought.
     pool = await asyncio.to_thread(WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks)
@@ -316,7 +316,7 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    """Settings that worker processes get as environment variables. They get credentials as this host does."""
+    """Return the environment variables of worker processes. They get credentials as this host does."""
     environment = {"LONGSHORE_ROOT": str(settings.root_path), "LONGSHORE_KERNELS": settings.kernels}
     if settings.s3.endpoint_url:
         environment["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url

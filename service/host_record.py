@@ -1,4 +1,4 @@
-"""Activities that a host has in hand, written down in its root: of a killed host, the next one there fails them.
+"""Record a host's running activities in its root: after a kill, the next host there fails them at once.
 
 Temporal itself hears of a dead host by a heartbeat that does not come, and a run would wait so long. On the machine it
 is known at once, for whoever ends lets go of its locks. A host that was stopped, or whose machine is gone, is found by
@@ -63,7 +63,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The host leaves in good order: everything in hand was answered."""
+        """Clear the record of a host that leaves in good order: all of its activities were answered."""
         if self._in_hand is not None:
             for token in self._in_hand.iterdir():
                 token.unlink(missing_ok=True)
@@ -71,7 +71,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
             os.close(self._lock)
 
     async def report_lost(self, client: Client) -> None:
-        """Fail what a host had in hand that was killed here, so that it is done anew at once."""
+        """Fail the activities of a host that was killed here, so that they are retried at once."""
         await asyncio.gather(*(_fail(client, token) for noted in self._left if (token := noted.read_bytes())))
         for noted in self._left:
             noted.unlink()
@@ -82,7 +82,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
 
 
 class _Noting(ActivityInboundInterceptor):
-    """Writes an activity's task token down while it is in hand, and somewhat longer."""
+    """Records an activity's task token while it runs, and somewhat longer."""
 
     def __init__(self, next: ActivityInboundInterceptor, folder: Path) -> None:
         super().__init__(next)
@@ -108,7 +108,7 @@ async def _fail(client: Client, token: bytes) -> None:
 
 
 def _claim(folders: Path, role: str) -> tuple[Path, int] | None:
-    """The first folder that no living host holds, and this one's lock on it; None where nothing can be locked."""
+    """Lock the first folder that no living host holds. Returns None where nothing can be locked."""
     number = 0
     while True:
         folder = folders / f"{role}-{number}"
@@ -125,7 +125,7 @@ def _claim(folders: Path, role: str) -> tuple[Path, int] | None:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the lock until this process ends. Raises OSError: another one does, or nobody can."""
+    """Lock a file until this process ends. Raises OSError: another process holds it, or files cannot be locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

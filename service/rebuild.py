@@ -1,4 +1,4 @@
-"""The database, built again from the store: tenants, keys, files and runs. The audit log and the outbox begin anew."""
+"""Rebuild the database from the store: tenants, keys, files and runs. The audit log and the outbox begin anew."""
 
 import time
 from collections import Counter
@@ -123,7 +123,7 @@ class _Rebuild:
         self._in_transaction(partial(self._drop, table, known))
 
     def _read(self, record: _Record) -> Table | None:
-        """The row of a record; None for one that was deleted since it was listed, never accepted, or cannot be read."""
+        """Read a record's row; None for one that was deleted since it was listed, never accepted, or cannot be read."""
         try:
             return record.row()
         except NotFound:

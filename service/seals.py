@@ -1,4 +1,4 @@
-"""What goes through Temporal is sealed by this installation: whoever reaches the Temporal server cannot start a run.
+"""Seal every payload that goes through Temporal: whoever reaches the Temporal server cannot start a run.
 
 Every payload (inputs of workflows and activities, signals, updates, results) carries an HMAC-SHA256 over its bytes, the
 id of the workflow that it belongs to, and the activity's name where it is an activity's input or result, by a key that
@@ -50,7 +50,7 @@ _ACTION = re.compile(r"(schedule/.*)-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 class Sealing(PayloadCodec, WithSerializationContext):
-    """Seals what leaves and checks what comes."""
+    """Seals payloads that are sent and checks the seals of those received."""
 
     def __init__(self, key: bytes, scope: tuple[str, ...] = ()) -> None:
         """`scope`: what seals are good for."""
@@ -72,7 +72,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
         return [_with_metadata(payload, {_SEAL: self._seal(payload)}) for payload in payloads]
 
     async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Payloads without their seals. One that is not sealed for here is an error for whoever reads its value."""
+        """Return payloads without their seals. Reading one that is not sealed for this scope is an error."""
         return [self._checked(payload) for payload in payloads]
 
     def _checked(self, payload: Payload) -> Payload:
@@ -102,7 +102,7 @@ def _with_metadata(payload: Payload, more: dict[str, bytes]) -> Payload:
 
 
 class _Refusal(EncodingPayloadConverter):
-    """Reads what `Sealing` has refused: there is nothing to read."""
+    """Converts a payload that `Sealing` has refused to an error."""
 
     @property
     def encoding(self) -> str:
@@ -116,7 +116,7 @@ class _Refusal(EncodingPayloadConverter):
 
 
 class SealedRunner(SandboxedWorkflowRunner):
-    """Temporal's sandbox, for workflows and handlers that get what they take: what has no input has no seal, too."""
+    """Temporal's sandbox, which refuses workflows and handlers fewer inputs than they take: no input has no seal."""
 
     def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
         instance = super().create_instance(det)
@@ -129,7 +129,7 @@ def _activate(
     definition: Any,
     activation: WorkflowActivation,
 ) -> WorkflowActivationCompletion:
-    """Take a workflow on. By itself the SDK tries for ever what has fewer inputs than it takes."""
+    """Activate a workflow. By itself the SDK retries for ever what has fewer inputs than it takes."""
     for job in activation.jobs:
         match job.WhichOneof("variant"):
             case "initialize_workflow":
@@ -157,12 +157,12 @@ class SealedPayloadConverter(CompositePayloadConverter):
 
 
 def sealed_data_converter(settings: Settings) -> DataConverter:
-    """The data converter of every client and worker of this installation."""
+    """Return the data converter of every client and worker of this installation."""
     return DataConverter(payload_converter_class=SealedPayloadConverter, payload_codec=Sealing(seal_key(settings)))
 
 
 def seal_key(settings: Settings) -> bytes:
-    """The installation's key; without one in the settings, that of the root, which is made where there is none."""
+    """Return the installation's key; without one in the settings that of the root, made where there is none."""
     if settings.seal_key is not None:
         return settings.seal_key.get_secret_value().encode()
     private_folder(settings.root_path)
@@ -173,7 +173,7 @@ def seal_key(settings: Settings) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Whole and its owner's alone from its first moment on; of several processes that begin at once, one wins."""
+    """Write a new key, readable by its owner alone from the start; of several processes at once, one wins."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -35,7 +35,7 @@ LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 
 def share_of(tenant: str) -> Priority:
-    """The priority of a tenant's workflows, which their activities inherit: of tasks that wait in a queue, such as
+    """Return the priority of a tenant's workflows, which their activities inherit: of tasks in a queue, such as
     leases of GPU hosts, each tenant gets its share, if the server is configured for it (docs/operations.md).
     """
     return Priority(fairness_key=tenant)
@@ -125,7 +125,7 @@ class Temporal:
 
 
 def cause_of(error: WorkflowFailureError) -> Exception:
-    """The cause of a workflow's failure, as an error of ours."""
+    """Return the cause of a workflow's failure as an error of ours."""
     causes = causes_of(error)
     for cause in causes:
         match cause:
@@ -139,7 +139,7 @@ def cause_of(error: WorkflowFailureError) -> Exception:
 
 
 def causes_of(error: BaseException) -> Sequence[BaseException]:
-    """An error of Temporal's and what is behind it, outermost first."""
+    """Return an error of Temporal's and its causes, outermost first."""
     found = [error]
     while (cause := getattr(found[-1], "cause", None)) is not None:
         found.append(cause)
@@ -147,7 +147,7 @@ def causes_of(error: BaseException) -> Sequence[BaseException]:
 
 
 async def connect_once(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
-    """The client.
+    """Connect to the Temporal server.
 
     Raises:
         RuntimeError: the server does not answer.

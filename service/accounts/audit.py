@@ -59,7 +59,7 @@ class AuditPage(Frozen):
 
 
 class Audit:
-    """Needs the database alone: no record in the store is kept of it."""
+    """Keeps the log in the database alone: the store has no record of it."""
 
     def __init__(self, database: Database, days: float) -> None:
         self._database = database

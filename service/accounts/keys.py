@@ -70,13 +70,13 @@ class KeyView(Frozen):
 
 
 class NewKey(KeyView):
-    """A key on the one occasion on which it is shown."""
+    """A key that was just made. No other answer shows it."""
 
     key: str
 
 
 class Keys:
-    """Needs the store with their records, and the database that finds them by hash."""
+    """Keeps keys: their records in the store, and the rows that find them by hash."""
 
     def __init__(self, settings: Settings, store: ObjectStore, database: Database) -> None:
         self._store = store
@@ -92,7 +92,7 @@ class Keys:
         return bool(self._bootstrap)
 
     async def find(self, authorization: str | None) -> Principal | None:
-        """The principal of an Authorization header; None for a key that is not known, or no longer.
+        """Find the principal of an Authorization header; None for a key that is not known, or no longer.
 
         Raises:
             DatabaseUnavailable
@@ -101,7 +101,7 @@ class Keys:
         return await self.holder(hash_key(key), _MADE_HERE.match(key) is not None) if key else None
 
     async def holder(self, given: str, may_be_ours: bool = True) -> Principal | None:
-        """The principal of a key's hash; None for a key that is not known, or no longer.
+        """Find the principal of a key's hash; None for a key that is not known, or no longer.
 
         Args:
             may_be_ours: False spares the database the question: the key has not the form of those that are made here.
@@ -171,7 +171,7 @@ class Keys:
         return NewKey(**_view(row).model_dump(), key=key)
 
     async def list(self, tenant: str) -> tuple[KeyView, ...]:
-        """A tenant's keys, newest first, those that are revoked among them."""
+        """List a tenant's keys, newest first, those that are revoked among them."""
         query = select(KeyRow).where(KeyRow.tenant == tenant).order_by(KeyRow.created_at.desc(), KeyRow.key_id)
         rows = await self._database.reading(lambda session: session.scalars(query).all())
         return tuple(_view(row) for row in rows)
@@ -196,7 +196,7 @@ class Keys:
 
 
 def new_key() -> tuple[str, str]:
-    """A fresh key of 256 random bits, and the part of it that may be shown."""
+    """Make a key of 256 random bits. Returns it, and the part of it that may be shown."""
     mark = secrets.token_hex(6)
     return f"ls-{mark}-{secrets.token_urlsafe(32)}", mark
 
@@ -232,7 +232,7 @@ class Sessions:
         self._keys = keys
 
     async def begin(self, key: str) -> tuple[str, Principal] | None:
-        """A new session's token, and whose it is; None for a key that is not known, or no longer.
+        """Begin a session. Returns its token and principal; None for a key that is not known, or no longer.
 
         Raises:
             DatabaseUnavailable
@@ -252,7 +252,7 @@ class Sessions:
         return token, principal
 
     async def find(self, token: str) -> Principal | None:
-        """Whose session this is; None for one that has ended, or whose key has. Raises DatabaseUnavailable."""
+        """Return the principal of a session; None if it, or its key, has ended. Raises DatabaseUnavailable."""
         sha256 = hash_key(token)
         row = await self._database.reading(lambda session: session.get(SessionRow, sha256))
         if row is None or row.expires_at <= time.time():

@@ -56,7 +56,7 @@ class SignInLimit:
         self._keys = RateLimit(per_s, settings.sign_in_burst, clock)
 
     def wait_s(self, address: str, key: str) -> float:
-        """One more try: 0. If there may be none, the seconds until there may. Of the key a hash is kept."""
+        """Take a try: 0. If there is none, the seconds until there is. Of the key a hash is kept."""
         beginning = hashlib.sha256(key[:_SHOWN_OF_A_KEY].encode()).hexdigest()
         return self._addresses.wait_s(_site(address)) or self._keys.wait_s(beginning)
 

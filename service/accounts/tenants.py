@@ -48,7 +48,7 @@ class TenantRecord(Frozen):
 
 
 class Tenants:
-    """Needs the store with their records, and the database that lists them."""
+    """Keeps tenants: their records in the store, and the rows that list them."""
 
     def __init__(self, store: ObjectStore, database: Database) -> None:
         self._store = store
@@ -77,7 +77,7 @@ class Tenants:
         return record
 
     async def list(self) -> tuple[TenantRecord, ...]:
-        """All tenants, by name."""
+        """List all tenants, by name."""
         rows = await self._database.reading(lambda s: s.scalars(select(TenantRow).order_by(TenantRow.tenant)).all())
         return tuple(TenantRecord.of(row) for row in rows)
 
@@ -121,7 +121,7 @@ class Usage(Frozen):
 
 
 class Quotas:
-    """Needs the installation's own quotas, the database that counts runs, and the store that holds bytes."""
+    """Admits runs, counted in the database, and bytes, counted in the store, by the quotas of tenants."""
 
     def __init__(self, settings: QuotaSettings, store: ObjectStore, database: Database) -> None:
         self._settings = settings
@@ -131,7 +131,7 @@ class Quotas:
         self._locks = KeyedLocks()
 
     async def usage(self, tenant: str) -> Usage:
-        """Bytes may be a minute old."""
+        """Return a tenant's usage and quotas. Its count of bytes may be a minute old."""
 
         def look(session: Session) -> Usage:
             return Usage(
@@ -199,7 +199,7 @@ class Quotas:
             self._counted[tenant] = known[0], StoredCount(known[1].at, known[1].num_bytes - fewer)
 
     async def stored_bytes(self, tenant: str) -> int:
-        """Bytes in the store, those that are being written included."""
+        """Count the bytes in the store, those that are being written included."""
         counted = await self._count_of(tenant)
         ledger = Ledger(self._store, tenant)
         return counted.num_bytes + await asyncio.to_thread(ledger.written_since, counted.at)

@@ -45,7 +45,7 @@ _HOST = re.compile(r"^\[?(?P<name>[^\]]*?)\]?(:\d+)?$")
 
 
 class Edge:
-    """The outermost layer. It refuses, or passes on; it never reads a body itself."""
+    """The outermost middleware. It refuses a request or passes it on, and never reads a body itself."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Edge:
             self._in_hand.discard(exchange)
 
     def _while_known(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Send:
-        """Sends as long as who asks is still known: what is streamed or waited for outlives its first look."""
+        """Return a `send` that checks again if the key or session is valid: streams and waits outlive a check."""
         if "principal" not in scope["state"]:
             return exchange.send
         checked_at = time.monotonic()
@@ -142,7 +142,7 @@ class Edge:
         return await self._keys.find(headers.get("authorization"))
 
     async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
-        """The answer that refuses a request; None lets it pass, with its principal in the request's state."""
+        """Return the answer that refuses a request; None lets it pass, with its principal in the request's state."""
         path, host = scope["path"], _host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             return problems.answer(403, f"this service does not answer to the host name {host!r}", path=path)
@@ -253,11 +253,11 @@ class _LimitedBody:
 
 
 class _NoLongerKnown(Exception):
-    """The key or session that asked was good when it asked."""
+    """The key or session of a request has ended since the request came."""
 
 
 def _session_token(headers: Headers) -> str:
-    """The page's session, of a request that shows no key."""
+    """Return the token of the page's session, of a request without a key."""
     return "" if "authorization" in headers else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
@@ -272,7 +272,7 @@ def _host_name(header: str) -> str:
 
 
 class HeadRequests:
-    """Asks the application as GET would, and ends the exchange where the body begins.
+    """Answers HEAD: asks the application as GET would, and ends the exchange where the body begins.
 
     FastAPI's routes know GET alone. A stream sees its client leave, so that no file is read for nobody.
     """

@@ -57,7 +57,7 @@ FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ForeignErrorBody, "content": _NO_HTTP},
     **{code: {"model": ForeignErrorBody} for code in ("4XX", "5XX")},
 }
-"""The same of those below /v1."""
+"""Error responses of each operation below /v1, for its description."""
 
 # What is named in paths: by what can be no name of one, nothing is named.
 _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
@@ -90,7 +90,7 @@ def answer(
     path: str = "",
     kind: str | None = None,
 ) -> JSONResponse:
-    """An error as a response.
+    """Make the response of an error.
 
     Args:
         path: the request's: below /v1 errors have OpenAI's shape.
@@ -143,7 +143,7 @@ def install(app: FastAPI) -> None:
 
 
 def describe(errors: Sequence[Any]) -> ApiProblem:
-    """Pydantic's errors as one problem: the first one's field, and every rule that is broken.
+    """Join pydantic's errors to one problem: the first one's field, and every rule that is broken.
 
     Args:
         errors: `error.errors()` of a ValidationError.
@@ -159,7 +159,7 @@ def describe(errors: Sequence[Any]) -> ApiProblem:
 
 
 def _place(loc: Sequence[int | str]) -> str | None:
-    """The field: without the part of the request that it is in, and without the tags of a union's members."""
+    """Return the field, without the part of the request that it is in and without the tags of a union's members."""
     inner = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
     parts = [str(part) for i, part in enumerate(inner) if part not in _TAGS or i == len(inner) - 1]
     return ".".join(parts) or None
@@ -210,7 +210,7 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of every route that has the request's path; where one has it word for word, of such routes alone."""
+    """Return the methods of the routes that match the request's path; of exact matches alone where there are any."""
     path, found = request.url.path, dict[str, set[str]]()
     for route in iter_route_contexts(request.app.routes):
         if route.path is not None and route.methods and compile_path(route.path)[0].match(path):

@@ -1,4 +1,4 @@
-"""Bodies of requests, taken as JSON means them: "5" is no number, 1 is no truth, and 2.0 is an integer.
+"""Bodies of requests, validated with JSON's types: "5" is no number, 1 is no boolean, and 2.0 is an integer.
 
 A large one is read and validated on a thread, so that no other request waits for it, and none has more in it than can
 be told of in an answer.
@@ -132,7 +132,7 @@ def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:
 
 
 def _excess(value: Any) -> PydanticCustomError | None:
-    """Level by level: what is deep would be deep in the interpreter's own stack."""
+    """Check depth and number of values level by level, as recursion would fill the interpreter's stack."""
     level, num_values = [value], 0
     for _ in range(MAX_DEPTH):
         inner = [part for part in level if isinstance(part, dict | list)]
@@ -146,13 +146,13 @@ def _excess(value: Any) -> PydanticCustomError | None:
 
 
 def _check_errors(error: ValidationError, most: int) -> None:
-    """Errors cost more than what they tell of: so many are not listed."""
+    """Raise one error in place of too many: each costs more than the value that it names."""
     if (num_errors := error.error_count()) > most:
         raise PydanticCustomError("too_many_errors", f"{num_errors:,} things are wrong with this: too many to name")
 
 
 def _text(value: Any) -> str:
-    """A body as FastAPI read it, as text again. Bytes are a body that was not sent as JSON."""
+    """Return a body that FastAPI has parsed as text again. Bytes are a body that was not sent as JSON."""
     if isinstance(value, bytes):
         raise PydanticCustomError("no_json", "send JSON, and say so: content-type application/json")
     try:
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 
 def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """The places of floats that JSON cannot say."""
+    """Return the places of floats that JSON has no number for."""
     match value:
         case float() if not math.isfinite(value):
             yield place
@@ -181,7 +181,7 @@ def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str 
 
 
 def _guessed(error: ValidationError) -> list[InitErrorDetails]:
-    """Errors of a strict validation that are about values of another type.
+    """Return the errors of a strict validation that are about values of another type.
 
     It refuses more: lists for tuples behind validators that look at a whole model, and floats that are whole.
     """

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from shared.settings import Settings
 
 HEADERS_S = 20.0
-"""From the first byte of a request, or from the connection, to the end of its headers."""
+"""Seconds from the first byte of a request, or from the connection, to the end of its headers."""
 
 
 class BoundedH11(H11Protocol):
@@ -39,7 +39,7 @@ class BoundedH11(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Begin to wait for what is owed, once: bytes that drip in do not prolong it."""
+        """Start the deadline for what is owed, once: bytes that drip in do not prolong it."""
         if not self._client_owes:
             self._disarm()
         elif self._owed is None and not self.transport.is_closing():

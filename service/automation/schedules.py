@@ -77,7 +77,7 @@ class Schedules:
         self._locks = KeyedLocks()  # of what changes one schedule, in the store and in Temporal
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
-        """The same once more is the same schedule.
+        """Create a schedule. The same request again gives the same schedule.
 
         Raises:
             Conflict: the name is taken by another, or there are too many.
@@ -100,7 +100,7 @@ class Schedules:
         return await self.show(tenant, scheduled.name)
 
     async def of(self, tenant: str) -> tuple[ScheduleView, ...]:
-        """All of them, by name, without their actions."""
+        """List a tenant's schedules by name, without their actions."""
         places = asyncio.Semaphore(_CONCURRENT)
 
         async def view(name: str) -> ScheduleView | None:
@@ -281,7 +281,7 @@ async def _forget(client: Client, tenant: str, name: str) -> None:
 
 
 async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) -> tuple[ActionView, ...]:
-    """The latest. `made_at`, by Temporal's clock: what was started before was another schedule's of this name."""
+    """Return the latest actions. What was started before `made_at`, by Temporal's clock, was another schedule's."""
     own = f'TemporalScheduledById = "{schedule_id(record.tenant, record.scheduled.name)}"'
     query = f'WorkflowType = "{SCHEDULED_WORKFLOW}" AND {own} AND StartTime >= "{made_at.isoformat()}"'
     found = client.list_workflows(query, limit=_SHOWN_ACTIONS, rpc_timeout=PATIENCE)
@@ -289,7 +289,7 @@ async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) ->
 
 
 def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> ScheduleView:
-    """A schedule's view; without Temporal's description, of its record alone."""
+    """Return the view of a schedule; without Temporal's description, of its record alone."""
     view = ScheduleView(
         scheduled=record.scheduled, created_at=record.created_at, paused=record.paused, note=record.note
     )

@@ -88,7 +88,7 @@ class Rotation(Frozen):
 
 
 class NewWebhook(WebhookView):
-    """A webhook with a secret just made: the one time that it is shown."""
+    """A webhook with its new secret, which no other answer shows."""
 
     secret: str = Field(repr=False, description="for the verification of signatures (standardwebhooks.com)")
 
@@ -131,7 +131,7 @@ class Webhooks:
         return NewWebhook(**dict(WebhookView.of(webhook)), secret=webhook.secret)
 
     async def of(self, tenant: str) -> tuple[WebhookView, ...]:
-        """All of them, oldest first."""
+        """List a tenant's webhooks, oldest first."""
         found = await asyncio.to_thread(self._all, tenant)
         return tuple(WebhookView.of(webhook) for webhook in sorted(found, key=lambda w: w.created_at))
 
@@ -154,7 +154,7 @@ class Webhooks:
             raise InvalidInput(private_host("webhooks.allow_private_addresses"), "url")
 
     async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
-        """Give it a new secret. The old one signs beside it for a while; one older than that, no more."""
+        """Give a webhook a new secret. The old one signs beside it for `overlap_s`; an older one no more."""
 
         def change(before: Webhook) -> dict[str, object]:
             overlaps = rotation.overlap_s > 0
@@ -176,7 +176,7 @@ class Webhooks:
         return after
 
     async def delete(self, tenant: str, webhook_id: str) -> WebhookView:
-        """Forget it, its secret, and its deliveries."""
+        """Delete a webhook, its secret and its deliveries."""
         async with self._locks.of(tenant, webhook_id):
             webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
             await asyncio.to_thread(self._remove, webhook)
@@ -189,7 +189,7 @@ class Webhooks:
         return await asyncio.to_thread(self._deliveries, tenant, webhook_id, limit)
 
     async def ping(self, tenant: str, webhook_id: str) -> Pinged:
-        """Send it a `ping`, whatever events it asked for. Raises Conflict when it is not enabled."""
+        """Send a webhook a `ping`, whatever events it asked for. Raises Conflict when it is not enabled."""
         webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
         if not webhook.enabled:
             raise Conflict(f"{webhook_id} is not enabled")

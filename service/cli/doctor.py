@@ -118,7 +118,7 @@ def _disk(root: Path) -> Check:
 
 
 def _isolation() -> Check:
-    """What isolates python graders and chat templates on this machine, tried out as a host does it."""
+    """Try what isolates python graders and chat templates on this machine, as a host does."""
     done = subprocess.run(
         [sys.executable, "-m", "activities.grading.python_sandbox"], capture_output=True, text=True, timeout=60
     )

@@ -82,7 +82,7 @@ class RunOption:
 
 
 def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunOption, ...]:
-    """The options of a run model, in the order of its fields.
+    """Return the options of a run model, in the order of its fields.
 
     Args:
         only: the model's own fields that are wanted; all if empty.
@@ -150,7 +150,7 @@ def run_model(kind: str) -> "type[BaseModel]":
 
 
 def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:
-    """Give a function parameters for the options, with which it is not called."""
+    """Add parameters for the options to a function's signature. It is called without them: `given` reads them."""
     context, *own = inspect.signature(command, eval_str=True).parameters.values()
     made = [inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, **_typed(option)) for option in options]
     names = {option.parameter for option in options}
@@ -165,7 +165,7 @@ def _with_options(command: Callable[..., None], options: Sequence[RunOption]) ->
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """The values of the parameters that stand on the command line: of the others, the models have the defaults."""
+    """Return the values of parameters that stand on the command line; the models have the others' defaults."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
@@ -173,7 +173,7 @@ def given(context: typer.Context) -> dict[str, Any]:
 def fields_of(
     options: Sequence[RunOption], values: Mapping[str, Any], uri_of: Callable[[str, str], str] = lambda uri, flag: uri
 ) -> dict[str, Any]:
-    """The request of the options that were given, not checked.
+    """Return the request of the options that were given, not checked.
 
     Args:
         values: those that were given, by their parameters.
@@ -199,14 +199,14 @@ def fields_of(
 
 
 def option_at(options: Sequence[RunOption], place: Sequence[int | str]) -> RunOption | None:
-    """The option that a place in the request belongs to; None for a place above all options."""
+    """Return the option that a place in the request belongs to; None for a place above all options."""
     placed = [option for option in options if option.form != "variant"]
     found = [option for option in placed if tuple(place[: len(option.place)]) == option.place]
     return max(found, key=lambda option: len(option.place), default=None)
 
 
 def json_of(text: str, flag: str) -> Any:
-    """The JSON that was given, as itself or as the name of a file. Raises Stop where there is none."""
+    """Parse JSON that was given as itself or as the name of a file. Raises Stop where there is none."""
     try:
         return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except OSError as error:
@@ -255,7 +255,7 @@ def _others(models: Sequence[Any], default: object) -> list[Any]:
 
 
 def _variants(field: "FieldInfo", models: Sequence[Any], path: tuple[str, ...]) -> Iterator[RunOption]:
-    """Options of a union whose other kinds have no fields: the default's under its kind, a flag for each other."""
+    """Make the options of a union whose other kinds have no fields: the default's under its kind, flags for others."""
     for option in _walk(type(field.default), path, f"{field.default.kind}-", is_required=False):
         yield replace(option, kind=field.default.kind)
     for model in _others(models, field.default):
@@ -294,7 +294,7 @@ def _reading(kind: str) -> Iterator[RunOption]:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """A type without None and without what is annotated to it."""
+    """Return a type without None and without its annotations."""
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
@@ -308,7 +308,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _bounds(field: "FieldInfo") -> str:
-    """The bounds of a number in words."""
+    """Return the bounds of a number in words."""
     limits = {
         name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)
     }
@@ -325,7 +325,7 @@ def _number(number: float) -> str:
 
 
 def _typed(option: RunOption) -> dict[str, Any]:
-    """The default and the annotation of the option's parameter."""
+    """Return the default and the annotation of the option's parameter."""
     words = option.help[:1].upper() + option.help[1:]
     words += f" ({option.bounds})" if option.bounds else ""
     if option.default is None and option.field in UNLESS:

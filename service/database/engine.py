@@ -65,7 +65,7 @@ class Database:
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
-        """A connection in one writing transaction, for migrations."""
+        """Open a connection in one writing transaction, for migrations."""
         with _away(), self._writer.begin() as connection:
             yield connection
 
@@ -82,7 +82,7 @@ class Database:
 
 
 def open_database(settings: Settings) -> Database:
-    """The database of an installation, wherever its settings say. Its tables may not be there yet."""
+    """Open the database that the settings name. Its tables may not be there yet."""
     if settings.database_url:
         return Database(settings.database_url.get_secret_value())
     path = settings.root_path / "service" / "longshore.db"
@@ -125,7 +125,7 @@ def _set_up_sqlite(connection: Any, _: Any) -> None:
 
 
 def _write_ahead(connection: Any) -> None:
-    """Turn to a write-ahead log. Of those who find a file new, SQLite refuses all but one, busy_timeout or not."""
+    """Switch to a write-ahead log. Of those who find a file new, SQLite refuses all but one, busy_timeout or not."""
     end = time.monotonic() + _BUSY_MS / 1000
     while True:
         try:

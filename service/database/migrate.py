@@ -1,4 +1,4 @@
-"""Bring the tables to the newest revision, one process at a time, or not at all."""
+"""Migrate the tables to the newest revision, in one transaction, one process at a time."""
 
 from pathlib import Path
 
@@ -30,17 +30,17 @@ def upgrade(database: Database) -> bool:
 
 
 def revision(connection: Connection) -> str | None:
-    """The revision of a database; None for an empty one."""
+    """Return the revision of a database; None for an empty one."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def newest() -> str | None:
-    """The revision that this code needs."""
+    """Return the revision that this code needs."""
     return ScriptDirectory.from_config(_config()).get_current_head()
 
 
 def differences(connection: Connection) -> list[object]:
-    """Differences between the migrated tables and tables.py."""
+    """List the differences between the migrated tables and tables.py."""
     return list(compare_metadata(MigrationContext.configure(connection), Table.metadata))
 
 

@@ -52,7 +52,7 @@ class Child:
         self.started_at = time.monotonic()
 
     def revive(self) -> str | None:
-        """Start it if it is down and its time has come. Returns the message for the user."""
+        """Start the process if it is down and its wait is over. Returns a message for the user."""
         now = time.monotonic()
         if self.process is None:
             if now >= self.start_at:
@@ -78,7 +78,7 @@ class Child:
             self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Wait for it to leave, then end its process group."""
+        """Wait for the process to leave, then end its process group."""
         if self.process is None:
             return
         try:

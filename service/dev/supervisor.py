@@ -111,7 +111,7 @@ class Stack:
         )
 
     def _ui_of(self, last: Connection | None, ports: Ports) -> str:
-        """An address of loopback that nobody guesses.
+        """Choose an address of loopback that nobody guesses.
 
         Temporal's pages answer to every name: to a page of the web, too, whose name is led here (DNS rebinding), if it
         knows the address. All of 127/8 is this machine on Linux alone.
@@ -131,7 +131,7 @@ class Stack:
         return os.environ.get("TEMPORAL_ADDRESS")
 
     def _children(self, connection: Connection) -> tuple[list[Child], list[Child]]:
-        """Temporal, if it is ours; and the others."""
+        """Return the children: Temporal, if this stack runs its own, and the others."""
         logs = self.root / "logs"
         # -P: a folder named `shared` in the current directory must not be taken for ours.
         python = [sys.executable, "-P", "-m"]
@@ -165,7 +165,7 @@ class Stack:
         return child_environment(kind, known)
 
     def _start_temporal(self, temporal: list[Child], others: list[Child], connection: Connection) -> None:
-        """Before anything is announced. The others begin beside it: they wait for it to answer, longer than it may."""
+        """Start all children, and wait until Temporal answers. Raises DevError when it does not in time."""
         end = time.monotonic() + _TEMPORAL_START_S
         for child in [*temporal, *others]:
             child.start()
@@ -223,7 +223,7 @@ def temporal_binary() -> str:
 
 
 def banner(connection: Connection) -> str:
-    """The lines that are printed when the stack is up."""
+    """Return the lines that are printed when the stack is up."""
     lines = [
         f"Longshore is up, its state in {connection.root}",
         f"  API, page    {connection.api_url}",
@@ -335,7 +335,7 @@ def stop(root: Path, timeout_s: float = 60.0) -> bool:
 
 
 def listens(address: str) -> bool:
-    """True if somebody accepts connections at host:port."""
+    """Return True if somebody accepts connections at host:port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1).close()
@@ -345,13 +345,13 @@ def listens(address: str) -> bool:
 
 
 def _port_of(url: str) -> int:
-    """0, which is any port, where there is none."""
+    """Return the port of a URL; 0, which stands for any, where it has none."""
     port = url.rpartition(":")[2]
     return int(port) if port.isdigit() else 0
 
 
 def tail(log: Path, num_lines: int = 5) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
 
 
@@ -360,7 +360,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    """The supervisor as a process of its own."""
+    """Run the supervisor as a process of its own."""
     parser = argparse.ArgumentParser(description="The Longshore stack on one machine.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--port", type=int)

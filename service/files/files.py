@@ -189,7 +189,7 @@ class Files:
         return FilePage(files=files, has_more=has_more, next=_cursor(files[-1]) if has_more else None)
 
     async def delete(self, tenant: str, file_id: str) -> FileRecord:
-        """Forget a file. Its bytes go with the last file that has them; a run that reads them then fails."""
+        """Delete a file, and its bytes with the last file that has them; a run that reads them then fails."""
         record = await self.show(tenant, file_id)
         audit.touched(file_id)
 
@@ -208,7 +208,7 @@ class Files:
         return record
 
     def content(self, record: FileRecord) -> Iterator[bytes]:
-        """A file's bytes, in pieces. Blocking."""
+        """Read a file's bytes, in pieces. Blocking."""
         key = _bytes_of(record)
         for start in range(0, record.size, _CHUNK_BYTES):
             yield self._store.read_range(key, start, min(_CHUNK_BYTES, record.size - start))
@@ -236,7 +236,7 @@ def _lock_tenant(session: Session, tenant: str) -> None:
 
 
 def _cursor(record: FileRecord) -> str:
-    """The place behind a file, which stays one when the file is deleted."""
+    """Return the cursor behind a file, which stays valid when the file is deleted."""
     return f"{record.created_at!r}/{record.file_id}"
 
 
@@ -282,7 +282,7 @@ class PublishedFiles:
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """The manifest's files, and the manifest."""
+        """Return the manifest's files, and the manifest itself."""
         itself = FileEntry(
             path=paths.MANIFEST, size=len(self.manifest_data), sha256=hashlib.sha256(self.manifest_data).hexdigest()
         )
@@ -305,7 +305,7 @@ class PublishedFiles:
         yield b"\0" * (2 * tarfile.BLOCKSIZE)
 
     def tar_bytes(self, folder: str) -> int:
-        """The size of that tar."""
+        """Return the size of that tar in bytes."""
         sizes = (len(_tar_header(folder, e)) + e.size + -e.size % tarfile.BLOCKSIZE for e in self.entries)
         return sum(sizes) + 2 * tarfile.BLOCKSIZE
 

@@ -60,7 +60,7 @@ class Part(Frozen):
 
 
 class Uploads:
-    """A tenant's uploads. Those of another are not found. They need no database: nobody lists them."""
+    """A tenant's uploads. Those of another are not found. They have no rows in the database: nobody lists them."""
 
     def __init__(self, store: ObjectStore, files: Files, quotas: Quotas, scratch: Path) -> None:
         """`scratch`: a folder for parts that are coming in."""
@@ -162,7 +162,7 @@ class Uploads:
         return record, file
 
     async def cancel(self, tenant: str, upload_id: str) -> UploadRecord:
-        """Give an upload up. Raises Conflict when it is complete, or has expired."""
+        """Cancel an upload. Raises Conflict when it is complete, or has expired."""
         async with self._locks.of(upload_id):
             record = await self.show(tenant, upload_id)
             if record.state != "cancelled":
@@ -226,5 +226,5 @@ class Uploads:
 
 
 def _file_id(upload_id: str) -> str:
-    """One, however often an upload is completed."""
+    """Return the id of an upload's file, the same however often it is completed."""
     return f"file-{upload_id.removeprefix('upload_')}"

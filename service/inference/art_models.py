@@ -96,7 +96,7 @@ class ArtName:
 
 
 class UntrainedModels:
-    """Asks once for all who want the same model, and trusts the answer for ten minutes."""
+    """Resolves base models. One request serves all who want the same model, and its answer holds for ten minutes."""
 
     def __init__(self, settings: Settings, temporal: Temporal) -> None:
         self._queue = settings.control_queue
@@ -127,7 +127,7 @@ class UntrainedModels:
 
 
 class ArtModels:
-    """Registered, found, listed and deleted, with their checkpoints. Another tenant's are not found."""
+    """Registers, finds, lists and deletes models with their checkpoints. Another tenant's are not found."""
 
     def __init__(self, store: ObjectStore, published: PublishedModels, untrained: UntrainedModels) -> None:
         self._store = store
@@ -136,7 +136,7 @@ class ArtModels:
         self._locks = KeyedLocks()
 
     def lock(self, model_id: str) -> asyncio.Lock:
-        """Held by whoever gives a model a job: one at a time finds out what it goes on from."""
+        """Return the lock that is held while a model is given a job: each goes on from the job before."""
         return self._locks.of(model_id)
 
     async def _check_base(self, model: ArtModel) -> None:
@@ -199,7 +199,7 @@ class ArtModels:
         raise NotFound(f"there is no model {model_id[:80]}")
 
     async def all(self, tenant: str) -> list[ArtModel]:
-        """A tenant's models in the order in which they were registered."""
+        """List a tenant's models in the order in which they were registered."""
 
         def read() -> list[ArtModel]:
             keys = [item.key for item in self._store.list(paths.art_model(tenant))]
@@ -222,11 +222,11 @@ class ArtModels:
     # Checkpoints.
 
     async def steps(self, model: ArtModel) -> list[int]:
-        """Steps that there are checkpoints of, in order. The base model is none."""
+        """List the steps that have a checkpoint, in order. The base model is none of them."""
         return await asyncio.to_thread(self._published.versions, model.tenant, model.published_as)
 
     async def metrics(self, model: ArtModel, step: int) -> dict[str, float]:
-        """Metrics of the job that made a checkpoint."""
+        """Return the metrics of the job that made a checkpoint."""
         return await asyncio.to_thread(self._metrics, model, step)
 
     def _metrics(self, model: ArtModel, step: int) -> dict[str, float]:
@@ -261,7 +261,7 @@ class ArtModels:
     # Inference.
 
     async def target(self, tenant: str, name: ArtName) -> Target:
-        """The adapter and base model of a model's step. Raises NotFound."""
+        """Return the adapter and base model of a model's step. Raises NotFound."""
         model = await asyncio.to_thread(self._by_title, tenant, name.title)
         if model is None:
             raise NotFound(f"there is no model {name.title}")
@@ -279,7 +279,7 @@ class ArtModels:
 def new_model(
     tenant: str, entity: str, project: str, name: str | None, base_model: str, settings: ArtSettings
 ) -> ArtModel:
-    """A model with an id of its own, which sorts by time; one without a name is called by that."""
+    """Make a model with an id that sorts by time; a model without a name has its id as its name."""
     now = time.time()
     model_id = f"model-{int(now * 1000):011x}{secrets.token_hex(3)}"
     slug = re.sub(r"[^a-z0-9._-]+", "-", f"{project}-{name or 'model'}".lower())[:_LONGEST_SLUG].strip("-._")

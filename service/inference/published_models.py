@@ -104,7 +104,7 @@ def adapter_of(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
 
 
 class PublishedModels:
-    """Reads the store alone. Blocking. Versions never change, so what was found once is kept."""
+    """Finds published versions in the store. Blocking. Versions never change: what was read once is kept."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -155,7 +155,7 @@ class PublishedModels:
         return next((Published(kind, name, version) for kind in present), None)
 
     def _newest(self, tenant: str, name: str) -> Published | None:
-        """Claims say which versions there may be; the last ones may still be on their way."""
+        """Find the newest version. Claims number the versions; the last of them may not be published yet."""
         for kind in _KINDS:
             claims = sum(1 for _ in self._store.list(f"{published(tenant, kind, name)}/claims/"))
             for version in range(claims, 0, -1):
@@ -164,7 +164,7 @@ class PublishedModels:
         return None
 
     def describe(self, tenant: str, found: Published, model_id: str) -> ServedModel:
-        """The view of a version for clients. Raises NotFound when its run is not on record."""
+        """Return the view of a version for clients. Raises NotFound when its run is not on record."""
         record = self.record(tenant, found)
         return ServedModel(
             id=model_id,
@@ -196,7 +196,7 @@ class PublishedModels:
         return Target(artifact, None, plan.dtype, artifact.uri, found.name, found.version)
 
     def artifact(self, tenant: str, found: Published) -> Artifact:
-        """The files of an adapter or a model. Raises NotFound when they have gone."""
+        """Return the files of an adapter or a model. Raises NotFound when they were deleted."""
         if found.kind == "checkpoints":
             return adapter_of(self._store, self.record(tenant, found), found.version)
         artifact = find(self._store, published_version(tenant, found.kind, found.name, found.version))
@@ -205,7 +205,7 @@ class PublishedModels:
         return artifact
 
     def record(self, tenant: str, found: Published) -> RunRecord:
-        """The run that published it. Raises NotFound when that is not on record."""
+        """Return the record of the run that published a version. Raises NotFound when that is not on record."""
         run_id = found.name
         if found.kind != "checkpoints":
             run_id = self.owner(tenant, found).run_id
@@ -214,7 +214,7 @@ class PublishedModels:
         return self._records[run_id]
 
     def owner(self, tenant: str, found: Published) -> Owner:
-        """The run that made a version, and its train step. Raises NotFound."""
+        """Return the run that made a version, and its train step. Raises NotFound."""
         claim = self._store.get_bytes(version_claim(tenant, found.kind, found.name, found.version))
         return Owner.model_validate_json(claim)
 
@@ -247,7 +247,7 @@ class PublishedModels:
         self._targets.pop((tenant, found), None)
 
     def _job(self, run_id: str) -> Job:
-        """Any of the run's: they all train the same model."""
+        """Return any job of a run: they all train the same model."""
         keys = (info.key for info in self._store.list(f"{RunKeys(run_id).logs}/") if info.key.endswith("/job.json"))
         key = next(keys, None)
         if key is None:

@@ -64,7 +64,7 @@ class SamplerLease:
 
 
 class SamplerLeases:
-    """One question of a model asks for the lease; others wait for the same answer, and use it for a few seconds.
+    """Leases samplers. One question to a model asks for the lease; others share the answer for a few seconds.
 
     So many questions at once cost one update: Temporal takes ten of a workflow at a time.
     """
@@ -78,7 +78,7 @@ class SamplerLeases:
         self._reuse_s = min(_MAX_REUSE_S, settings.serving.idle_s / 3)
 
     async def lease(self, key: SamplerKey) -> SamplerLease:
-        """A sampler that is up.
+        """Return the lease of a sampler that is up.
 
         Raises:
             SamplerUnavailable: none was, in time. InvalidInput: none can use the model.
@@ -91,11 +91,11 @@ class SamplerLeases:
         return SamplerLease(serving_id, grant)
 
     def forget(self, lease: SamplerLease) -> None:
-        """The sampler was lost, for all one knows."""
+        """Forget a lease whose sampler seems lost."""
         self._known.pop(lease.serving_id, None)
 
     def waiting(self) -> frozenset[str]:
-        """The serving workflows of models whose questions have waited for longer than a sampler takes to start."""
+        """Return the serving workflows of models whose questions wait for longer than a sampler takes to start."""
         now = time.monotonic()
         return frozenset(serving_id for serving_id, since in self._asked_at.items() if now - since > WAITS_S)
 
@@ -198,7 +198,7 @@ class Inference:
         return answer
 
     async def complete(self, tenant: str, asked: CompletionRequest) -> CompletionResponse:
-        """The same of a text, or of token ids. Raises as `chat` does."""
+        """Continue a text, or token ids, with a model. Raises as `chat` does."""
         async with self._questions.place(tenant):
             answer = await self._ask(tenant, asked)
         assert isinstance(answer, CompletionResponse)
@@ -268,7 +268,7 @@ class Inference:
         )
 
     async def _answered(self, start: CompletionStart) -> Completed:
-        """A caller that is cancelled takes the question back."""
+        """Run a question's workflow. A caller that is cancelled cancels the workflow."""
         async with self._temporal.client() as client:
             completion_id = f"completion-{secrets.token_hex(12)}"
             options = {"execution_timeout": policies.COMPLETION_TIMEOUT, "result_type": Completed}
@@ -293,7 +293,7 @@ async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[A
 
 
 def _failure(error: WorkflowFailureError) -> Exception:
-    """The cause of a question's failure, as an error of ours."""
+    """Return the cause of a question's failure as an error of ours."""
     causes = causes_of(error)
     for cause in causes:
         match cause:
@@ -310,7 +310,7 @@ def _refusal(message: str) -> InvalidInput:
 
 
 def _refuse(error: WorkflowUpdateFailedError) -> None:
-    """Raise what a question was refused with, unless it came to nothing."""
+    """Raise the refusal of a question; return where its update was lost."""
     for cause in causes_of(error):
         match cause:
             case ApplicationError(type=kind) if kind in LOST_UPDATES:

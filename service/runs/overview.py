@@ -40,7 +40,7 @@ class Sparkline(Frozen):
 
 
 class Overviews:
-    """Needs the index, and the store for what runs measured."""
+    """Reads counts from the index, and metrics of runs from the store."""
 
     def __init__(self, database: Database, store: ObjectStore, histories: Histories) -> None:
         self._database = database
@@ -105,7 +105,7 @@ class Overviews:
 
 
 def _places_of(number: int) -> list[int]:
-    """At most a few dozen places among so many, evenly spaced, the first and the last among them."""
+    """Choose at most a few dozen indices of a list, evenly spaced, the first and the last among them."""
     if number <= _POINTS:
         return list(range(number))
     return [round(place * (number - 1) / (_POINTS - 1)) for place in range(_POINTS)]

@@ -76,7 +76,7 @@ class RunFilter(TypedDict, total=False):
 
 
 class RunRows:
-    """Needs the database, and the quotas that admit runs."""
+    """Reads and writes the rows of runs. Quotas admit new ones."""
 
     def __init__(self, database: Database, quotas: Quotas) -> None:
         self._database = database
@@ -131,7 +131,7 @@ class RunRows:
         after: str | None = None,
         **wanted: Unpack[RunFilter],
     ) -> tuple[IndexedRun, ...]:
-        """A tenant's runs, newest first: those behind the run `after`."""
+        """List a tenant's runs, newest first: those behind the run `after`."""
         query = select(RunRow).where(RunRow.tenant == tenant)
         for column in (RunRow.state, RunRow.api, RunRow.kind):
             if (value := wanted.get(column.key)) is not None:
@@ -156,7 +156,7 @@ class RunRows:
         return tuple(_indexed(row) for row in await self._database.reading(work))
 
     def _has_label(self, name: str, value: str) -> ColumnElement[bool]:
-        """A condition on one label. It compares keys, as signs of a name have a meaning in a path into JSON."""
+        """Return a condition on one label. It compares keys, as some characters have a meaning in a path into JSON."""
         each = func.json_each if self._database.is_sqlite else func.json_each_text
         labels = each(RunRow.labels).table_valued("key", "value")
         return exists(select(labels.c.key).where(labels.c.key == name, labels.c.value == value))

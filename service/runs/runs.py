@@ -112,7 +112,7 @@ class Runs:
         await self.check_access(tenant, run)
 
     async def sealed(self, request: F) -> F:
-        """A request without its URIs' queries, in which signatures are: hosts find them in the store."""
+        """Return a request without its URIs' queries, which hold signatures: hosts find these in the store."""
         return await asyncio.to_thread(without_queries, self._store, request)
 
     async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
@@ -176,11 +176,11 @@ class Runs:
     # Showing.
 
     async def record(self, tenant: str, run_id: str) -> RunRecord:
-        """A run's record. Raises NotFound for a run that this tenant does not have."""
+        """Return a run's record. Raises NotFound for a run that this tenant does not have."""
         return (await self._row(tenant, run_id)).record
 
     async def view(self, tenant: str, run_id: str) -> RunView:
-        """A run's current view: from its workflow while it runs, from its row afterwards."""
+        """Return a run's current view: from its workflow while it runs, from its row afterwards."""
         return (await self._current(tenant, run_id)).view
 
     async def of(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
@@ -275,7 +275,7 @@ class Runs:
         return await self.view(tenant, run_id)
 
     def _going_on(self, tenant: str) -> asyncio.Lock:
-        """Held while a run is resumed, or a paused one given up.
+        """Return the lock that is held while a run of a tenant is resumed, or a paused one cancelled.
 
         One after the other, so that two do not take one place, and nobody gives up what somebody else goes on with: of
         several services each may let one in.
@@ -283,7 +283,7 @@ class Runs:
         return self._locks.of(tenant)
 
     async def _start_again(self, record: RunRecord) -> None:
-        """A run's end is seen a moment before its workflow closes. Raises Conflict when that does not come."""
+        """Start a workflow again once it has closed, after the run's end. Raises Conflict when it does not close."""
         end = time.monotonic() + _CLOSING_S
         while True:
             try:
@@ -294,7 +294,7 @@ class Runs:
                 await asyncio.sleep(0.1)
 
     async def retry(self, asking: Principal, run_id: str) -> RunView:
-        """The same request as a new run, from the beginning. Raises Conflict unless the run failed or was cancelled."""
+        """Submit a run's request as a new run. Raises Conflict unless the run failed or was cancelled."""
         run = await self._current(asking.tenant, run_id)
         if run.status.state not in ("failed", "cancelled"):
             word = "is running" if run.is_open else _ended_as(run.status.state)

@@ -50,7 +50,7 @@ class RunStates:
         self.waiting: set[str] = set()
 
     async def current(self, run: IndexedRun) -> IndexedRun:
-        """A run's current status: one question at a time, and one answer for all who ask within half a second."""
+        """Ask for a run's current status: one query at a time, whose answer serves all who ask within half a second."""
         since, task = self._asked.get(run.run_id, (0.0, None))
         if task is None or time.monotonic() - since > SHARED_S:
             task = asyncio.create_task(self.refresh(run))
@@ -72,7 +72,7 @@ class RunStates:
         return run if status is None else await self._rows.change(run, status)
 
     async def _status(self, run: IndexedRun) -> RunStatus | None:
-        """A run's status from its workflow or its result; None where nothing newer than the row is known."""
+        """Read a run's status from its workflow or its result; None where nothing newer than the row is known."""
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(run.run_id)
             try:
@@ -89,7 +89,7 @@ class RunStates:
             return await self.result(run.run_id) or await self._settle(handle, run, description)
 
     async def _lost(self, run: IndexedRun) -> None:
-        """Accepted, not ended, and unknown to Temporal: it is started at the next turn, if it is on record."""
+        """Have a run started that Temporal has lost, if it is on record; drop its row otherwise."""
         age_s = time.time() - run.record.created_at
         if await asyncio.to_thread(self._store.head, paths.RunKeys(run.run_id).record) is not None:
             # A schedule's own workflow starts its run, and waits for the end of what it started.
@@ -119,7 +119,7 @@ class RunStates:
         return status
 
     async def result(self, run_id: str) -> RunStatus | None:
-        """A run's result in the store; None before its end."""
+        """Read a run's result in the store; None before its end."""
         with suppress(NotFound):
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).result)
             return RunStatus.model_validate_json(data)
@@ -134,7 +134,7 @@ class RunStates:
         self.changed(run.run_id)
 
     async def record(self, run_id: str) -> RunRecord:
-        """A run's record in the store. Raises NotFound for an unknown run."""
+        """Read a run's record in the store. Raises NotFound for an unknown run."""
         try:
             data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).record)
         except NotFound:

@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 
 
 class TrainSteps:
-    """Needs the runs, and the store with their records."""
+    """Hands train steps to RL runs, and reads their status."""
 
     def __init__(self, runs: Runs, store: ObjectStore, temporal: Temporal) -> None:
         self._runs = runs
@@ -57,7 +57,7 @@ class TrainSteps:
         return await self._runs.view(tenant, run_id)
 
     async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
-        """A step's current status, or its end if that comes within `wait_s`. Raises NotFound."""
+        """Return a step's current status, or its end if that comes within `wait_s`. Raises NotFound."""
         record = await self.record(tenant, run_id)
         end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
         while True:
@@ -86,7 +86,7 @@ class TrainSteps:
         return record
 
     async def _update(self, tenant: str, run_id: str, name: str, *messages: Frozen) -> Any:
-        """An update of an RL run's workflow, sent again when it was lost: when the run has just moved on to a new
+        """Update an RL run's workflow, and send the update again when it was lost: when the run has just begun a new
         execution, or Temporal was killed. It is no other for being sent twice.
 
         Raises:

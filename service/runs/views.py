@@ -206,7 +206,7 @@ def dropped(metrics: dict[str, float]) -> str | None:
 
 
 def in_words(name: str, value: float) -> str:
-    """A metric with its name, in so many digits as people read."""
+    """Format a metric with its name, in as many digits as people read."""
     if name == "tokens_per_s":
         return f"{value:,.0f} tokens/s" if value >= 100 else f"{value:.3g} tokens/s"
     return f"{'reward' if name == 'reward_mean' else name} {value:.4g}"
@@ -263,11 +263,11 @@ class RunHistory:
         )
 
     def trained_tokens(self) -> int:
-        """Tokens that steps were made of, each step once."""
+        """Count the trained tokens, of each step once."""
         return int(sum(metrics.get("tokens", 0.0) for metrics in self.step_metrics().values()))
 
     def saved_at(self) -> dict[int, float]:
-        """When the checkpoint of each step was saved, in seconds since 1970."""
+        """Return the time at which the checkpoint of each step was saved, in seconds since 1970."""
         return {item.event.step: item.event.time for item in self.events if isinstance(item.event, Saved)}
 
 
@@ -279,7 +279,7 @@ class Histories:
         self._kept: OrderedDict[str, RunHistory] = OrderedDict()
 
     async def of(self, run_id: str) -> RunHistory:
-        """A run's history up to now. The caller has checked who owns the run."""
+        """Return a run's history up to now. The caller has checked who owns the run."""
         history = self._kept.setdefault(run_id, RunHistory())
         self._kept.move_to_end(run_id)
         await history.read(self._reader, run_id)

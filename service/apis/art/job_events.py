@@ -63,7 +63,7 @@ class TrainStep:
 
     @property
     def error(self) -> str | None:
-        """A step that was skipped had nothing to learn from; one without a single whole trajectory is an error."""
+        """Why the job failed. A skipped step without a single whole trajectory is an error; others are not."""
         if self.problem is not None or self.step is None:
             return self.problem
         metrics = self.step.metrics
@@ -73,7 +73,7 @@ class TrainStep:
         return self.step.problem.message if self.step.problem is not None else None
 
     def events(self) -> list[TrainingEvent]:
-        """All of them, oldest first. A step that had nothing to learn from has no gradient step."""
+        """List the events, oldest first. A step that had nothing to learn from has no gradient step."""
         if self.status == "queued":
             return []
         events = [_event(self.job_id, "training_started", {"num_sequences": 1})]
@@ -91,7 +91,7 @@ class TrainStep:
 
 
 async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
-    """A train step as a job. Raises NotFound for one that never came."""
+    """Return a train step as a job. Raises NotFound for one that never came."""
     job_id = f"{view.run_id}.{number}"
     try:
         step = await backend.steps.show(view.tenant, view.run_id, number)
@@ -120,7 +120,7 @@ def sft_status(view: RunView) -> JobStatus:
 
 
 async def sft_events(backend: Backend, view: RunView, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
-    """A page of a supervised job's events: what comes behind one of them is read from there on.
+    """Return a page of a supervised job's events behind the event `after`.
 
     Steps that were done again, after a worker was lost, come again.
 

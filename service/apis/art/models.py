@@ -52,7 +52,7 @@ class ModelObject(RecordView):
 
 
 class CheckpointObject(BaseModel):
-    """A model after a job that changed it. `model`: by which name it is asked."""
+    """A model after a job that changed it. `model`: its name in requests for completions."""
 
     id: str
     object: Literal["checkpoint"] = "checkpoint"
@@ -96,7 +96,7 @@ async def list_models(
 
 @router.get("/{model_id}")
 async def get_model(model_id: str, asking: Asking, backend: Backed) -> ModelObject:
-    """One of them."""
+    """Show a model."""
     return ModelObject.of(await backend.art_models.show(asking.tenant, model_id))
 
 

@@ -263,7 +263,7 @@ async def _event_stream(backend: Backend, tenant: str, run_id: str, after: str |
 
 @router.get("/runs/{run_id}/metrics")
 async def run_metrics(run_id: RunId, backend: Backed, asking: Asking) -> Metrics:
-    """One row a step: where a step was done twice, the newest worker's counts. Of an RL run also its train steps'."""
+    """A run's metrics by step, of the newest worker where a step was done twice; of an RL run also its train steps'."""
     await backend.runs.record(asking.tenant, run_id)
     return (await backend.histories.of(run_id)).metrics()
 

@@ -48,7 +48,7 @@ async def list_models(asking: Asking, backend: Backed) -> ServedModels:
 
 @router.get("/models/{model_id}")
 async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedModel:
-    """One of them: `name` for its newest version, or `name:v3`."""
+    """Show what is published as `name`, its newest version, or as `name:v3`."""
     return await asyncio.to_thread(backend.published.show, asking.tenant, model_id)
 
 

@@ -54,7 +54,7 @@ class DeletedFile(BaseModel):
 
 @router.post("/files", openapi_extra=_FORM)
 async def create_file(request: Request, asking: Asking, backend: Backed) -> FileObject:
-    """Take a file in, as a form."""
+    """Upload a file, as a form."""
     length = request.headers.get("content-length", "0")
     async with file_form(request, "file") as form:
 
@@ -82,7 +82,7 @@ def checked_purpose(purpose: str) -> str:
 
 
 def plain_name(filename: str) -> str:
-    """A name as the store takes it: without folders, and with _ for what names may not have there."""
+    """Return a file name that the store takes: without folders, and with _ for characters that it refuses."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", re.split(r"[/\\]", filename)[-1])[-MAX_NAME:]
     name = re.sub(r"^[.-]", "_", name)
     return name or "file"
@@ -108,7 +108,7 @@ async def list_files(
 
 @router.get("/files/{file_id}")
 async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
-    """One of them, or one that a job made."""
+    """Show an uploaded file, or one that a job made."""
     if results.is_result(file_id):
         return FileObject.of(await results.find(backend, asking.tenant, file_id))
     return FileObject.of(await _shown(backend, asking.tenant, file_id))
@@ -116,7 +116,7 @@ async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
 
 @router.get("/files/{file_id}/content", response_class=Response)
 async def file_content(file_id: str, asking: Asking, backend: Backed) -> StreamingResponse:
-    """Its bytes."""
+    """The bytes of a file."""
     size, pieces = await _content(backend, asking.tenant, file_id)
     headers = {"content-length": str(size)}
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
@@ -139,7 +139,7 @@ async def _content(backend: Backend, tenant: str, file_id: str) -> tuple[int, It
 
 @router.delete("/files/{file_id}")
 async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedFile:
-    """Forget a file. What a job made goes with its job alone."""
+    """Delete a file. What a job made is deleted with its job alone."""
     if results.is_result(file_id):
         await results.find(backend, asking.tenant, file_id)
         raise InvalidInput("this is a job's own: it stands as long as the job does", "file_id")
@@ -215,5 +215,5 @@ async def complete_upload(
 
 @uploads.post("/{upload_id}/cancel")
 async def cancel_upload(upload_id: str, asking: Asking, backend: Backed) -> UploadObject:
-    """Give the upload up; its parts are dropped."""
+    """Cancel an upload and drop its parts."""
     return UploadObject.of(await backend.uploads.cancel(asking.tenant, upload_id))

@@ -23,7 +23,7 @@ BINARY = {"type": "string", "format": "binary"}
 
 
 def described(**fields: dict[str, Any]) -> dict[str, Any]:
-    """A form of these fields, all required, for `openapi_extra`: FastAPI does not see what is read by hand."""
+    """Describe a form of these fields, all required, for `openapi_extra`: FastAPI does not see what is read by hand."""
     schema = {"type": "object", "required": list(fields), "properties": fields, "additionalProperties": False}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
@@ -109,7 +109,7 @@ class FileForm(MultiPartParser):
 
 @asynccontextmanager
 async def file_form(request: Request, file_field: str) -> AsyncIterator[FileForm]:
-    """A request's form, read as far as the block asks for. Raises InvalidInput for a body that is none."""
+    """Read a request's form as far as the block asks for. Raises InvalidInput for a body that is none."""
     form = FileForm(request.headers.get("content-type"), request.stream(), file_field)
     try:
         yield form

@@ -62,7 +62,7 @@ def static_files() -> StaticFiles:
 
 
 class _Fresh(StaticFiles):
-    """A browser asks each time whether its copy is the newest: scripts of two versions would not fit together."""
+    """Static files that browsers revalidate each time: scripts of two versions would not fit together."""
 
     def file_response(self, *arguments: Any, **options: Any) -> Response:
         answer = super().file_response(*arguments, **options)
@@ -99,7 +99,7 @@ async def signed_in(
     key: Annotated[str, Form(max_length=512)],
     after: Annotated[str, Form(max_length=512)] = "/",
 ) -> Response:
-    """A key for a session, on record in the audit log whether it is one or not.
+    """Exchange a key for a session. The audit log has the attempt, whether it succeeds or not.
 
     Another site's form is refused: it would sign people in as somebody else.
     """
@@ -149,7 +149,7 @@ def _html(name: str, status: int = 200, **values: Any) -> Response:
 
 
 def _local(after: str) -> str:
-    """The path to go to after signing in: one of ours, whatever a link said."""
+    """Return the path to go to after signing in: a page of ours, whatever a link said."""
     parts = urlsplit(after)
     ours = not parts.scheme and not parts.netloc and is_page(parts.path) and "\\" not in after
     return after if ours else "/"

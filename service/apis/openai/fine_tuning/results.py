@@ -64,7 +64,7 @@ def _model(backend: Backend, file_id: str, view: RunView) -> ResultFile:
 
 
 def metrics_csv(metrics: Metrics) -> bytes:
-    """A line an optimizer step, and one for what was evaluated before the first: `train_loss`, `valid_loss`, ..."""
+    """Format metrics as CSV: a line for each optimizer step, 0 before the first; `train_loss`, `valid_loss`, ..."""
     rows: dict[int, dict[str, float]] = {}
     for step in metrics.steps:
         rows.setdefault(step.step, {}).update({f"train_{name}": value for name, value in step.metrics.items()})

@@ -1,4 +1,4 @@
-"""From a fine-tuning job as OpenAI's clients describe it to a run of ours. Pure: what it needs was looked up before."""
+"""Translate a fine-tuning job of OpenAI's clients into a run of ours. Pure: files and models were looked up before."""
 
 import re
 from collections.abc import Mapping
@@ -148,7 +148,7 @@ def _trainable(start: StartingPoint, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_both(chosen: Hyperparameters, extra: Mapping[str, Any], place: str) -> None:
-    """One thing said in two places is a contradiction, and not for us to solve."""
+    """Raise InvalidInput for a setting that is given twice, in OpenAI's field and in ours."""
     pairs = {
         "learning_rate": "learning_rate_multiplier",
         "batch_tokens": "batch_size",
@@ -255,7 +255,7 @@ def _refuse_without_validation(chosen: ReinforcementHyperparameters, extra: Mapp
 def _rate(
     draft: _Draft, chosen: Hyperparameters, extra: Mapping[str, Any], place: str, kind: type[SFTRun | DPORun | RLRun]
 ) -> dict[str, JsonValue]:
-    """The native default of the kind of run, times the multiplier."""
+    """Set the learning rate: the native default of the kind of run, times the multiplier."""
     if "learning_rate" in extra:
         return {}
     multiplier = _given(chosen.learning_rate_multiplier, 1.0)
@@ -266,7 +266,7 @@ def _rate(
 
 
 def _given(value: Any, automatic_value: Any) -> Any:
-    """The automatic value for null alone: 0 is given, and refused as itself."""
+    """Return a value, or the automatic one in place of None; 0 is a value."""
     return automatic_value if value is None else value
 
 
@@ -280,7 +280,7 @@ def _made(kind: Any, draft: _Draft) -> Any:
 
 
 def _place(place: str | None, names: Mapping[str, str]) -> str:
-    """The client's name of a run's field: its own, or below `longshore`."""
+    """Return the client's name of a run's field: its own, or below `longshore`."""
     if place is None:
         return "longshore"
     known = [name for name in names if place == name or place.startswith(f"{name}.")]

@@ -84,7 +84,7 @@ class JobCheckpoint(BaseModel):
 
 
 def status_of(view: RunView) -> Status:
-    """A run's state and phase in OpenAI's words."""
+    """Return a run's state and phase in OpenAI's words."""
     if view.state != "running":
         return view.state
     if view.phase in _VALIDATING:
@@ -146,7 +146,7 @@ def _method(run: SFTRun | DPORun | RLRun, hyperparameters: dict[str, JsonValue])
 
 
 async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]:
-    """Newest first."""
+    """List a job's checkpoints, newest first."""
     history = await backend.histories.of(view.run_id)
     saved_at, metrics = history.saved_at(), history.metrics()
     train = {row.step: row.metrics for row in metrics.steps}
@@ -194,7 +194,7 @@ class JobEvent(BaseModel):
 
 
 def job_events(view: RunView, history: RunHistory) -> list[JobEvent]:
-    """All events of a job, newest first."""
+    """Return all events of a job, newest first."""
     return [*_ended(view), *reversed(_happened(view, history)), *reversed(_begun(view))]
 
 
