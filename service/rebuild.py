@@ -72,10 +72,6 @@ class _Record:
     """Raises NotFound, ValidationError."""
 
 
-class _Undo(Exception):
-    """Ends a transaction that was only a look."""
-
-
 class _Rebuild:
     def __init__(self, store: ObjectStore, database: Database, only_look: bool) -> None:
         self._store = store
@@ -133,13 +129,12 @@ class _Rebuild:
             return None
 
     def _in_transaction(self, work: Callable[[Session], object]) -> None:
-        def then_undo(session: Session) -> None:
+        def work_or_look(session: Session) -> None:
             work(session)
             if self._only_look:
-                raise _Undo
+                session.rollback()
 
-        with suppress(_Undo):
-            self._database.write(then_undo)
+        self._database.write(work_or_look)
 
     def _put(self, rows: list[tuple[_Record, Table]], session: Session) -> None:
         for record, read in rows:

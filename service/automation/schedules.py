@@ -290,20 +290,19 @@ async def _actions(client: Client, record: ScheduleRecord, made_at: datetime) ->
 
 def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> ScheduleView:
     """Return the view of a schedule; without Temporal's description, of its record alone."""
-    view = ScheduleView(
-        scheduled=record.scheduled, created_at=record.created_at, paused=record.paused, note=record.note
-    )
     if known is None:
-        return view
-    return view.model_copy(
-        update={
-            "paused": known.schedule.state.paused,
-            "note": known.schedule.state.note or None,
-            "next_times": tuple(time.timestamp() for time in known.info.next_action_times),
-            "num_actions": known.info.num_actions,
-            "num_overlapped": known.info.num_actions_skipped_overlap,
-            "num_missed": known.info.num_actions_missed_catchup_window,
-        }
+        return ScheduleView(
+            scheduled=record.scheduled, created_at=record.created_at, paused=record.paused, note=record.note
+        )
+    return ScheduleView(
+        scheduled=record.scheduled,
+        created_at=record.created_at,
+        paused=known.schedule.state.paused,
+        note=known.schedule.state.note or None,
+        next_times=tuple(time.timestamp() for time in known.info.next_action_times),
+        num_actions=known.info.num_actions,
+        num_overlapped=known.info.num_actions_skipped_overlap,
+        num_missed=known.info.num_actions_missed_catchup_window,
     )
 
 

@@ -55,10 +55,6 @@ class Database:
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self._writer)
 
-    def read(self, work: Callable[[Session], Answer]) -> Answer:
-        """`reading`, for callers that may block."""
-        return self._do(work, self.engine)
-
     def write(self, work: Callable[[Session], Answer]) -> Answer:
         """`writing`, for callers that may block."""
         return self._do(work, self._writer)

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 from alembic import command
-from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
 from service.database.engine import Database
-from service.database.tables import Table
 
 _LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
 
@@ -37,11 +35,6 @@ def revision(connection: Connection) -> str | None:
 def newest() -> str | None:
     """Return the revision that this code needs."""
     return ScriptDirectory.from_config(_config()).get_current_head()
-
-
-def differences(connection: Connection) -> list[object]:
-    """List the differences between the migrated tables and tables.py."""
-    return list(compare_metadata(MigrationContext.configure(connection), Table.metadata))
 
 
 def _config(connection: Connection | None = None) -> Config:

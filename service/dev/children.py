@@ -69,10 +69,6 @@ class Child:
         self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
         return message
 
-    @property
-    def has_ended(self) -> bool:
-        return self.process is not None and self.process.poll() is not None
-
     def ask_to_leave(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ _NEXT = 100
 
 
 class Ports:
-    """The ports of one supervisor, until it closes this or dies.
+    """The ports of one supervisor, until it leaves the block or dies.
 
     A port on which nobody listens at the moment may be another stack's, whose server was killed and comes back. So a
     supervisor also locks its ports: each is a byte of one file that all stacks of a user share, and the kernel frees
@@ -34,10 +34,7 @@ class Ports:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of all ports."""
+        """Unlock all ports."""
         if self._file is not None:
             os.close(self._file)
         self._file = None

@@ -171,7 +171,7 @@ class Stack:
             child.start()
         for child in temporal:
             while not listens(connection.temporal_address) and not self._leaving:
-                if child.has_ended or time.monotonic() > end:
+                if (child.process and child.process.poll() is not None) or time.monotonic() > end:
                     raise DevError(f"Temporal does not start; {child.log} says why:\n{tail(child.log)}")
                 time.sleep(_TICK_S)
 

@@ -198,38 +198,27 @@ class ArtModels:
                 return await asyncio.to_thread(self._read, tenant, model_id)
         raise NotFound(f"there is no model {model_id[:80]}")
 
-    async def all(self, tenant: str) -> list[ArtModel]:
-        """List a tenant's models in the order in which they were registered."""
+    def all(self, tenant: str) -> list[ArtModel]:
+        """List a tenant's models in the order in which they were registered. Blocking."""
+        keys = [item.key for item in self._store.list(paths.art_model(tenant))]
+        return [ArtModel.model_validate_json(self._store.get_bytes(key)) for key in keys]
 
-        def read() -> list[ArtModel]:
-            keys = [item.key for item in self._store.list(paths.art_model(tenant))]
-            return [ArtModel.model_validate_json(self._store.get_bytes(key)) for key in keys]
-
-        return await asyncio.to_thread(read)
-
-    async def delete(self, model: ArtModel) -> None:
-        """Forget a model and its checkpoints. Its runs stay on record."""
-
-        def forget() -> None:
-            self._store.delete(paths.art_name(model.tenant, _digest(model.title)))
-            for step in self._published.versions(model.tenant, model.published_as):
-                self._published.delete(model.tenant, _published(model, step))
-            self._store.delete(_record_key(model))
-
+    def delete(self, model: ArtModel) -> None:
+        """Delete a model and its checkpoints. Its runs stay on record. Blocking."""
         audit.touched(model.model_id)
-        await asyncio.to_thread(forget)
+        self._store.delete(paths.art_name(model.tenant, _digest(model.title)))
+        for step in self.steps(model):
+            self._published.delete(model.tenant, _published(model, step))
+        self._store.delete(_record_key(model))
 
     # Checkpoints.
 
-    async def steps(self, model: ArtModel) -> list[int]:
-        """List the steps that have a checkpoint, in order. The base model is none of them."""
-        return await asyncio.to_thread(self._published.versions, model.tenant, model.published_as)
+    def steps(self, model: ArtModel) -> list[int]:
+        """List the steps that have a checkpoint, in order. The base model is none of them. Blocking."""
+        return self._published.versions(model.tenant, model.published_as)
 
-    async def metrics(self, model: ArtModel, step: int) -> dict[str, float]:
-        """Return the metrics of the job that made a checkpoint."""
-        return await asyncio.to_thread(self._metrics, model, step)
-
-    def _metrics(self, model: ArtModel, step: int) -> dict[str, float]:
+    def metrics(self, model: ArtModel, step: int) -> dict[str, float]:
+        """Return the metrics of the job that made a checkpoint. Blocking."""
         with suppress(NotFound):  # it was published, and its job is not on record yet
             owner = self._published.owner(model.tenant, _published(model, step))
             keys = paths.RunKeys(owner.run_id)
@@ -243,19 +232,19 @@ class ArtModels:
         found = await asyncio.to_thread(self._published.newest_adapter, model.tenant, model.published_as)
         return found.uri if found is not None else None
 
-    async def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
-        """Delete checkpoints. Returns how many, and those that there are not.
+    def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
+        """Delete checkpoints. Returns how many, and those that there are not. Blocking.
 
         Raises:
             InvalidInput: one of them is the newest, which the next job goes on from.
         """
-        wanted, there = sorted(set(steps)), await self.steps(model)
+        wanted, there = sorted(set(steps)), self.steps(model)
         if there and there[-1] in wanted:
             raise InvalidInput(f"step {there[-1]} is the newest: the next job goes on from it", "steps")
         found = [step for step in wanted if step in there]
         audit.touched(model.model_id)
         for step in found:
-            await asyncio.to_thread(self._published.delete, model.tenant, _published(model, step))
+            self._published.delete(model.tenant, _published(model, step))
         return len(found), [step for step in wanted if step not in there]
 
     # Inference.

@@ -1,5 +1,6 @@
 """`/v1/preview/models`: models to be trained, and their checkpoints."""
 
+import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
@@ -90,7 +91,7 @@ async def list_models(
     asking: Asking, backend: Backed, after: After = None, limit: Limit = 100
 ) -> ListAnswer[ModelObject]:
     """Models in the order in which they were registered."""
-    found = [ModelObject.of(model) for model in await backend.art_models.all(asking.tenant)]
+    found = [ModelObject.of(model) for model in await asyncio.to_thread(backend.art_models.all, asking.tenant)]
     return page_after(found, after, limit)
 
 
@@ -105,7 +106,7 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Respon
     """Forget a model and delete its checkpoints; what it is busy with is cancelled. Its runs stay on record."""
     model = await backend.art_models.show(asking.tenant, model_id)
     await stop(backend, asking.tenant, model)
-    await backend.art_models.delete(model)
+    await asyncio.to_thread(backend.art_models.delete, model)
     return Response(status_code=204)
 
 
@@ -115,7 +116,7 @@ async def list_checkpoints(
 ) -> ListAnswer[CheckpointObject]:
     """Checkpoints of the model's jobs, by step. The base model, step 0, is none of them."""
     model = await backend.art_models.show(asking.tenant, model_id)
-    steps = sorted(await backend.art_models.steps(model), reverse=order == "desc")
+    steps = sorted(await asyncio.to_thread(backend.art_models.steps, model), reverse=order == "desc")
     if after is not None:
         ids = [_id(model, step) for step in steps]
         if after not in ids:
@@ -131,12 +132,12 @@ async def delete_checkpoints(
 ) -> DeletedCheckpoints:
     """Delete checkpoints by step. The newest is refused: the next job goes on from it."""
     model = await backend.art_models.show(asking.tenant, model_id)
-    count, missing = await backend.art_models.delete_steps(model, body.steps)
+    count, missing = await asyncio.to_thread(backend.art_models.delete_steps, model, body.steps)
     return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)
 
 
 async def _checkpoint(backend: Backend, model: ArtModel, step: int) -> CheckpointObject:
-    metrics = await backend.art_models.metrics(model, step)
+    metrics = await asyncio.to_thread(backend.art_models.metrics, model, step)
     return CheckpointObject(id=_id(model, step), step=step, metrics=metrics, model=f"{model.title}:step{step}")
 
 

@@ -181,7 +181,7 @@ def test_what_a_record_says_wins_over_a_row(service: Service, theirs) -> None:
     with service.http(made["key"]) as client:
         wait_until(lambda: client.get("/runs").status_code == 200, "the key has its scopes again")
     assert run_id in [run["run_id"] for run in theirs.get("/runs", params={"state": "succeeded"}).json()["runs"]]
-    assert database.read(lambda session: session.get(KeyRow, "key-ghost")) is None
+    assert database.write(lambda session: session.get(KeyRow, "key-ghost")) is None
     assert service.store.head(key_record(made["key_id"])) and service.store.head(RunKeys(run_id).result)
     database.close()
 
