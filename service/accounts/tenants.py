@@ -41,11 +41,6 @@ class TenantRecord(Frozen):
         quotas = self.quotas.model_dump(exclude_unset=True)
         return TenantRow(tenant=self.tenant, title=self.title, quotas=quotas, created_at=self.created_at)
 
-    @classmethod
-    def of(cls, row: TenantRow) -> "TenantRecord":
-        quotas = QuotaSettings.model_validate(row.quotas)
-        return cls(tenant=row.tenant, title=row.title, quotas=quotas, created_at=row.created_at)
-
 
 class Tenants:
     """Keeps tenants: their records in the store, and the rows that list them."""
@@ -79,14 +74,14 @@ class Tenants:
     async def list(self) -> tuple[TenantRecord, ...]:
         """List all tenants, by name."""
         rows = await self._database.reading(lambda s: s.scalars(select(TenantRow).order_by(TenantRow.tenant)).all())
-        return tuple(TenantRecord.of(row) for row in rows)
+        return tuple(TenantRecord.model_validate(row, from_attributes=True) for row in rows)
 
     async def show(self, tenant: str) -> TenantRecord:
         """Raises NotFound."""
         row = await self._database.reading(lambda session: session.get(TenantRow, tenant))
         if row is None:
             raise NotFound(f"there is no tenant {tenant}")
-        return TenantRecord.of(row)
+        return TenantRecord.model_validate(row, from_attributes=True)
 
     async def set_quotas(self, tenant: str, quotas: QuotaSettings) -> TenantRecord:
         """Give a tenant quotas of its own, in the place of those that it had."""

@@ -66,7 +66,7 @@ class WebhookChange(Frozen):
 class WebhookView(Frozen):
     """A webhook without its secret."""
 
-    id: WebhookId
+    id: WebhookId = Field(validation_alias="webhook_id")
     url: str
     events: tuple[NoticeType, ...]
     enabled: bool
@@ -75,8 +75,7 @@ class WebhookView(Frozen):
 
     @classmethod
     def of(cls, webhook: Webhook) -> Self:
-        shown = webhook.model_dump(include={"url", "events", "enabled", "created_at", "previous_until"})
-        return cls(id=webhook.webhook_id, **shown)
+        return cls.model_validate(webhook, from_attributes=True)
 
 
 class Rotation(Frozen):
@@ -128,7 +127,7 @@ class Webhooks:
         )
         await asyncio.to_thread(self._write, webhook)
         audit.touched(webhook.webhook_id)
-        return NewWebhook(**dict(WebhookView.of(webhook)), secret=webhook.secret)
+        return NewWebhook.of(webhook)
 
     async def of(self, tenant: str) -> tuple[WebhookView, ...]:
         """List a tenant's webhooks, oldest first."""
@@ -164,8 +163,7 @@ class Webhooks:
                 "previous_until": time.time() + rotation.overlap_s if overlaps else None,
             }
 
-        after = await self._update(tenant, webhook_id, change)
-        return NewWebhook(**dict(WebhookView.of(after)), secret=after.secret)
+        return NewWebhook.of(await self._update(tenant, webhook_id, change))
 
     async def _update(self, tenant: str, webhook_id: str, change: Callable[[Webhook], dict[str, object]]) -> Webhook:
         async with self._locks.of(tenant, webhook_id):

@@ -142,6 +142,9 @@ def run_model(kind: str) -> "type[BaseModel]":
     """
     from shared.contract import Frozen
 
+    # The config is that of all models which are imported from here on, and this process is the command line's alone.
+    # Set in the models' own module it would hold in hosts and the service too, where the first request or workflow
+    # would wait for validators to be built, and two threads might build one at a time.
     Frozen.model_config["defer_build"] = True
     from shared.runs.requests import DPORun, RLRun, SFTRun
 

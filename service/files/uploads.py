@@ -89,11 +89,8 @@ class Uploads:
     async def show(self, tenant: str, upload_id: str) -> UploadRecord:
         """Raises NotFound."""
         if _UPLOAD_ID.fullmatch(upload_id):
-            try:
+            with suppress(NotFound):
                 data = await asyncio.to_thread(self._store.get_bytes, paths.chunked_upload(tenant, upload_id))
-            except NotFound:
-                pass
-            else:
                 record = UploadRecord.model_validate_json(data)
                 return record.model_copy(update={"state": "expired"}) if record.is_over else record
         raise NotFound(f"there is no upload {upload_id[:64]}")

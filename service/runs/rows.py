@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypedDict, Unpack, get_args
 
-from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from service.accounts.tenants import Quotas
@@ -148,9 +148,7 @@ class RunRows:
                 last = session.get(RunRow, after)
                 if last is None or last.tenant != tenant:
                     return []
-                older = RunRow.created_at < last.created_at
-                as_old = and_(RunRow.created_at == last.created_at, RunRow.run_id < after)
-                behind = query.where(or_(older, as_old))
+                behind = query.where(tuple_(RunRow.created_at, RunRow.run_id) < (last.created_at, after))
             return session.scalars(behind.order_by(RunRow.created_at.desc(), RunRow.run_id.desc()).limit(limit)).all()
 
         return tuple(_indexed(row) for row in await self._database.reading(work))

@@ -306,8 +306,9 @@ class Runs:
     async def sweep(self) -> None:
         """Start every accepted run that neither ended nor is known to Temporal; index those that are not yet."""
         await self._temporal.check()
-        states = await self._rows.states()
-        for run_id in await self._ids():
+        states, prefix = await self._rows.states(), paths.run_index()
+        for item in await asyncio.to_thread(lambda: list(self._store.list(prefix))):
+            run_id = item.key.removeprefix(prefix)
             if states.get(run_id, "running") != "running":
                 continue
             try:
@@ -323,10 +324,6 @@ class Runs:
             except Exception:  # nor may anything else that is one run's
                 logger.exception("%s cannot be looked after", run_id)
         await self.start_waiting()
-
-    async def _ids(self) -> list[str]:
-        prefix = paths.run_index()
-        return await asyncio.to_thread(lambda: [item.key.removeprefix(prefix) for item in self._store.list(prefix)])
 
     async def start_waiting(self) -> None:
         """Start what was accepted while Temporal was away."""

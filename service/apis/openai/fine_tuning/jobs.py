@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import secrets
 import time
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -20,7 +21,6 @@ from service.apis.openai.fine_tuning.results import FILE_ID
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, run_of, source_of
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
-from service.files.files import FileRecord
 from service.inference.published_models import CheckpointName
 from service.runs.views import RunView
 from shared.contract import Frozen
@@ -186,11 +186,7 @@ async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Ex
         raise InvalidInput(str(error), place) from None
     if record.purpose != _TRAINING_PURPOSE:
         raise InvalidInput(f"{given} has the purpose {record.purpose}: jobs read files of {_TRAINING_PURPOSE}", place)
-    return Examples(record.uri, await asyncio.to_thread(_count, backend, record))
-
-
-def _count(backend: Backend, record: FileRecord) -> int | None:
-    return count_examples(backend.files.content(record), record.size)
+    return Examples(record.uri, await asyncio.to_thread(count_examples, backend.files.content(record), record.size))
 
 
 def _starting_point(backend: Backend, tenant: str, model: str) -> StartingPoint:
@@ -223,11 +219,8 @@ async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen
     digest = hashlib.sha256(f"{asking.key_id} {request.model_dump_json()}".encode()).hexdigest()
     place = paths.sent_request(asking.tenant, digest)
     if retry_count is not None and retry_count.isdecimal() and retry_count.strip("0"):
-        try:
+        with suppress(NotFound):
             before = _Sent.model_validate_json(await asyncio.to_thread(store.get_bytes, place))
-        except NotFound:
-            pass
-        else:
             if time.time() - before.at < WINDOW_S:
                 return before.key
     sent = _Sent(key=f"sent-{secrets.token_hex(16)}", at=time.time())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from service.backend import Backend
 from service.files.files import PublishedFiles
-from service.runs.views import Metrics, RunView
+from service.runs.views import Metrics
 from shared.errors import NotFound
 from shared.runs.requests import RUN_ID
 
@@ -46,21 +46,12 @@ async def find(backend: Backend, tenant: str, file_id: str) -> ResultFile:
     view = await backend.runs.view(tenant, run_id)
     if view.state != "succeeded" or view.source.api != "openai":
         raise NotFound(f"there is no file {file_id}")
-    if file_id.startswith(_METRICS):
-        return _metrics(file_id, view, (await backend.histories.of(run_id)).metrics())
-    return await asyncio.to_thread(_model, backend, file_id, view)
-
-
-def _metrics(file_id: str, view: RunView, metrics: Metrics) -> ResultFile:
-    data = metrics_csv(metrics)
-    return ResultFile(file_id, "step_metrics.csv", len(data), view.ended_at or view.created_at, lambda: iter([data]))
-
-
-def _model(backend: Backend, file_id: str, view: RunView) -> ResultFile:
-    files = PublishedFiles.of(view, backend.settings.s3)
-    size = files.tar_bytes(view.run_id)
     created_at = view.ended_at or view.created_at
-    return ResultFile(file_id, f"{view.run_id}.tar", size, created_at, lambda: files.tar(view.run_id))
+    if file_id.startswith(_METRICS):
+        data = metrics_csv((await backend.histories.of(run_id)).metrics())
+        return ResultFile(file_id, "step_metrics.csv", len(data), created_at, lambda: iter([data]))
+    files = await asyncio.to_thread(PublishedFiles.of, view, backend.settings.s3)
+    return ResultFile(file_id, f"{run_id}.tar", files.tar_bytes(run_id), created_at, lambda: files.tar(run_id))
 
 
 def metrics_csv(metrics: Metrics) -> bytes:
