@@ -136,7 +136,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
             router, prefix=native_api.PREFIX, dependencies=native_api.DEPENDENCIES, responses=problems.RESPONSES
         )
     app.include_router(pages.router)
-    app.mount(pages.STATIC, pages.static_files())
+    app.mount(pages.STATIC, pages.static_files)
     app.add_api_route("/health", native_api.health, include_in_schema=False)
     problems.install(app)
     app.add_exception_handler(404, pages.unknown_address)

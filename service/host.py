@@ -317,12 +317,13 @@ async def _end_idle_workers(pool: WorkerPool) -> None:
 
 def _environment(settings: Settings) -> dict[str, str]:
     """Return the environment variables of worker processes. They get credentials as this host does."""
-    environment = {"LONGSHORE_ROOT": str(settings.root_path), "LONGSHORE_KERNELS": settings.kernels}
-    if settings.s3.endpoint_url:
-        environment["LONGSHORE_S3__ENDPOINT_URL"] = settings.s3.endpoint_url
-    if settings.s3.region:
-        environment["LONGSHORE_S3__REGION"] = settings.s3.region
-    return environment
+    environment = {
+        "LONGSHORE_ROOT": str(settings.root_path),
+        "LONGSHORE_KERNELS": settings.kernels,
+        "LONGSHORE_S3__ENDPOINT_URL": settings.s3.endpoint_url,
+        "LONGSHORE_S3__REGION": settings.s3.region,
+    }
+    return {name: value for name, value in environment.items() if value}
 
 
 async def _main(role: Role, settings: Settings) -> None:

@@ -240,7 +240,8 @@ class Schedules:
         name, names = record.scheduled.name, self._names(record.tenant)
         if name not in names and len(names) >= _MOST_SCHEDULES:
             raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
-        if self._store.put_if_absent(schedule_record(record.tenant, name), _data(record)):
+        data = record.model_dump_json(indent=1).encode()
+        if self._store.put_if_absent(schedule_record(record.tenant, name), data):
             return record
         first = self._read(record.tenant, name)
         if first.scheduled != record.scheduled:
@@ -248,15 +249,12 @@ class Schedules:
         return first
 
     def _write(self, record: ScheduleRecord) -> None:
-        self._store.put_bytes(schedule_record(record.tenant, record.scheduled.name), _data(record))
+        key = schedule_record(record.tenant, record.scheduled.name)
+        self._store.put_bytes(key, record.model_dump_json(indent=1).encode())
 
     def _remove(self, record: ScheduleRecord) -> None:
         self._store.delete(schedule_record(record.tenant, record.scheduled.name))
         self._store.delete(last_scheduled(record.tenant, record.scheduled.name))
-
-
-def _data(record: ScheduleRecord) -> bytes:
-    return record.model_dump_json(indent=1).encode()
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:

@@ -38,6 +38,7 @@ from shared.storage.paths import private_folder
 TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
 _TICK_S = 0.1
+_LOCK_FILE = "dev.lock"
 _HOST_GRACE_S = 20.0
 _TEMPORAL_START_S = 30.0
 # By itself the server keeps 8,096 runs in memory, and lets garbage grow to as much as it holds. A run that is not kept
@@ -84,7 +85,12 @@ class Stack:
                 self._start_temporal(temporal, others, connection)
                 self._supervise([*temporal, *others], connection)
             finally:
-                _end(temporal, others)
+                # Hosts and the service leave together; Temporal, whom they need to the last, after them.
+                for group in (others, temporal):
+                    for child in group:
+                        child.ask_to_leave()
+                    for child in group:
+                        child.end()
                 end_leftovers(self.root)
                 replace(connection, pid=None).write()
                 say("Longshore has stopped; its runs go on when it is started again")
@@ -188,15 +194,6 @@ class Stack:
             time.sleep(_TICK_S)
 
 
-def _end(temporal: list[Child], others: list[Child]) -> None:
-    """Hosts and the service leave together; Temporal, whom they need to the last, after them."""
-    for group in (others, temporal):
-        for child in group:
-            child.ask_to_leave()
-        for child in group:
-            child.end()
-
-
 def _temporal_command(connection: Connection, database: Path) -> list[str]:
     address, _, port = connection.temporal_address.rpartition(":")
     ui = ["--headless"]
@@ -243,7 +240,7 @@ def banner(connection: Connection) -> str:
 def _locked(root: Path) -> Iterator[None]:
     """Hold the root's lock, with our pid in it."""
     private_folder(root)
-    with _lock_file(root).open("a+") as file:
+    with (root / _LOCK_FILE).open("a+") as file:
         if not _try_lock(file.fileno()):
             raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")
         file.truncate(0)
@@ -254,7 +251,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 def supervisor(root: Path) -> psutil.Process | None:
     """The process that holds the lock of a root."""
-    path = _lock_file(root)
+    path = root / _LOCK_FILE
     if not path.exists():
         return None
     with path.open("r+") as file:
@@ -265,10 +262,6 @@ def supervisor(root: Path) -> psutil.Process | None:
         return psutil.Process(int(pid)) if pid else None
     except psutil.NoSuchProcess:
         return None
-
-
-def _lock_file(root: Path) -> Path:
-    return root / "dev.lock"
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -186,7 +186,9 @@ class Files:
         rows = await self._database.reading(work)
         files = tuple(_record(row) for row in rows[:limit])
         has_more = len(rows) > limit
-        return FilePage(files=files, has_more=has_more, next=_cursor(files[-1]) if has_more else None)
+        # The cursor is a place behind the last file, which stays one when the file is deleted.
+        cursor = f"{files[-1].created_at!r}/{files[-1].file_id}" if has_more else None
+        return FilePage(files=files, has_more=has_more, next=cursor)
 
     async def delete(self, tenant: str, file_id: str) -> FileRecord:
         """Delete a file, and its bytes with the last file that has them; a run that reads them then fails."""
@@ -233,11 +235,6 @@ def _lock_tenant(session: Session, tenant: str) -> None:
     A file's bytes are another's too, and the store knows no transactions. SQLite has one writer anyway.
     """
     session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
-
-
-def _cursor(record: FileRecord) -> str:
-    """Return the cursor behind a file, which stays valid when the file is deleted."""
-    return f"{record.created_at!r}/{record.file_id}"
 
 
 def _place(session: Session, tenant: str, after: str) -> tuple[float, str]:

@@ -298,15 +298,12 @@ def _failure(error: WorkflowFailureError) -> Exception:
     for cause in causes:
         match cause:
             case ApplicationError(type="InvalidInput" | "CorruptArtifact" | "DiskFull"):
-                return _refusal(cause.message)
+                place, separator, rest = cause.message.partition(": ")
+                is_placed = separator and place in _PLACES
+                return InvalidInput(rest, place) if is_placed else InvalidInput(cause.message)
             case ApplicationError(type="WorkerLost" | "SamplerUnavailable" | "StoreUnavailable") | TooLate():
                 return _Lost(f"{cause.message}")
     return error
-
-
-def _refusal(message: str) -> InvalidInput:
-    place, separator, rest = message.partition(": ")
-    return InvalidInput(rest, place) if separator and place in _PLACES else InvalidInput(message)
 
 
 def _refuse(error: WorkflowUpdateFailedError) -> None:

@@ -11,7 +11,7 @@ from service.apis.art.job_request import ExperimentalConfig, rl_run
 from service.apis.art.training_jobs import stop
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer, RecordView, Seconds, page_after, page_of
-from service.backend import Backed, Backend
+from service.backend import Backed
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, new_model
 from shared.contract import Frozen
 from shared.errors import InvalidInput
@@ -122,7 +122,10 @@ async def list_checkpoints(
         if after not in ids:
             raise InvalidInput("there is no item of this id", "after")
         steps = steps[ids.index(after) + 1 :]
-    found = [await _checkpoint(backend, model, step) for step in steps[:limit]]
+    found = []
+    for step in steps[:limit]:
+        metrics, name = await asyncio.to_thread(backend.art_models.metrics, model, step), f"{model.title}:step{step}"
+        found.append(CheckpointObject(id=_id(model, step), step=step, metrics=metrics, model=name))
     return page_of(found, has_more=len(steps) > limit)
 
 
@@ -134,11 +137,6 @@ async def delete_checkpoints(
     model = await backend.art_models.show(asking.tenant, model_id)
     count, missing = await asyncio.to_thread(backend.art_models.delete_steps, model, body.steps)
     return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)
-
-
-async def _checkpoint(backend: Backend, model: ArtModel, step: int) -> CheckpointObject:
-    metrics = await asyncio.to_thread(backend.art_models.metrics, model, step)
-    return CheckpointObject(id=_id(model, step), step=step, metrics=metrics, model=f"{model.title}:step{step}")
 
 
 def _id(model: ArtModel, step: int) -> str:

@@ -2,7 +2,6 @@
 
 import re
 import secrets
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -117,7 +116,12 @@ async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
 @router.get("/files/{file_id}/content", response_class=Response)
 async def file_content(file_id: str, asking: Asking, backend: Backed) -> StreamingResponse:
     """The bytes of a file."""
-    size, pieces = await _content(backend, asking.tenant, file_id)
+    if results.is_result(file_id):
+        found = await results.find(backend, asking.tenant, file_id)
+        size, pieces = found.size, found.content()
+    else:
+        record = await _shown(backend, asking.tenant, file_id)
+        size, pieces = record.size, backend.files.content(record)
     headers = {"content-length": str(size)}
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
@@ -127,14 +131,6 @@ async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
     if not results.FILE_ID.fullmatch(file_id):
         raise NotFound(f"there is no file {file_id[:64]}")
     return await backend.files.show(tenant, file_id)
-
-
-async def _content(backend: Backend, tenant: str, file_id: str) -> tuple[int, Iterator[bytes]]:
-    if results.is_result(file_id):
-        found = await results.find(backend, tenant, file_id)
-        return found.size, found.content()
-    record = await _shown(backend, tenant, file_id)
-    return record.size, backend.files.content(record)
 
 
 @router.delete("/files/{file_id}")

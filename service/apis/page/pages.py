@@ -56,11 +56,6 @@ async def unknown_address(request: Request, error: Exception) -> Response:
     return await problems.http_error(request, error)
 
 
-def static_files() -> StaticFiles:
-    """Scripts, styles and pictures. They say nothing of runs, and need no session."""
-    return _Fresh(directory=_HERE / "static")
-
-
 class _Fresh(StaticFiles):
     """Static files that browsers revalidate each time: scripts of two versions would not fit together."""
 
@@ -68,6 +63,10 @@ class _Fresh(StaticFiles):
         answer = super().file_response(*arguments, **options)
         answer.headers["cache-control"] = "no-cache"
         return answer
+
+
+static_files = _Fresh(directory=_HERE / "static")
+"""Scripts, styles and pictures. They say nothing of runs, and need no session."""
 
 
 @router.get("/")

@@ -248,10 +248,11 @@ def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
     """Return the cells of a run in the list. `place`: its position in the queue for workers."""
     from service.runs.views import seconds_left
 
+    why = shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
     return (
         view.run_id,
         coloured(view.state),
-        plain(_why(view, place)),
+        plain(doing(view, place) if view.state == "running" else why),
         f"{view.step}/{view.num_steps or '?'}",
         "" if (left_s := seconds_left(view, now)) is None else span(left_s),
         f"{view.metrics[goal]:.4g}" if (goal := _GOALS[view.kind]) in view.metrics else "",
@@ -264,13 +265,6 @@ def _waits(view: "RunView") -> bool:
     from service.runs.views import IN_QUEUE
 
     return view.state == "running" and view.phase in IN_QUEUE
-
-
-def _why(view: "RunView", place: int | None) -> str:
-    """Return the phase of a run, or the first words of why it failed."""
-    if view.state == "running":
-        return doing(view, place)
-    return shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
 
 
 def _ending(view: "RunView", done: str, doing: str) -> str:

@@ -201,7 +201,13 @@ class _Followed:
         try:
             return self._look(shown)
         except Unreachable as error:
-            self._bear(error, shown)
+            now = time.monotonic()
+            if self._away_since is None:
+                self._away_since = now
+                shown.note(f"{error.message}; trying again")
+            if now - self._away_since > _AWAY_FOR_S:
+                raise Stop(error.message, error.code, attach_again(self.view.run_id)) from None
+            time.sleep(0.5)
             return False
 
     def _look(self, shown: Lines | Bar) -> bool:
@@ -237,12 +243,3 @@ class _Followed:
 
     def _show_step(self, shown: Lines | Bar) -> None:
         shown.note(step_line(self._steps.popleft()))
-
-    def _bear(self, error: Unreachable, shown: Lines | Bar) -> None:
-        now = time.monotonic()
-        if self._away_since is None:
-            self._away_since = now
-            shown.note(f"{error.message}; trying again")
-        if now - self._away_since > _AWAY_FOR_S:
-            raise Stop(error.message, error.code, attach_again(self.view.run_id)) from None
-        time.sleep(0.5)

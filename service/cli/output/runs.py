@@ -122,8 +122,8 @@ def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
             found[-1] = label, found[-1][1], each.ended
         else:
             found.append((label, each.began, each.ended))
-    return [item for item in found if not _is_a_moments_wait(*item)]
-
-
-def _is_a_moments_wait(label: str, began: float, ended: float | None) -> bool:
-    return label == "waiting for worker" and ended is not None and ended - began < _A_MOMENT_S
+    return [
+        (label, began, ended)
+        for label, began, ended in found
+        if label != "waiting for worker" or ended is None or ended - began >= _A_MOMENT_S
+    ]
