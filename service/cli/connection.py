@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shared.settings import Settings
 
 _MEND = "mend the LONGSHORE_ variable, ./longshore.toml or the user's configuration file"
+_MOST_COMPLETIONS, _COMPLETION_PATIENCE_S = 50, 2.0
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")]
 
 
@@ -106,3 +107,32 @@ def read_settings() -> "Settings":
         raise Stop(f"{name}: {first['msg']}", USAGE, _MEND) from None
     except ValueError as error:  # no TOML, or no JSON in a variable that wants it
         raise Stop(f"the settings cannot be read: {error}", USAGE, _MEND) from None
+
+
+# Shell completion. Errors give an empty completion, and no message.
+
+
+def run_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the ids of the newest runs, each with its state and name. (Typer keeps those that match.)"""
+    from service.cli.client import Client
+    from service.cli.exits import Stop
+
+    # Nothing was called yet, the callback of the options before the command neither.
+    given = context.find_root().params
+    try:
+        found = address(Globals(False, given.get("api_url"), given.get("api_key"), given.get("profile")))
+        with Client(found.url, found.key, patience_s=0, timeout_s=_COMPLETION_PATIENCE_S) as client:
+            page = client.runs(_MOST_COMPLETIONS, None, words=incomplete or None)
+    except (Stop, OSError):
+        return []
+    return [(view.run_id, f"{view.state} {view.run.name or ''}".strip()) for view in page.runs]
+
+
+def profile_names() -> list[str]:
+    from service.cli.exits import Stop
+    from service.cli.profiles import Profiles
+
+    try:
+        return list(Profiles.read().profiles)
+    except (Stop, OSError):
+        return []

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli.completion import profile_names
-from service.cli.connection import Globals, Json
+from service.cli.connection import Globals, Json, profile_names
 from service.cli.exits import FAILED, INTERRUPTED, Stop
 from service.cli.help_groups import HeadedHelp
 from service.cli.output.render import say

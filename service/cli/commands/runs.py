@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from service.cli.command import Answer, command
-from service.cli.completion import run_ids
-from service.cli.connection import connect
+from service.cli.connection import connect, run_ids
 from service.cli.exits import INTERRUPTED, USAGE, Stop
 from service.cli.output.render import ago, coloured, plain, print_table, say, span
 from service.cli.output.runs import doing, outcome, print_details, summary

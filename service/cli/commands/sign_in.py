@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli.command import Answer, command, group
-from service.cli.completion import profile_names
-from service.cli.connection import Globals, address, read_settings
+from service.cli.connection import Globals, address, profile_names, read_settings
 from service.cli.exits import USAGE, Stop
 from service.cli.output.render import plain, print_table, say
 
