@@ -31,7 +31,8 @@ from typing import Any, Literal, NoReturn, TypeVar, TypeVarTuple
 
 from pydantic import TypeAdapter
 
-from activities.confined.fork_server import HEAD, Limits, types_of
+from activities.confined.fork_server import types_of
+from activities.isolation.frames import read_frame, write_frame
 from shared import errors
 from shared.child_environment import child_environment
 from shared.errors import InvalidInput
@@ -93,10 +94,10 @@ def prepare() -> None:
 
 def _frames(
     settings: ConfinedSettings, function: Callable[..., Any], arguments: tuple[Any, ...], kind: Kind
-) -> Iterator[bytes]:
+) -> Iterator[bytearray]:
     asked, _ = types_of(function)
-    limits = Limits(settings.memory_bytes, settings.step_cpu_s, settings.file_bytes)
-    opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits.__dict__}
+    limits = settings.model_dump(mode="json")
+    opening = {"module": function.__module__, "function": function.__qualname__, "limits": limits}
     with _places.one(settings, kind):
         data, status = _server.fork()
         child = _Child(data, status, settings)
@@ -165,45 +166,33 @@ class _Child:
 
     def send(self, frame: bytes) -> None:
         with suppress(BrokenPipeError):  # how it ended is told below
-            self._data.sendall(HEAD.pack(b"q", len(frame)) + frame)
+            write_frame(self._data.fileno(), frame)
 
-    def results(self) -> Iterator[bytes]:
+    def results(self) -> Iterator[bytearray]:
         """The frames of results, until the last one. Raises what the child raised, or what became of it."""
         while True:
-            kind, frame = self._receive()
-            match kind:
-                case b"s":
+            frame = self._receive()
+            kind = frame.pop(0)
+            match chr(kind):
+                case "s":
                     self._place = json.loads(frame) or self._place
-                case b"r":
+                case "r":
                     yield frame
-                case b"e":
+                case "e":
                     return
                 case _:
                     _raise(json.loads(frame), self._place)
 
-    def _receive(self) -> tuple[bytes, bytes]:
-        deadline = time.monotonic() + self._settings.silence_s
-        kind, num_bytes = HEAD.unpack(self._read(HEAD.size, deadline))
-        if num_bytes > _MAX_FRAME_BYTES:
-            raise InvalidInput("what it comes to is larger than may be handed on", self._place)
-        return kind, self._read(num_bytes, deadline)
-
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
-        found = bytearray()
-        while len(found) < num_bytes:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise InvalidInput(f"it takes longer than {self._settings.silence_s:g} s", self._place)
-            if not select.select([self._data], [], [], min(left_s, _SLICE_S))[0]:
-                continue
-            try:
-                piece = self._data.recv(min(num_bytes - len(found), 1 << 20))
-            except ConnectionResetError:
-                piece = b""
-            if not piece:
-                self._ended()
-            found += piece
-        return bytes(found)
+    def _receive(self) -> bytearray:
+        silence_s = self._settings.silence_s
+        try:
+            return read_frame(self._data.fileno(), _MAX_FRAME_BYTES, time.monotonic() + silence_s)
+        except OverflowError as error:
+            raise InvalidInput("what it comes to is larger than may be handed on", self._place) from error
+        except TimeoutError as error:
+            raise InvalidInput(f"it takes longer than {silence_s:g} s", self._place) from error
+        except (EOFError, ConnectionResetError):
+            self._ended()
 
     def _ended(self) -> NoReturn:
         """Raise the reason why the child ended without a result."""

@@ -6,7 +6,6 @@ socket too (a signal of the parent's death would come with the end of the thread
 with it.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -15,8 +14,6 @@ import resource
 import select
 import signal
 import socket
-import struct
-import sys
 import threading
 import traceback
 import types
@@ -26,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-HEAD = struct.Struct("!cQ")
-"""Before every frame: its kind (q: question, s: sign, r: result, e: end, x: exception), and its bytes."""
+from activities.isolation.frames import read_frame, write_frame
+from activities.isolation.namespaces import die_with_parent
+from shared.settings import ConfinedSettings
 
 # What calls need, imported once. Whatever is missing here is imported in the child, each time.
 _PRELOADED = (
@@ -42,16 +40,8 @@ _PRELOADED = (
     "activities.tokenizing.render_prompts",
     "activities.tokenizing.tokenize",
 )
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one child. `step_cpu_s`: of processor time from one sign of progress to the next."""
-
-    memory_bytes: int
-    step_cpu_s: int
-    file_bytes: int
+_CHANNEL = 3
+"""The descriptor of a child's socket. Its frames begin with their kind (s: sign, r: result, e: end, x: exception)."""
 
 
 def types_of(function: Callable[..., Any]) -> tuple[Any, Any]:
@@ -161,13 +151,6 @@ def _oom_kills() -> int:
     return 0
 
 
-def _die_with_parent(expected: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != expected:  # it went before we asked
-        os._exit(1)
-
-
 # The child. It runs our own code, on data that may be anything.
 
 
@@ -178,24 +161,25 @@ def _child(data: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.dup2(data, 3)
+        os.dup2(data, _CHANNEL)
         null = os.open("/dev/null", os.O_RDWR)
         for descriptor in (0, 1):
             os.dup2(null, descriptor)
-        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _die_with_parent(server)
-        channel = socket.socket(fileno=3)
-        opening = json.loads(_frame(channel))
-        limits = Limits(**opening["limits"])
+        os.closerange(_CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        die_with_parent(server)
+        opening = json.loads(read_frame(_CHANNEL))
+        limits = ConfinedSettings.model_validate(opening["limits"])
         _limit(limits)
-        _work(channel, opening["module"], opening["function"], limits)
+        _work(opening["module"], opening["function"], bytes(read_frame(_CHANNEL)), limits)
+        status = 0
+    except EOFError:  # nobody wants an answer any more
         status = 0
     except BaseException:
         traceback.print_exc()
     os._exit(status)
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: ConfinedSettings) -> None:
     bounds = {
         resource.RLIMIT_DATA: limits.memory_bytes,
         resource.RLIMIT_FSIZE: limits.file_bytes,
@@ -209,10 +193,9 @@ def _limit(limits: Limits) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _work(channel: socket.socket, module: str, name: str, limits: Limits) -> None:
+def _work(module: str, name: str, question: bytes, limits: ConfinedSettings) -> None:
     global _sign
     reserve: list[bytes] = [bytes(1 << 20)]  # given back when memory has run out, so that this can be told
-    question = _frame(channel)
     turn = threading.Lock()  # threads of the call's own may say where they are
 
     def tell(place: str | None) -> None:
@@ -221,23 +204,23 @@ def _work(channel: socket.socket, module: str, name: str, limits: Limits) -> Non
         bound = int(used.ru_utime + used.ru_stime) + limits.step_cpu_s + 1
         resource.setrlimit(resource.RLIMIT_CPU, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
         with turn:
-            _send(channel, b"s", json.dumps(place).encode())
+            write_frame(_CHANNEL, b"s", json.dumps(place).encode())
 
     tell(None)
     _sign = tell
     try:
         for frame in _results(module, name, question):
             with turn:
-                _send(channel, b"r", frame)
+                write_frame(_CHANNEL, b"r", frame)
         with turn:
-            _send(channel, b"e", b"")
+            write_frame(_CHANNEL, b"e")
     except MemoryError:
         reserve.clear()
         turn.acquire()
-        _send(channel, b"x", json.dumps({"memory": limits.memory_bytes}).encode())
+        write_frame(_CHANNEL, b"x", json.dumps({"memory": limits.memory_bytes}).encode())
     except BaseException as error:
         turn.acquire()
-        _send(channel, b"x", json.dumps(_told(error)).encode())
+        write_frame(_CHANNEL, b"x", json.dumps(_told(error)).encode())
 
 
 def _results(module: str, name: str, question: bytes) -> Iterator[bytes]:
@@ -267,25 +250,6 @@ def _told(error: BaseException) -> dict[str, Any]:
     if type(error).__name__ == "PanicException":  # of libraries in Rust, and no Exception of Python's
         return {"panic": str(error)}
     return {"bug": "".join(traceback.format_exception(error))[-8000:]}
-
-
-def _frame(channel: socket.socket) -> bytes:
-    _, num_bytes = HEAD.unpack(_exactly(channel, HEAD.size))
-    return _exactly(channel, num_bytes)
-
-
-def _exactly(channel: socket.socket, num_bytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < num_bytes:
-        piece = channel.recv(min(num_bytes - len(found), 1 << 20))
-        if not piece:
-            os._exit(0)  # nobody wants an answer any more
-        found += piece
-    return bytes(found)
-
-
-def _send(channel: socket.socket, kind: bytes, frame: bytes) -> None:
-    channel.sendall(HEAD.pack(kind, len(frame)) + frame)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ another and the same sample always gets the same grade. A sandbox that is lost i
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Literal, Self
 from activities.grading.outcome import NotGraded
 from activities.grading.sandbox_process import MAX_ANSWER_BYTES, MAX_FRAME_BYTES, Limits
 from activities.isolation import bubblewrap
+from activities.isolation.frames import FramedProcess
 from shared.errors import InvalidInput
 from shared.settings import GradingSettings
 
@@ -54,7 +54,7 @@ class PythonSandbox:
         self._settings = settings
         self._folder = folder
         self._bwrap = bwrap
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: FramedProcess | None = None
         self._first: int | None = None  # descriptor of the first process in bubblewrap
         self.isolation: Literal["bubblewrap", "namespaces"] = "namespaces"
 
@@ -112,8 +112,11 @@ class PythonSandbox:
             start = bubblewrap.Start([_PACKAGES], _ENVIRONMENT, ["CAP_SYS_ADMIN"], options)
             program = (*_PROGRAM, self._limits(in_bubblewrap=True))
             try:
-                answer = self._launch(bubblewrap.command(bwrap, program, start, namespaces), {}, tells)
-                if "ready" in answer:
+                try:
+                    self._launch(bubblewrap.command(bwrap, program, start, namespaces), {}, [tells])
+                finally:
+                    os.close(tells)
+                if "ready" in self._receive(_START_S):
                     self._first = os.pidfd_open(json.loads(os.read(told, 4096))["child-pid"])
                     return True
             except _Lost:
@@ -125,8 +128,9 @@ class PythonSandbox:
 
     def _start_in_namespaces(self) -> None:
         command = [sys.executable, "-S", "-P", "-s", *_PROGRAM, self._limits(in_bubblewrap=False)]
+        self._launch(command, _ENVIRONMENT | {"PYTHONPATH": str(_PACKAGES.parent)})
         try:
-            answer = self._launch(command, _ENVIRONMENT | {"PYTHONPATH": str(_PACKAGES.parent)})
+            answer = self._receive(_START_S)
         except _Lost as lost:
             self._stop()
             raise RuntimeError(f"the sandbox {lost} while it started") from lost
@@ -145,51 +149,26 @@ class PythonSandbox:
         )
         return json.dumps(asdict(limits))
 
-    def _launch(self, command: list[str], environment: dict[str, str], handed_on: int | None = None) -> Any:
-        """Start a process, and return its first answer. `handed_on`: a descriptor that is then its alone."""
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=self._folder,
-                env=environment,
-                start_new_session=True,
-                pass_fds=[] if handed_on is None else [handed_on],
-            )
-        finally:
-            if handed_on is not None:
-                os.close(handed_on)
-        return self._receive(_START_S)
+    def _launch(self, command: list[str], environment: dict[str, str], pass_fds: Sequence[int] = ()) -> None:
+        self._process = FramedProcess(command, environment, self._folder, subprocess.DEVNULL, pass_fds)
 
     def _send(self, data: bytes) -> None:
-        assert self._process and self._process.stdin
+        assert self._process
         try:
-            self._process.stdin.write(len(data).to_bytes(4, "big") + data)
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
+            self._process.send(data)
+        except EOFError as error:
             raise _Lost("ended its process") from error
 
     def _receive(self, limit_s: float) -> Any:
-        deadline = time.monotonic() + limit_s
-        num_bytes = int.from_bytes(self._read_exactly(4, deadline), "big")
-        if num_bytes > 8 * MAX_ANSWER_BYTES:  # as JSON, escaped
-            raise _Lost("answered with more than it may")
-        return json.loads(self._read_exactly(num_bytes, deadline))
-
-    def _read_exactly(self, num_bytes: int, deadline: float) -> bytes:
-        assert self._process and self._process.stdout
-        found = bytearray()
-        while len(found) < num_bytes:
-            ready = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
-            if not ready:
-                raise _Lost("went silent and was stopped")
-            piece = os.read(self._process.stdout.fileno(), num_bytes - len(found))
-            if not piece:
-                raise _Lost("ended its process")
-            found += piece
-        return bytes(found)
+        assert self._process
+        try:
+            return json.loads(self._process.receive(limit_s, 8 * MAX_ANSWER_BYTES))  # as JSON, escaped
+        except EOFError as error:
+            raise _Lost("ended its process") from error
+        except TimeoutError as error:
+            raise _Lost("went silent and was stopped") from error
+        except OverflowError as error:
+            raise _Lost("answered with more than it may") from error
 
     def _stop(self) -> None:
         """End the sandbox to its last process: the launcher leaves after all of its namespace has gone."""
@@ -203,15 +182,7 @@ class PythonSandbox:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             os.close(first)
-        try:
-            process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        process.end(grace_s=5.0)
 
 
 def _believed(answer: str) -> Any:

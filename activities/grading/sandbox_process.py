@@ -1,7 +1,7 @@
 """The sandbox's own side: the first process of its own namespaces, which forks one child a sample.
 
 Run with the standard library alone: `python -S -P -s -m activities.grading.sandbox_process LIMITS`, where LIMITS is
-JSON. It reads frames (four bytes of length, then JSON) from stdin and answers each with one on stdout. Nothing of a
+JSON. It reads frames (isolation/frames.py) of JSON from stdin and answers each with one on stdout. Nothing of a
 stranger's runs in this process: source and samples are opened in the child, which has lost every right before that.
 
     launcher            bubblewrap, or our own: makes the namespaces, waits
@@ -23,9 +23,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from activities.isolation.bubblewrap import enter_bubblewrap, forget_start
-from activities.isolation.kernel import PR_SET_DUMPABLE, Refused, die_with_parent, libc, mount_tmp, unmount_tmp
-from activities.isolation.namespaces import enter_namespaces
-from activities.isolation.rights import lift_processor_limit, lose_rights
+from activities.isolation.confine import lift_processor_limit, lose_rights
+from activities.isolation.frames import frames_of, write_frame
+from activities.isolation.namespaces import (
+    PR_SET_DUMPABLE,
+    Refused,
+    die_with_parent,
+    enter_namespaces,
+    libc,
+    mount_tmp,
+    unmount_tmp,
+)
 from activities.isolation.syscall_filter import DENIED, filter_calls, filter_program
 
 MAX_FRAME_BYTES = 32 << 20
@@ -85,34 +93,16 @@ def _supervise(limits: Limits) -> None:
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     _send({"ready": True})
-    source = _receive()
-    while source is not None and (sample := _receive()) is not None:
+    frames = frames_of(0)
+    source = next(frames, b"")
+    for sample in frames:
         answer = _graded(source, sample, limits)
         _tidy()
         _send(answer)
 
 
-def _receive() -> bytes | None:
-    head = _read_exactly(4)
-    return None if head is None else _read_exactly(int.from_bytes(head, "big"))
-
-
-def _read_exactly(num_bytes: int) -> bytes | None:
-    pieces: list[bytes] = []
-    while num_bytes:
-        piece = os.read(0, min(num_bytes, 1 << 20))
-        if not piece:
-            return None
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
-
-
 def _send(answer: dict[str, Any]) -> None:
-    data = json.dumps(answer).encode()
-    left = memoryview(len(data).to_bytes(4, "big") + data)
-    while left:
-        left = left[os.write(1, left) :]
+    write_frame(1, json.dumps(answer).encode())
 
 
 def _graded(source: bytes, sample: bytes, limits: Limits) -> dict[str, Any]:

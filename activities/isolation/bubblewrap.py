@@ -12,8 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from activities.isolation.kernel import CLONE_NEWNS, checked, cover, libc, mount_tmp
-from activities.isolation.python_files import library_folders, package_folders
+from activities.isolation.namespaces import (
+    CLONE_NEWNS,
+    checked,
+    cover,
+    libc,
+    library_folders,
+    mount_tmp,
+    package_folders,
+)
 
 INSTALLED = shutil.which("bwrap")
 

@@ -10,7 +10,7 @@ import errno
 import platform
 import struct
 
-from activities.isolation.kernel import PR_SET_SECCOMP, Refused, checked, libc
+from activities.isolation.namespaces import PR_SET_SECCOMP, Refused, checked, libc
 
 _X86_64, _AARCH64 = 0xC000003E, 0xC00000B7
 _Numbers = dict[str, tuple[int | None, int | None]]  # on x86_64 and on aarch64

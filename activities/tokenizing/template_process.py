@@ -2,18 +2,14 @@
 
 The process is isolated as those of python graders are (activities/isolation), and opens no file.
 
-The parent writes one JSON line a batch to the child's stdin and reads one from its stdout.
+The parent writes one frame of JSON a batch to the child's stdin and reads one from its stdout.
 """
 
 import json
-import os
 import re
-import select
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,8 +22,8 @@ import jinja2
 import markupsafe
 
 from activities.isolation import bubblewrap
-from activities.isolation.confine import confine, confine_in_bubblewrap
-from activities.isolation.rights import lift_processor_limit
+from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
+from activities.isolation.frames import FramedProcess, frames_of, write_frame
 from activities.tokenizing.chat_template import ChatTemplate, Refused, Rendered, Span, one_of
 from activities.tokenizing.template_environment import load_everything
 from shared.errors import InvalidInput
@@ -36,12 +32,12 @@ if TYPE_CHECKING:  # the child starts sooner without
     from activities.formats.examples import Chat, Question
 
 _MEMORY_BYTES = 1 << 30
-_MAX_LINE_BYTES = 256 << 20
+_MAX_FRAME_BYTES = 256 << 20
 _START_S = 30.0
 _PROGRAM = ("-m", "activities.tokenizing.template_process")
 _SOURCES = Path(__file__).parents[2]
 _ZONES = "/usr/share/zoneinfo"  # templates may tell the date
-_READY = b"\n"
+_READY = b"ready"
 
 
 @dataclass(frozen=True)
@@ -78,20 +74,20 @@ class TemplateProcess:
             self.close()
             raise InvalidInput(answer["error"], place)
 
-    def _started(self, bwrap: str | None) -> subprocess.Popen[bytes]:
-        """The child, in bubblewrap where that works; in namespaces of its own, or without, it can always be."""
+    def _started(self, bwrap: str | None) -> FramedProcess:
+        """Start the child in bubblewrap where that works; in namespaces of its own, or without, it always starts."""
         from shared.child_environment import child_environment  # the child starts sooner without
 
         environment = child_environment("template")
         for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
             assert bwrap is not None
             command = bubblewrap.command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
-            child = _popen(command, {})
-            assert child.stdout
-            if select.select([child.stdout], [], [], _START_S)[0] and os.read(child.stdout.fileno(), 1) == _READY:
+            child = FramedProcess(command, {}, _SOURCES)
+            with suppress(EOFError, TimeoutError):
+                child.receive(_START_S, len(_READY))
                 return child
-            _end(child)
-        return _popen([sys.executable, *_PROGRAM, self._folder], environment)
+            child.end()
+        return FramedProcess([sys.executable, *_PROGRAM, self._folder], environment, _SOURCES)
 
     def spans(self, chats: "Sequence[Chat]", *, prompts: bool = False) -> list[Rendered]:
         """The text and trained spans of each conversation; with `prompts` also the text that asks for the last answer.
@@ -126,7 +122,7 @@ class TemplateProcess:
         self._child.kill()
 
     def close(self) -> None:
-        _end(self._child)
+        self._child.end()
         with suppress(OSError):
             Path(self._folder).rmdir()
 
@@ -137,32 +133,15 @@ class TemplateProcess:
         self.close()
 
     def _ask(self, question: Any, limit_s: float) -> Any:
-        assert self._child.stdin and self._child.stdout
-        deadline = time.monotonic() + limit_s
         try:
-            self._child.stdin.write(json.dumps(question).encode() + b"\n")
-            self._child.stdin.flush()
-        except BrokenPipeError:
+            self._child.send(json.dumps(question).encode())
+            return json.loads(self._child.receive(limit_s, _MAX_FRAME_BYTES))
+        except EOFError:
             self._ended()
-        return json.loads(self._line(deadline))
-
-    def _line(self, deadline: float) -> bytes:
-        """The child's next line, without waiting beyond the deadline."""
-        assert self._child.stdout
-        pieces, num_bytes = list[bytes](), 0
-        while True:
-            ready, _, _ = select.select([self._child.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self._lost("takes too long and was stopped")
-            piece = os.read(self._child.stdout.fileno(), 1 << 20)
-            if not piece:
-                self._ended()
-            pieces.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > _MAX_LINE_BYTES:
-                self._lost("makes longer texts than any may be")
-            if piece.endswith(b"\n"):
-                return b"".join(pieces)
+        except TimeoutError:
+            self._lost("takes too long and was stopped")
+        except OverflowError:
+            self._lost("makes longer texts than any may be")
 
     def _ended(self) -> NoReturn:
         """Raises InvalidInput, or RuntimeError when somebody killed the child: then another try may do better."""
@@ -182,26 +161,6 @@ def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.Start:
     ours = [_SOURCES / name for name in ("activities", "shared")]
     others = [Path(file).parent for file in (jinja2.__file__, markupsafe.__file__)]
     return bubblewrap.Start([*ours, *others], environment, ["CAP_SYS_CHROOT"], ("--ro-bind-try", _ZONES, _ZONES))
-
-
-def _popen(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=_SOURCES,
-        start_new_session=True,  # a terminal's Ctrl-C is for the host
-        env=environment,
-    )
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe:
-            with suppress(BrokenPipeError):  # what the child did not read is of no use to anybody
-                pipe.close()
 
 
 # The child.
@@ -264,19 +223,19 @@ def _serve() -> None:
     else:
         bubblewrap.forget_start()
         confine_in_bubblewrap(_MEMORY_BYTES)
-        os.write(1, _READY)
+        write_frame(1, _READY)
     signal.signal(signal.SIGALRM, _alarm)
-    described, limit_s = json.loads(sys.stdin.readline())
+    frames = frames_of(0)
+    described, limit_s = json.loads(next(frames))
     template = _limited(limit_s, lambda: ChatTemplate(**described))
     _answer({"error": template} if isinstance(template, str) else {})
-    for line in sys.stdin:
-        rows, prompts = json.loads(line)
+    for frame in frames:
+        rows, prompts = json.loads(frame)
         _answer({"rows": list(_answers(template, rows, prompts, limit_s))})
 
 
 def _answer(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
+    write_frame(1, json.dumps(value).encode())
 
 
 if __name__ == "__main__":

@@ -491,7 +491,7 @@ def test_an_ordinary_user_gets_a_sandbox_too(bwrap: str | None) -> None:
         frames += [json.dumps({"sample": {}, "item": {"code": code}}).encode() for code in [*SAMPLES, SAMPLES[3]]]
         done = subprocess.run(
             [python, str(folder / program.name), str(work), *filter(None, [bwrap])],
-            input=b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames),
+            input=b"".join(len(frame).to_bytes(8, "big") + frame for frame in frames),
             capture_output=True,
             user=12345,
             group=12345,
@@ -513,8 +513,8 @@ def test_an_ordinary_user_gets_a_sandbox_too(bwrap: str | None) -> None:
 def frames_in(data: bytes) -> list[Any]:
     found = []
     while data:
-        end = 4 + int.from_bytes(data[:4], "big")
-        found.append(json.loads(data[4:end]))
+        end = 8 + int.from_bytes(data[:8], "big")
+        found.append(json.loads(data[8:end]))
         data = data[end:]
     return found
 
@@ -525,8 +525,8 @@ def test_the_filter_is_what_refuses(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     filtered = """
 import os, sys
-from activities.isolation import kernel, syscall_filter
-kernel.libc.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+from activities.isolation import namespaces, syscall_filter
+namespaces.libc.prctl(namespaces.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 syscall_filter.filter_calls(syscall_filter.DENIED)
 for call in (os.fork, lambda: __import__('socket').socket(), lambda: os.execv('/bin/true', ['true'])):
     try: call()
