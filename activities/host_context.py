@@ -1,19 +1,23 @@
-"""The context that a host gives its activities: settings, store, folders, and artifacts that are made only once."""
+"""The context that a host gives its activities: settings, store, folders, heartbeats, artifacts that are made once."""
 
+import contextvars
 import fcntl
+import logging
 import os
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+from temporalio import activity
+
 from activities.confined import calls as confined
-from activities.heartbeat import beating
 from shared.contract import Artifact
 from shared.settings import Settings
 from shared.storage.artifacts import find, seal, stage, upload
@@ -21,6 +25,10 @@ from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
 
 _NEW_S = 10.0  # between its making and its lock, a folder looks abandoned
+BEAT_EVERY_S = 1.0
+HOST_LEAVES = "the host is shutting down"
+"""The reason that a host gives for ending a lease when it shuts down: nothing was lost that ought to have stayed."""
+_log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 Arguments = TypeVarTuple("Arguments")
 
@@ -84,30 +92,71 @@ class HostContext:
 @contextmanager
 def scratch_folder(parent: Path, purpose: str) -> Iterator[Path]:
     """A new folder below `parent`, gone afterwards, and so are those whose processes were killed."""
-    _remove_abandoned(parent, purpose)
+    remove_abandoned(parent.glob(f"{purpose}-*"))
     folder = parent / f"{purpose}-{uuid.uuid4().hex}"
     folder.mkdir(parents=True)
-    with _locked(folder):
+    with locked(folder):
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(parent: Path, purpose: str) -> None:
-    for folder in parent.glob(f"{purpose}-*"):
+def remove_abandoned(folders: Iterable[Path], after_s: float = _NEW_S) -> None:
+    """Remove the folders that nobody has locked, and that nobody has changed for `after_s` seconds."""
+    for folder in folders:
         with suppress(BlockingIOError, FileNotFoundError):  # in use, or just gone
-            if folder.stat().st_mtime < time.time() - _NEW_S:
-                with _locked(folder):
+            if folder.stat().st_mtime < time.time() - after_s:
+                with locked(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The kernel lets go of the lock when the process dies. Raises BlockingIOError while another holds it."""
+def locked(folder: Path) -> Iterator[int]:
+    """Lock a folder; yields the descriptor that holds the lock, until no process has it open any more.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[None]:
+    """Beat once a second until the block ends; `detail` is asked for at every beat.
+
+    Cancellation reaches an activity with a beat, so an activity inside this block hears of it within about a second.
+    Outside an activity, as when one is called by hand, nobody is told.
+    """
+    if not activity.in_activity():
+        yield
+        return
+    ended = threading.Event()
+    context = contextvars.copy_context()  # the activity that this thread belongs to
+
+    def beat() -> None:
+        while not ended.is_set():
+            try:
+                activity.heartbeat(detail())
+            except Exception as error:  # a busy event loop or a server that is away: the next beat may do better
+                _log.warning("a heartbeat was not sent: %r", error)
+            ended.wait(BEAT_EVERY_S)
+
+    thread = threading.Thread(target=context.run, args=(beat,), name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def host_is_leaving() -> bool:
+    """True when this host shuts down, so that the work has to go on elsewhere."""
+    details = activity.cancellation_details()
+    return activity.is_worker_shutdown() or (details is not None and details.worker_shutdown)

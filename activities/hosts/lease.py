@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from temporalio import activity
 
-from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
+from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, tail

@@ -7,7 +7,7 @@ from typing import Literal
 
 from temporalio import activity
 
-from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
+from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Progress, Signals
 from activities.hosts.step_metrics import Metrics
 from activities.hosts.uploader import LogLine, LogReader, Uploader

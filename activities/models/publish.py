@@ -9,8 +9,7 @@ from typing import Literal
 
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.models.card import model_card
 from shared.contract import Artifact, Frozen
 from shared.errors import CorruptArtifact

@@ -6,8 +6,7 @@ from typing import Literal
 
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.models.files import read_tensors
 from activities.models.imports import check_began_with, import_files
 from activities.models.safetensors_header import TensorEntry

@@ -4,8 +4,7 @@ from functools import partial
 
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from shared.contract import Fence, Frozen
 from shared.errors import CorruptArtifact, NotFound
 from shared.jobs.job import JobPlan

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.sources.http import open_connection
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound

@@ -4,8 +4,7 @@ from contextlib import suppress
 
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from shared.contract import Frozen
 from shared.errors import NotFound
 from shared.runs.requests import RunId

@@ -3,8 +3,7 @@
 from pydantic import Field
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.records.checkpoints import discard_after
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound

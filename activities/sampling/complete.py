@@ -7,8 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.sampling.adapters import ServingAdapters, refusal
 from activities.sampling.chat_answers import chat_completion, record_of, sampler_request
 from activities.sampling.chat_prompts import ChatPrompts

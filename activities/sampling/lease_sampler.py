@@ -7,8 +7,7 @@ from pathlib import Path
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
-from activities.heartbeat import HOST_LEAVES, beating, host_is_leaving
-from activities.host_context import HostContext
+from activities.host_context import HOST_LEAVES, HostContext, beating, host_is_leaving
 from activities.hosts.lease import ProcessLease
 from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool

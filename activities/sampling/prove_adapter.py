@@ -3,8 +3,7 @@
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.sampling.adapters import refusal, use_adapter
 from activities.sampling.samplers import Samplers
 from shared.contract import Artifact, Frozen

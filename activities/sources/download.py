@@ -1,21 +1,18 @@
 """Download: a dataset's URI becomes an artifact of the run, decompressed, within the caps, with our own hashes."""
 
-import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from pydantic import Field
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
-from activities.heartbeat import beating, host_is_leaving
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.datasets import LocalSource, Source, StoreSource, find_sources
 from activities.sources.decompress import compression_of, unpack
 from activities.sources.transfer import Pace, fetch
@@ -76,7 +73,8 @@ class Download:
 
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
         downloads = self._host.paths.scratch / "downloads"
-        _forget_abandoned(downloads)
+        # What no attempt came back for: of runs that were cancelled between two, and of hosts that died.
+        remove_abandoned(downloads.glob("*"), _FORGET_AFTER_S)
         sources = find_sources(request.source.uri, request.tenant, self._host.settings)
         keeps_parts = self._keeps_parts and not _is_last_attempt()
         with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
@@ -174,9 +172,11 @@ def _affordable(file: BinaryIO, left: _Left, place: str) -> int:
 def _scratch(folder: Path, keeps_parts: bool) -> Iterator[Path]:
     """A folder that outlives only a failure that is worth another try, and belongs to one attempt at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        if not _taken(lock):
-            raise StoreUnavailable("an earlier attempt at this download is still going on")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder))
+        except BlockingIOError as error:
+            raise StoreUnavailable("an earlier attempt at this download is still going on") from error
         try:
             yield folder
         except BaseException as error:
@@ -186,14 +186,6 @@ def _scratch(folder: Path, keeps_parts: bool) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _taken(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_worth_resuming(error: BaseException) -> bool:
@@ -209,14 +201,3 @@ def _is_last_attempt() -> bool:
     info = activity.info()
     most = info.retry_policy.maximum_attempts if info.retry_policy else 0  # 0: as many as it takes
     return 0 < most <= info.attempt
-
-
-def _forget_abandoned(downloads: Path) -> None:
-    """Remove what no attempt came back for: of runs that were cancelled between two, and of hosts that died."""
-    for folder in downloads.glob("*"):
-        with suppress(FileNotFoundError):  # another attempt has just ended
-            if folder.stat().st_mtime >= time.time() - _FORGET_AFTER_S:
-                continue
-            with (folder / "lock").open("a") as lock:
-                if _taken(lock):  # else it is a long download
-                    shutil.rmtree(folder, ignore_errors=True)

@@ -13,8 +13,7 @@ from temporalio import activity
 
 from activities.formats.dataset import open_dataset
 from activities.formats.examples import Example
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.models.resolve_model import ResolveModel
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing import blocks

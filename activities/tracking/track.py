@@ -20,8 +20,7 @@ from typing import Literal, TypeVar
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from activities.heartbeat import HOST_LEAVES
-from activities.host_context import HostContext
+from activities.host_context import HOST_LEAVES, HostContext
 from activities.tracking.wandb_process import FINISH_TIMEOUT_S, INIT_TIMEOUT_S, OpenRun, RunRefused, Writer, WriterLost
 from activities.tracking.wandb_rows import Done, History, Line, TrainStep
 from activities.tracking.wandb_writer import WriterStart

@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from activities.host_context import locked, remove_abandoned
 from activities.tracking.wandb_rows import Done, Row
 from activities.tracking.wandb_writer import Answer, Close, Open, Request, Write, WriterStart
 from shared.child_environment import child_environment
@@ -142,28 +142,23 @@ class _Process:
 
     @classmethod
     async def start(cls, folder: Path) -> "_Process":
-        with _only_one(folder):
-            _remove_leftovers(folder)
-            own = folder / f".writer-{uuid.uuid4().hex}"
-            temporary = own / "tmp"
-            temporary.mkdir(parents=True)
-            held = _hold(own)
-        try:
-            with (own / "writer.log").open("wb") as log:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "activities.tracking.wandb_writer",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    cwd=Path(__file__).parents[2],
-                    env=_environment(temporary),
-                    start_new_session=True,
-                    pass_fds=(held,),  # held until the process has ended, however it ends
-                )
-        finally:
-            os.close(held)
+        remove_abandoned(folder.glob(".writer-*"))
+        own = folder / f".writer-{uuid.uuid4().hex}"
+        temporary = own / "tmp"
+        temporary.mkdir(parents=True)
+        with locked(own) as held, (own / "writer.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "activities.tracking.wandb_writer",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd=Path(__file__).parents[2],
+                env=_environment(temporary),
+                start_new_session=True,
+                pass_fds=(held,),  # which holds the lock until the process has ended, however it ends
+            )
         return cls(process, own)
 
     @property
@@ -264,33 +259,3 @@ class _Process:
 def _environment(temporary: Path) -> dict[str, str]:
     places = {name: str(temporary) for name in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
     return child_environment("wandb") | places
-
-
-@contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Lock the folder against the other hosts of this machine."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _hold(folder: Path) -> int:
-    """Mark a writer's folder as in use, for as long as a process has this file open."""
-    held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    return held
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Folders of writers that were killed with their hosts."""
-    for left in folder.glob(".writer-*"):
-        held = os.open(left / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(left, ignore_errors=True)
-        finally:
-            os.close(held)

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from temporalio import activity
 
-from activities.heartbeat import beating
-from activities.host_context import HostContext
+from activities.host_context import HostContext, beating
 from activities.packing import bins as packing
 from activities.packing.prefix_tree import SequenceRow, split_tree
 from activities.records.record_step import find_key

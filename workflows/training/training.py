@@ -7,7 +7,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.heartbeat import HOST_LEAVES
+    from activities.host_context import HOST_LEAVES
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob

@@ -1,6 +1,5 @@
 """Datasets from files, web servers and S3: what arrives, what resumes, what is refused."""
 
-import fcntl
 import gzip
 import os
 import ssl
@@ -18,7 +17,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
-from activities.host_context import HostContext
+from activities.host_context import HostContext, locked
 from activities.sources.download import Download, Downloaded, DownloadRequest
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import DatasetSource
@@ -302,8 +301,7 @@ def test_parts_that_nobody_came_back_for_go_with_a_later_download_and_those_of_a
     for folder in folders:
         os.utime(folder, (time.time() - 86_400,) * 2)
     web.pages["/rows.jsonl"] = Page(ROWS)
-    with (folders[0] / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folders[0]):
         download(settings, f"{web.uri}/rows.jsonl", "sft-3")
     assert list((settings.root_path / "scratch" / "downloads").iterdir()) == folders[:1]
 
