@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,7 +92,7 @@ class HostContext:
 @contextmanager
 def scratch_folder(parent: Path, purpose: str) -> Iterator[Path]:
     """A new folder below `parent`, gone afterwards, and so are those whose processes were killed."""
-    remove_abandoned(parent.glob(f"{purpose}-*"))
+    remove_abandoned(parent, f"{purpose}-*")
     folder = parent / f"{purpose}-{uuid.uuid4().hex}"
     folder.mkdir(parents=True)
     with locked(folder):
@@ -102,9 +102,9 @@ def scratch_folder(parent: Path, purpose: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned(folders: Iterable[Path], after_s: float = _NEW_S) -> None:
-    """Remove the folders that nobody has locked, and that nobody has changed for `after_s` seconds."""
-    for folder in folders:
+def remove_abandoned(parent: Path, pattern: str, after_s: float = _NEW_S) -> None:
+    """Remove folders below `parent` that nobody has locked, and that nobody has changed for `after_s` seconds."""
+    for folder in parent.glob(pattern):
         with suppress(BlockingIOError, FileNotFoundError):  # in use, or just gone
             if folder.stat().st_mtime < time.time() - after_s:
                 with locked(folder):

@@ -74,7 +74,7 @@ class Download:
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
         downloads = self._host.paths.scratch / "downloads"
         # What no attempt came back for: of runs that were cancelled between two, and of hosts that died.
-        remove_abandoned(downloads.glob("*"), _FORGET_AFTER_S)
+        remove_abandoned(downloads, "*", _FORGET_AFTER_S)
         sources = find_sources(request.source.uri, request.tenant, self._host.settings)
         keeps_parts = self._keeps_parts and not _is_last_attempt()
         with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):

@@ -142,7 +142,7 @@ class _Process:
 
     @classmethod
     async def start(cls, folder: Path) -> "_Process":
-        remove_abandoned(folder.glob(".writer-*"))
+        remove_abandoned(folder, ".writer-*")
         own = folder / f".writer-{uuid.uuid4().hex}"
         temporary = own / "tmp"
         temporary.mkdir(parents=True)
