@@ -19,15 +19,13 @@ from pydantic import SecretStr
 
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.host_context import HostContext
-from activities.hosts.step_metrics import job_metrics
+from activities.hosts.progress import job_metrics
 from activities.hosts.uploader import LogReader
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, launch, ranks_command
 from activities.models.publish import Publish, PublishRequest
-from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter
-from activities.models.resolve_model import ResolveModel
+from activities.models.resolve import AdapterRequest, Resolve
 from activities.sampling.lease_sampler import SamplerCommand
-from activities.sampling.prove_adapter import ProveAdapter
-from activities.sampling.sample import Sample, Sampled, SampleRequest
+from activities.sampling.sample import Sampled, SamplerActivities, SampleRequest
 from activities.sampling.samplers import Samplers
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
@@ -88,17 +86,17 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
 def prepare(start: RLStart, settings: Settings) -> RLState:
     """Model, adapter and prompts: checked, brought and rendered."""
     run, rollouts = start.run, rollout_requests.rollouts_of(start.run)
-    resolved = ResolveModel(HostContext(settings)).resolve_model(
+    resolved = Resolve(HostContext(settings)).resolve_model(
         ModelRequest(uri=run.model, tenant=start.tenant, layout=run.layout, engine=run.engine)
     )
     adapter: Artifact | None = None
     if run.initial_adapter is not None:
         wanted = AdapterRequest(uri=run.initial_adapter, tenant=start.tenant, lora=run.trainable, shape=resolved.shape)
-        adapter = ResolveAdapter(HostContext(settings)).resolve_adapter(wanted).adapter
+        adapter = Resolve(HostContext(settings)).resolve_adapter(wanted).adapter
     reference: Artifact | None = None
     if (uri := reference_uri(run.loss)) is not None:
         named = AdapterRequest(uri=uri, tenant=start.tenant, shape=resolved.shape)
-        reference = ResolveAdapter(HostContext(settings)).resolve_adapter(named).adapter
+        reference = Resolve(HostContext(settings)).resolve_adapter(named).adapter
 
     def rendered(split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
         wanted = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
@@ -152,7 +150,7 @@ class Loop:
         return rollout_requests.held_out_metrics(sampled, graded.summary)
 
     def _graded(self, samples: SampleRequest) -> tuple[Sampled, Graded]:
-        sampled = Sample(HostContext(self._settings), self._samplers).sample(samples)
+        sampled = SamplerActivities(HostContext(self._settings), self._samplers).sample(samples)
         grader = rollout_requests.rollouts_of(self._start.run).grader
         return sampled, Grade(HostContext(self._settings)).grade(GradeRequest(samples=sampled.samples, grader=grader))
 
@@ -193,7 +191,7 @@ class Loop:
         adapter = Artifact(uri=published.uri, sha256=published.sha256)
         policy = Policy(after_step=step.step, version=state.policy_version + 1, adapter=adapter)
         proof = rollout_requests.proof(start, self._data, self._policies, policy, probed, _PLACE)
-        proved = ProveAdapter(HostContext(self._settings), self._samplers).prove_adapter(proof)
+        proved = SamplerActivities(HostContext(self._settings), self._samplers).prove_adapter(proof)
         self._add(policy)
         self._state = state.model_copy(update=left)
         metrics |= {"probe_difference_max": proved.max_difference} | trained

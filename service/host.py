@@ -104,13 +104,11 @@ def control_activities(host: HostContext, answers: Complete, track: "Track") -> 
     """Return every activity that needs no accelerator. A gpu host loads none of their modules."""
     from activities.grading.grade import Grade
     from activities.models.publish import Publish
-    from activities.models.resolve_adapter import ResolveAdapter
-    from activities.models.resolve_model import ResolveModel
+    from activities.models.resolve import Resolve
     from activities.packing.pack import Pack
     from activities.records.checkpoints import FindCheckpoint
     from activities.records.deliver import Deliver
-    from activities.records.record_result import RecordResult
-    from activities.records.record_step import RecordStep
+    from activities.records.run_records import RunRecords
     from activities.sources.download import Download
     from activities.tokenizing.preview import PreviewDataset
     from activities.tokenizing.render_prompts import RenderPrompts
@@ -118,16 +116,16 @@ def control_activities(host: HostContext, answers: Complete, track: "Track") -> 
     from activities.trajectories.group_samples import GroupSamples
     from activities.trajectories.pack_trajectories import PackTrajectories
 
-    record, steps, grade, deliver = RecordResult(host), RecordStep(host), Grade(host), Deliver(host)
+    records, resolve, grade, deliver = RunRecords(host), Resolve(host), Grade(host), Deliver(host)
     return [
-        record.record_result,
-        record.begin,
-        steps.record_step,
-        steps.recover_steps,
+        records.record_result,
+        records.begin,
+        records.record_step,
+        records.recover_steps,
         FindCheckpoint(host).find_checkpoint,
         Publish(host).publish,
-        ResolveModel(host).resolve_model,
-        ResolveAdapter(host).resolve_adapter,
+        resolve.resolve_model,
+        resolve.resolve_adapter,
         Download(host).download,
         Tokenize(host).tokenize,
         Pack(host).pack,
@@ -230,10 +228,10 @@ def sampler_workers(
 
 def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
     """Return the activities that ask samplers: a sampler host asks its own, a control host servers behind a URL."""
-    from activities.sampling.prove_adapter import ProveAdapter
-    from activities.sampling.sample import Sample
+    from activities.sampling.sample import SamplerActivities
 
-    return [Sample(host, samplers).sample, ProveAdapter(host, samplers).prove_adapter]
+    ask = SamplerActivities(host, samplers)
+    return [ask.sample, ask.prove_adapter]
 
 
 def _worker(

@@ -9,7 +9,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.record_result import BeginRequest, RecordResult
+    from activities.records.run_records import BeginRequest, RunRecords
     from shared.runs.start import Start
     from shared.runs.status import RunStatus
     from workflows import policies
@@ -60,7 +60,7 @@ async def begin(start: Start) -> RunStatus | None:
         resumed=start.resumed,
         goes_on_from=start.goes_on_from,
     )
-    begun = await do(RecordResult.begin, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
+    begun = await do(RunRecords.begin, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
     if begun.refusal is not None:
         raise ApplicationError(begun.refusal, type=NOT_STARTED, non_retryable=True)
     return begun.status

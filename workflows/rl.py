@@ -6,7 +6,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.record_step import RecordStep, Recovered, RecoverRequest, StepRecordRequest
+    from activities.records.run_records import Recovered, RecoverRequest, RunRecords, StepRecordRequest
     from shared.jobs.job import reference_uri
     from shared.jobs.leases import LeaseGrant
     from shared.runs.start import RLStart
@@ -72,7 +72,7 @@ class RLWorkflow(RunHandlers):
         recovered = Recovered()
         if start.resumed:
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
-            recovered = await control.do(RecordStep.recover_steps, request)
+            recovered = await control.do(RunRecords.recover_steps, request)
             self._steps.next = recovered.last_step + 1
         resolved = await models.resolve_model(start)
         adapter = await models.resolve_initial_adapter(start, resolved.shape)
@@ -145,7 +145,7 @@ class RLWorkflow(RunHandlers):
             if source is not None or problem.kind not in policies.STEP_KINDS:
                 raise
             done = unchanged(self._state, step.model_copy(update={"state": "failed", "problem": problem}))
-        await control.record(RecordStep.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
+        await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
         if done.state == "done" and done.same_as is None:
             self._state = after(self._run, self._state, done)
         if done.state == "skipped":

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from activities.formats.examples import Example, Question
-from activities.formats.fields import listed, refuse_missing
-from activities.formats.rows import Row, rows_of
+from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
 from shared.runs.requests import DatasetSource, Format

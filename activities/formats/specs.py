@@ -13,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from activities.formats.examples import Chat, Example, PromptCompletion, Question, Text, TokenIds
-from activities.formats.fields import (
+from activities.formats.preferences import openai_preference, preference
+from activities.formats.rows import (
+    JSON,
+    Row,
     list_of_objects,
     message_of,
     messages_of,
@@ -23,8 +26,6 @@ from activities.formats.fields import (
     type_name,
     weight_of,
 )
-from activities.formats.preferences import openai_preference, preference
-from activities.formats.rows import JSON, Row
 from shared.errors import InvalidInput
 from shared.runs.requests import PAIR_FORMATS, Format
 

@@ -8,8 +8,7 @@ from typing import Literal
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
-from activities.hosts.progress import Progress, Signals
-from activities.hosts.step_metrics import Metrics
+from activities.hosts.progress import Metrics, Progress, Signals
 from activities.hosts.uploader import LogLine, LogReader, Uploader
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess

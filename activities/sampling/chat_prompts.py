@@ -9,8 +9,7 @@ from typing import Any
 
 from activities.confined import calls as confined
 from activities.formats.examples import Question
-from activities.formats.fields import message_of
-from activities.formats.rows import Row
+from activities.formats.rows import Row, message_of
 from activities.host_context import HostContext
 from activities.tokenizing.render_prompts import ids_before_answers
 from activities.tokenizing.template_process import TemplateProcess

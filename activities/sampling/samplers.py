@@ -4,16 +4,22 @@ Addresses and keys stay on the hosts: a leased sampler's in its ready file, a se
 passes which one it is, and no more.
 """
 
+import re
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult
 
+from activities.host_context import HostContext
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import checked, resolve, shown
 from shared.chat.completions import SamplerReady
+from shared.contract import Artifact
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
@@ -122,3 +128,88 @@ def _public(url: str, allow_private_addresses: bool) -> str:
 
 def _at(parts: SplitResult, address: str, port: int) -> str:
     return parts._replace(netloc=f"[{address}]:{port}" if ":" in address else f"{address}:{port}").geturl()
+
+
+_DIGITS = 16
+OWNER = "serving"
+"""In the place of a run's id, so that what runs have on the same sampler is left alone."""
+_OURS = re.compile(rf"{OWNER}-[0-9a-f]+")
+MAX_ADAPTERS = 16
+
+
+def adapter_name(run_id: str, adapter: Artifact) -> str:
+    """The name of an adapter in requests, by content: the same name never means other weights."""
+    return f"{run_id}-{adapter.sha256[:_DIGITS]}"
+
+
+def use_adapter(
+    opened: OpenSampler, run_id: str, adapter: Artifact | None, keep: tuple[Artifact, ...], host: HostContext
+) -> str:
+    """Make a sampler serve an adapter of a run, or its model alone, and return the name to ask for.
+
+    This run's adapters that are neither it nor in `keep` are unloaded; other runs' stay. The adapter's files are given
+    to the sampler as a folder of this machine, so a served sampler must see the host's disk.
+
+    Raises:
+        InvalidInput: the sampler refuses the adapter. CorruptArtifact: its files are not what they were.
+        SamplerUnavailable: the sampler does not answer.
+    """
+    sampler = opened.client
+    wanted = {adapter_name(run_id, one) for one in (adapter, *keep) if one is not None}
+    present = set(sampler.models())
+    for name in sorted(present - wanted):
+        if re.fullmatch(rf"{re.escape(run_id)}-[0-9a-f]{{{_DIGITS}}}", name):
+            sampler.unload_adapter(name)
+    if adapter is None:
+        return opened.model
+    if (name := adapter_name(run_id, adapter)) not in present:
+        sampler.load_adapter(name, str(host.stage(adapter)))
+    return name
+
+
+def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:
+    """The error to raise for a refused request: a server that was started anew knows no adapter, and is asked again."""
+    if model in sampler.models():
+        return InvalidInput(error.message, place)
+    return SamplerUnavailable(f"the sampler serves {model} no longer: {error.message}")
+
+
+class ServingAdapters:
+    """Adapters that answer users, loaded when they are asked for. Safe to use from several threads.
+
+    Args:
+        max_adapters: of users on one sampler at a time.
+    """
+
+    def __init__(self, host: HostContext, max_adapters: int = MAX_ADAPTERS) -> None:
+        self._host = host
+        self._max_adapters = max_adapters
+        self._lock = threading.Lock()
+        self._asked_at: dict[str, float] = {}
+
+    def use(self, opened: OpenSampler, adapter: Artifact | None) -> str:
+        """Load an adapter where it is not, and return its name in requests. The adapter's files come from its host.
+
+        Raises:
+            InvalidInput: the sampler refuses it. CorruptArtifact: its files are not what they were.
+            SamplerUnavailable: the sampler does not answer.
+        """
+        if adapter is None:
+            return opened.model
+        name = adapter_name(OWNER, adapter)
+        self._asked_at[name] = time.monotonic()
+        if name not in opened.client.models():
+            folder = self._host.stage(adapter)
+            with self._lock:
+                self._load(opened, name, folder)
+        return name
+
+    def _load(self, opened: OpenSampler, name: str, folder: Path) -> None:
+        present = {one for one in opened.client.models() if _OURS.fullmatch(one)}
+        if name in present:
+            return
+        oldest_first = sorted(present, key=lambda one: (self._asked_at.get(one, 0.0), one))
+        for old in oldest_first[: max(0, len(present) + 1 - self._max_adapters)]:
+            opened.client.unload_adapter(old)  # what is being drawn from it goes on
+            self._asked_at.pop(old, None)
+        opened.client.load_adapter(name, str(folder))

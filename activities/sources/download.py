@@ -14,8 +14,7 @@ from temporalio.exceptions import CancelledError
 
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.datasets import LocalSource, Source, StoreSource, find_sources
-from activities.sources.decompress import compression_of, unpack
-from activities.sources.transfer import Pace, fetch
+from activities.sources.transfer import Pace, compression_of, fetch, unpack
 from shared.contract import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import DatasetSource, RunId, Tenant

@@ -14,7 +14,7 @@ from temporalio import activity
 from activities.formats.dataset import open_dataset
 from activities.formats.examples import Example
 from activities.host_context import HostContext, beating
-from activities.models.resolve_model import ResolveModel
+from activities.models.resolve import Resolve
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing import blocks
 from activities.tokenizing import preference_units as preference_pairs
@@ -43,7 +43,7 @@ class PreviewDataset:
         """Raises InvalidInput for a dataset or a model that cannot be read."""
         host, request, tenant = self._host, start.request, start.tenant
         with self._temporary_run(tenant) as run_id:
-            model = ResolveModel(host).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
+            model = Resolve(host).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
             dataset = Download(host, keeps_parts=False).download(download).dataset
             with beating():

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from activities.host_context import locked, remove_abandoned
-from activities.tracking.wandb_rows import Done, Row
-from activities.tracking.wandb_writer import Answer, Close, Open, Request, Write, WriterStart
+from activities.tracking.wandb_writer import Answer, Close, Done, Open, Request, Row, Write, WriterStart
 from shared.child_environment import child_environment
 
 PLACES = 8

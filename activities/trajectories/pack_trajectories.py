@@ -13,7 +13,7 @@ from temporalio import activity
 from activities.host_context import HostContext, beating
 from activities.packing import bins as packing
 from activities.packing.prefix_tree import SequenceRow, split_tree
-from activities.records.record_step import find_key
+from activities.records.run_records import find_key
 from activities.sources.download import Download, DownloadRequest
 from activities.trajectories.advantages import advantages_of
 from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from activities.formats.fields import message_of
-from activities.formats.rows import Row
+from activities.formats.rows import Row, message_of
 from activities.tokenizing.tool_calls import with_parsed_calls
 from shared.chat.answer_records import AnswerRecord, DrawnChoice, recall
 from shared.chat.trajectories import ChatTrajectory, SampledTurn

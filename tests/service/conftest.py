@@ -20,9 +20,9 @@ import uvicorn
 
 from activities.grading.grade import Grade
 from activities.host_context import HostContext
-from activities.models.resolve_model import ResolveModel
+from activities.models.resolve import Resolve
 from activities.records.deliver import Deliver
-from activities.records.record_result import RecordResult
+from activities.records.run_records import RunRecords
 from activities.sources.download import Download
 from activities.tokenizing.preview import PreviewDataset
 from service.apis.listening import config
@@ -158,7 +158,7 @@ def polling(settings: Settings) -> Iterator[None]:
 
     async def work() -> None:
         client = await connect(settings)
-        record = RecordResult(HostContext(settings))
+        record = RunRecords(HostContext(settings))
         deliver = Deliver(HostContext(settings))
         activities = [
             record.record_result,
@@ -166,7 +166,7 @@ def polling(settings: Settings) -> Iterator[None]:
             PreviewDataset(HostContext(settings)).preview,
             Grade(HostContext(settings)).grade_one,
             Download(HostContext(settings)).download,
-            ResolveModel(HostContext(settings)).resolve_model,
+            Resolve(HostContext(settings)).resolve_model,
             deliver.deliver,
             deliver.give_up,
         ]

@@ -7,7 +7,7 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.record_result import RecordResult
+    from activities.records.run_records import RunRecords
     from shared.runs.start import RLStart, RunStart
     from shared.runs.status import Problem, RunStatus, StepRequest, StepStatus
     from workflows import control
@@ -58,7 +58,7 @@ class StandIn:
         return self._status
 
     async def _record(self) -> None:
-        await control.do(RecordResult.record_result, self._status, within=timedelta(seconds=20))
+        await control.do(RunRecords.record_result, self._status, within=timedelta(seconds=20))
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
@@ -88,7 +88,7 @@ class RLStandIn:
     async def run(self, start: RLStart) -> RunStatus:
         await workflow.wait_condition(lambda: self._is_finished)
         self._status = self._status.model_copy(update={"state": "succeeded", "phase": "done"})
-        await control.record(RecordResult.record_result, self._status)
+        await control.record(RunRecords.record_result, self._status)
         return self._status
 
     @workflow.update

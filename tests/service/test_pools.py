@@ -23,7 +23,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.records.checkpoints import FindCheckpointRequest
 from activities.records.deliver import DeliverRequest
-from activities.records.record_step import StepRecordRequest
+from activities.records.run_records import StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from activities.host_context import HostContext
-from activities.records.record_step import RecordStep, StepRecordRequest
+from activities.records.run_records import RunRecords, StepRecordRequest
 from service.cli.output.step_table import step_line
 from shared.contract import Fence
 from shared.jobs.events import Event, Started, Step, Succeeded
@@ -36,7 +36,7 @@ def put(service: Service, run_id: str, number: int, **changes: Any) -> StepStatu
     """A step on record, as the real activity writes it."""
     given = {"key": f"k{number}", "groups": f"file:///groups/{number}.jsonl", "state": "done", "policy_version": number}
     step = StepStatus(step=number, **given | changes)
-    RecordStep(HostContext(service.settings)).record_step(StepRecordRequest(run_id=run_id, step=step))
+    RunRecords(HostContext(service.settings)).record_step(StepRecordRequest(run_id=run_id, step=step))
     return step
 
 

@@ -18,8 +18,7 @@ from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
 from activities.models.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
-from activities.records.record_result import RecordResult
-from activities.records.record_step import RecordStep
+from activities.records.run_records import RunRecords
 from activities.trajectories.pack_trajectories import PackTrajectories
 from service.accounts.tenants import Quotas
 from service.database import migrate
@@ -86,7 +85,7 @@ class RLStack(Stack):
 
 
 def _activities(settings: Settings, data: StandInData) -> list[Callable[..., Any]]:
-    record, steps = RecordResult(HostContext(settings)), RecordStep(HostContext(settings))
+    record, steps = RunRecords(HostContext(settings)), RunRecords(HostContext(settings))
     return [
         data.resolve_model,
         data.track,

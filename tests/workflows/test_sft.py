@@ -35,7 +35,7 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import processes_of
 from activities.models.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
-from activities.records.record_result import RecordResult
+from activities.records.run_records import RunRecords
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers
 from service.seals import seal_key
 from shared.contract import Fence
@@ -152,7 +152,7 @@ async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator
     client = await connect(settings)
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
-    record = RecordResult(HostContext(settings))
+    record = RunRecords(HostContext(settings))
     async with AsyncExitStack() as exits:
         activities = [
             *data.all,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
-from activities.sampling.prove_adapter import ProveRequest
-from activities.sampling.sample import Sampled, SampleRequest
+from activities.sampling.sample import ProveRequest, Sampled, SampleRequest
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling

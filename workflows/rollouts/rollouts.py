@@ -9,9 +9,8 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest
-    from activities.records.record_step import RecordStep, StepRecordRequest
-    from activities.sampling.prove_adapter import ProveAdapter
-    from activities.sampling.sample import Sample, Sampled, SampleRequest
+    from activities.records.run_records import RunRecords, StepRecordRequest
+    from activities.sampling.sample import Sampled, SamplerActivities, SampleRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import GroupSamples
@@ -140,7 +139,7 @@ class RolloutSource:
         if not metrics:
             return None
         step = unchanged(state, StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics))
-        await control.record(RecordStep.record_step, StepRecordRequest(run_id=self.start.run_id, step=step))
+        await control.record(RunRecords.record_step, StepRecordRequest(run_id=self.start.run_id, step=step))
         run.show(metrics=metrics)
         return step
 
@@ -161,14 +160,14 @@ class RolloutSource:
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
         """Let the sampler prove that it serves a policy."""
         proved = await self.sampling.do(
-            ProveAdapter.prove_adapter,
+            SamplerActivities.prove_adapter,
             lambda place: rollout_requests.proof(self.start, self.data, self.policies, policy, logprobs, place),
             self.model,
         )
         return {"probe_difference_max": proved.max_difference}
 
     async def _sample(self, request: Callable[[SamplerPlace], SampleRequest]) -> Sampled:
-        return await self.sampling.do(Sample.sample, request, self.model)
+        return await self.sampling.do(SamplerActivities.sample, request, self.model)
 
     async def _grade(self, sampled: Sampled) -> Graded:
         request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader)

@@ -4,7 +4,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade
-    from activities.models.resolve_model import ResolveModel
+    from activities.models.resolve import Resolve
     from activities.sampling.complete import Complete
     from activities.tokenizing.preview import PreviewDataset
     from activities.tracking.track import Track, Tracked, TrackRequest
@@ -39,7 +39,7 @@ class UntrainedModelWorkflow:
 
     @workflow.run
     async def run(self, request: ModelRequest) -> ResolvedModel:
-        return await control.do(ResolveModel.resolve_model, request)
+        return await control.do(Resolve.resolve_model, request)
 
 
 @workflow.defn

@@ -5,8 +5,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.run_job import JobResult
     from activities.models.publish import Publish, Published, PublishRequest
-    from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter
-    from activities.models.resolve_model import ResolveModel
+    from activities.models.resolve import AdapterRequest, Resolve
     from shared.contract import Artifact
     from shared.jobs.job import Lora
     from shared.models.shape import ModelShape
@@ -20,7 +19,7 @@ async def resolve_model(start: RunStart | RLStart) -> ResolvedModel:
     request = ModelRequest(
         run_id=start.run_id, tenant=start.tenant, uri=run.model, layout=run.layout, engine=run.engine
     )
-    return await control.do(ResolveModel.resolve_model, request)
+    return await control.do(Resolve.resolve_model, request)
 
 
 async def resolve_initial_adapter(start: RunStart | RLStart, shape: ModelShape) -> Artifact | None:
@@ -32,13 +31,13 @@ async def resolve_initial_adapter(start: RunStart | RLStart, shape: ModelShape) 
     request = AdapterRequest(
         run_id=start.run_id, tenant=start.tenant, uri=run.initial_adapter, lora=run.trainable, shape=shape
     )
-    return (await control.do(ResolveAdapter.resolve_adapter, request)).adapter
+    return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
 async def resolve_reference(start: RunStart | RLStart, uri: str, shape: ModelShape) -> Artifact:
     """Check the adapter that the run's policy stays near."""
     request = AdapterRequest(run_id=start.run_id, tenant=start.tenant, role="reference", uri=uri, shape=shape)
-    return (await control.do(ResolveAdapter.resolve_adapter, request)).adapter
+    return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
 async def publish(

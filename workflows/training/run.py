@@ -8,7 +8,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.progress import ProgressReport
-    from activities.records.record_result import RecordResult
+    from activities.records.run_records import RunRecords
     from shared.jobs.leases import LeaseGrant
     from shared.runs.start import RLStart, RunStart
     from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, RunStatus, State
@@ -108,7 +108,7 @@ class ActiveRun:
         if leave is not None:
             await leave()
         self.show(ended_at=workflow.now().timestamp())
-        await control.record(RecordResult.record_result, self.current())
+        await control.record(RunRecords.record_result, self.current())
         await workflow.wait_condition(workflow.all_handlers_finished)
         return close(self.current())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from activities.hosts.step_metrics import job_metrics
+from activities.hosts.progress import job_metrics
 from shared.jobs.job import DPO, PPO, CrossEntropy
 
 STEPS = [

@@ -8,7 +8,7 @@ import pytest
 from activities.host_context import HostContext
 from activities.models.card import model_card
 from activities.models.publish import Claim, Publish, PublishRequest, claim_version
-from activities.records.record_result import BeginRequest, Begun, RecordResult
+from activities.records.run_records import BeginRequest, Begun, RunRecords
 from shared.contract import Artifact, Fence
 from shared.errors import CorruptArtifact
 from shared.jobs.job import Full
@@ -168,7 +168,7 @@ def test_the_card_is_the_same_text_for_the_same_run(store, tmp_path: Path) -> No
 
 
 def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, store: LocalStore) -> None:
-    record = RecordResult(HostContext(settings))
+    record = RunRecords(HostContext(settings))
     status = RunStatus(run_id="r1", state="cancelled", step=3)
     record.record_result(status)
     assert RunStatus.model_validate_json(store.get_bytes(RunKeys("r1").result)) == status
@@ -180,7 +180,7 @@ def test_a_result_is_recorded_and_taken_away_when_the_run_goes_on(settings, stor
 
 
 def test_a_start_is_good_for_one_workflow_and_for_the_end_that_it_goes_on_from(settings, store: LocalStore) -> None:
-    record, cancelled = RecordResult(HostContext(settings)), RunStatus(run_id="r1", state="cancelled", step=3)
+    record, cancelled = RunRecords(HostContext(settings)), RunStatus(run_id="r1", state="cancelled", step=3)
 
     def begin(start_id: str, execution: str, resumed: bool = False, goes_on_from: str | None = None) -> Begun:
         request = BeginRequest(

@@ -17,9 +17,8 @@ from safetensors.numpy import save, save_file
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.models.resolve_adapter import AdapterRequest, ResolveAdapter, ResolvedAdapter
-from activities.models.resolve_model import ResolveModel
-from activities.models.safetensors_header import read_header
+from activities.models.files import read_header
+from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.job import Lora
 from shared.jobs.layout import EngineName, Layout
@@ -47,7 +46,7 @@ def resolve(
     config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron"
 ) -> ResolvedModel:
     request = ModelRequest(uri=str(uri), tenant="default", layout=layout or Layout(), engine=engine)
-    return ActivityEnvironment().run(ResolveModel(HostContext(config)).resolve_model, request)
+    return ActivityEnvironment().run(Resolve(HostContext(config)).resolve_model, request)
 
 
 def stage(config: Settings, resolved: ResolvedModel | ResolvedAdapter) -> Path:
@@ -436,7 +435,7 @@ SHAPE = ModelShape(
 
 def resolve_adapter(config: Settings, uri: str | Path, **wanted) -> ResolvedAdapter:
     request = AdapterRequest(uri=str(uri), tenant="default", **{"shape": SHAPE, **wanted})
-    return ActivityEnvironment().run(ResolveAdapter(HostContext(config)).resolve_adapter, request)
+    return ActivityEnvironment().run(Resolve(HostContext(config)).resolve_adapter, request)
 
 
 def adapter_refusal(config: Settings, uri: str | Path, **wanted) -> str:
@@ -524,7 +523,7 @@ def test_a_missing_or_truncated_adapter_is_named(config, adapter) -> None:
 
 def resolve_for(config: Settings, uri: Path, run_id: str) -> ResolvedModel:
     return ActivityEnvironment().run(
-        ResolveModel(HostContext(config)).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
+        Resolve(HostContext(config)).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
     )
 
 

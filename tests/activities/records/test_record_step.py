@@ -8,7 +8,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.records.checkpoints import newest, own
-from activities.records.record_step import RecordStep, RecoverRequest, StepRecordRequest
+from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
 from shared.contract import Fence
 from shared.jobs.job import JobPlan, Lora, PackedData, Schedule
 from shared.runs.status import CheckpointRef, StepStatus
@@ -43,7 +43,7 @@ def adapter_of(version: int) -> dict[str, str]:
 
 def record(settings: Settings, number: int, **fields: object) -> StepStatus:
     step = StepStatus.model_validate({"step": number, "key": f"key-{number}", "groups": "file:///g.jsonl", **fields})
-    RecordStep(HostContext(settings)).record_step(StepRecordRequest(run_id=RUN, step=step))
+    RunRecords(HostContext(settings)).record_step(StepRecordRequest(run_id=RUN, step=step))
     return step
 
 
@@ -53,7 +53,7 @@ def test_a_run_goes_on_from_its_last_done_step(settings: Settings, store: Object
     done = record(settings, 2, state="done", policy_version=2, optimizer_step=4, checkpoint=kept, **adapter_of(2))
     record(settings, 3, state="failed", policy_version=2, optimizer_step=4)
     record(settings, 4, state="done", policy_version=1, optimizer_step=2, same_as=1)
-    recovered = RecordStep(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
+    recovered = RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
     assert (recovered.last_step, recovered.trained) == (4, done)
 
 
@@ -67,7 +67,7 @@ def test_a_run_knows_the_policies_of_its_last_steps(settings: Settings, store: O
     record(settings, 4, state="done", policy_version=2, optimizer_step=4, checkpoint=kept, **adapter_of(2))
 
     def policies(num: int) -> list[tuple[int, int, str | None]]:
-        recovered = RecordStep(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN, num_policies=num))
+        recovered = RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN, num_policies=num))
         assert recovered.last_step == 4
         return [(p.after_step, p.version, p.adapter.uri if p.adapter else None) for p in recovered.policies]
 
@@ -85,14 +85,14 @@ def test_checkpoints_of_steps_that_were_never_done_are_discarded(
     save_checkpoint(store, tmp_path, 5)
     save_checkpoint(store, tmp_path, 7, epoch=2)
     record(settings, 1, state="done", policy_version=1, optimizer_step=4, checkpoint=kept, **adapter_of(1))
-    RecordStep(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
+    RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
     assert newest(store, RUN) == kept
     assert not [info.key for info in store.list(f"{RunKeys(RUN).checkpoints}/") if "step-00000004" not in info.key]
 
 
 def test_a_run_without_a_done_step_begins_anew(settings: Settings, store: ObjectStore, tmp_path: Path) -> None:
     save_checkpoint(store, tmp_path, 0)
-    recovered = RecordStep(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
+    recovered = RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
     assert (recovered.last_step, recovered.trained) == (0, None)
     assert newest(store, RUN) is None
 
@@ -127,5 +127,5 @@ def test_a_cancellation_cuts_no_record_in_two(
 
     monkeypatch.setattr(LocalStore, "put_bytes", put_while_cancelled)
     step = StepStatus(step=1, key="k", groups="g", state="done")
-    environment.run(RecordStep(HostContext(settings)).record_step, StepRecordRequest(run_id=RUN, step=step))
+    environment.run(RunRecords(HostContext(settings)).record_step, StepRecordRequest(run_id=RUN, step=step))
     assert store.get_bytes(RunKeys(RUN).step_key("k")) == store.get_bytes(RunKeys(RUN).step(1))

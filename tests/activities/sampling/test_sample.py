@@ -16,8 +16,15 @@ from activities.grading.grade import Grade, GradeRequest
 from activities.host_context import HostContext
 from activities.sampling.client import Sampler
 from activities.sampling.completions import Rows, SampledGroup, numbers_of, read_groups, sample_seed
-from activities.sampling.prove_adapter import ProveAdapter, Proved, ProveRequest
-from activities.sampling.sample import Drawing, Sample, Sampled, SampleRequest, draw_group
+from activities.sampling.sample import (
+    Drawing,
+    Proved,
+    ProveRequest,
+    Sampled,
+    SamplerActivities,
+    SampleRequest,
+    draw_group,
+)
 from activities.sampling.samplers import Samplers
 from activities.tokenizing.render_prompts import PromptRow, Prompts, PromptsFile, PromptsRequest, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
@@ -114,7 +121,7 @@ def request_of(place: Place, rendered: Prompts, /, **changes: Any) -> SampleRequ
 
 def sampled(settings: Settings, request: SampleRequest, environment: ActivityEnvironment | None = None) -> Sampled:
     found: Sampled = (environment or ActivityEnvironment()).run(
-        Sample(HostContext(settings), Samplers(settings)).sample, request
+        SamplerActivities(HostContext(settings), Samplers(settings)).sample, request
     )
     return found
 
@@ -332,7 +339,7 @@ def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny
             place=ServedSampler(),
         )
         found: Proved = ActivityEnvironment().run(
-            ProveAdapter(HostContext(settings), Samplers(settings)).prove_adapter, request
+            SamplerActivities(HostContext(settings), Samplers(settings)).prove_adapter, request
         )
         return found.max_difference
 

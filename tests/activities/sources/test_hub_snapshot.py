@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.sources.hub_snapshot import HubId, snapshot
+from activities.sources.models import HubId, snapshot
 
 REPOSITORY = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -24,13 +24,13 @@ RESOLVE = """
 import sys
 from pathlib import Path
 from activities.host_context import HostContext
-from activities.models.resolve_model import ResolveModel
+from activities.models.resolve import Resolve
 from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from temporalio.testing import ActivityEnvironment
 settings = Settings(root=Path(sys.argv[1]), download=DownloadSettings(max_bytes=int(sys.argv[2])))
 try:
-    resolve = ResolveModel(HostContext(settings)).resolve_model
+    resolve = Resolve(HostContext(settings)).resolve_model
     ActivityEnvironment().run(resolve, ModelRequest(uri="org/name", tenant="acme"))
     print("resolved")
 except Exception as error:

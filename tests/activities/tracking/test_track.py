@@ -18,11 +18,10 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.records.record_result import BeginRequest, RecordResult
+from activities.records.run_records import BeginRequest, RunRecords
 from activities.tracking.track import Track, Tracked, TrackRequest, TrainSteps, Tries
 from activities.tracking.wandb_process import Writer, WriterLost
-from activities.tracking.wandb_rows import STEP, Done, History, Line, Row, TrainStep
-from activities.tracking.wandb_writer import WriterStart
+from activities.tracking.wandb_writer import STEP, Done, History, Line, Row, TrainStep, WriterStart
 from shared.contract import Fence
 from shared.jobs.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
 from shared.jobs.job import Lora
@@ -512,7 +511,7 @@ def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
 ) -> None:
     """The resumed run is followed by another one: two would write its steps twice."""
     put_log(store, "sft-13", FIRST, WHOLE_RUN)
-    activity, record = Track(HostContext(settings)), RecordResult(HostContext(settings))
+    activity, record = Track(HostContext(settings)), RunRecords(HostContext(settings))
 
     async def follow() -> Tracked:
         try:

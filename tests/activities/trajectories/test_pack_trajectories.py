@@ -10,7 +10,7 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.packing.prefix_tree import SequenceRow, split_tree
-from activities.records.record_step import RecordStep, RecoverRequest, StepRecordRequest
+from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
 from activities.trajectories.advantages import advantages_of
 from activities.trajectories.pack_trajectories import (
     GroupsRequest,
@@ -220,7 +220,7 @@ def test_a_key_that_was_trained_is_found_and_is_not_another_batchs(settings: Set
     checkpoint = CheckpointRef(step=1, fence=Fence(epoch=1), artifact=artifact)
     fields = {"step": 1, "key": "a", "groups": uri, "state": "done", "policy_version": 1, "optimizer_step": 1}
     done = StepStatus.model_validate(fields | made | {"checkpoint": checkpoint})
-    steps = RecordStep(HostContext(settings))
+    steps = RunRecords(HostContext(settings))
     steps.record_step(StepRecordRequest(run_id="r1", step=done))
     assert pack(settings, uri, step=9, key="a").trained_before == done
     assert pack(settings, uri, step=1, key="a").trained_before is None, "this is the very step, packed again"

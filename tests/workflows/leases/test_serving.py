@@ -19,12 +19,11 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
-from activities.sampling.adapters import ServingAdapters
 from activities.sampling.chat_answers import chat_completion
 from activities.sampling.client import Sampler
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
-from activities.sampling.samplers import OpenSampler, Samplers
+from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters
 from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
 from service.apis.openai.chat import chunks_of

@@ -17,7 +17,7 @@ from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.host_context import HostContext
-from activities.records.record_result import RecordResult
+from activities.records.run_records import RunRecords
 from activities.sources.download import Download, DownloadRequest
 from service.accounts.access import Access
 from service.accounts.principals import Principal
@@ -130,7 +130,7 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
     store, temporal = open_store(settings.store, settings.s3), Temporal(settings)
     backend = Backend(settings, store, open_database(settings))
     migrate.upgrade(backend.database)
-    record = RecordResult(HostContext(settings))
+    record = RunRecords(HostContext(settings))
     client = await connect(settings)
     activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
     async with (
@@ -495,7 +495,7 @@ async def test_a_run_that_the_sweep_was_first_to_start_is_not_started_twice(stac
 
     scheduled = ScheduledRun(name="swept", run=stack_run(stack.data("swept")), cron="@daily")
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
-    record = RecordResult(HostContext(settings))
+    record = RunRecords(HostContext(settings))
     activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
     async with (
         control_workers(stack.client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),

@@ -1,0 +1,238 @@
+"""Resolve models and adapters: from what a user wrote to artifacts that hosts can stage, checked before any GPU is used.
+
+Files that every host can read where they lie are not copied.
+"""
+
+import re
+from functools import partial
+from typing import Literal
+
+from temporalio import activity
+
+from activities.host_context import HostContext, beating
+from activities.models.files import (
+    HUB_PATTERNS,
+    SMALL_FILES,
+    TensorEntry,
+    check_chat_template,
+    check_tokenizer,
+    check_weights,
+    read_shape,
+    read_tensors,
+    weight_files,
+)
+from activities.sources.models import Location, locate
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.jobs.job import Lora
+from shared.models.peft import CONFIG, WEIGHTS, check_same, lora_of
+from shared.models.shape import ModelShape, check_layout
+from shared.runs.requests import RunId, Tenant
+from shared.runs.start import ModelRequest, ResolvedModel
+from shared.storage.artifacts import (
+    FileEntry,
+    Manifest,
+    files_of,
+    find,
+    read_record,
+    refer,
+    remember_checked,
+    sha256_object,
+    upload_files,
+)
+from shared.storage.paths import RunKeys, content_key, model_import
+from shared.storage.store import LocalStore
+from shared.storage.stored_bytes import Room
+
+What = Literal["model", "initial_adapter", "reference"]
+_MOST_NAMES = 4
+_MODELS = "models"  # in the place of a run: they stay for others
+_TENSOR = re.compile(
+    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp(\.experts\.\d+)?)\.(?P<linear>\w+)"
+    r"\.lora_(?P<side>[AB])\.weight"
+)
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class AdapterRequest(Frozen):
+    """An adapter as a tenant's user names it; what the run asks for, and the model's sizes, where they are known.
+
+    `run_id` and `role`: the run that is to begin, or to go on, with it, and what it is to that run.
+    """
+
+    uri: str
+    tenant: Tenant
+    run_id: RunId | None = None
+    role: Literal["initial_adapter", "reference"] = "initial_adapter"
+    lora: Lora | None = None
+    shape: ModelShape | None = None
+
+
+class ResolvedAdapter(Frozen):
+    """The adapter's files, and what its configuration says."""
+
+    adapter: Artifact
+    lora: Lora
+
+
+class Resolve:
+    """The activities `resolve_model` and `resolve_adapter`.
+
+    Both raise InvalidInput with the file and the rule that it breaks, or the files that changed since the run began,
+    and StoreUnavailable when S3 cannot be reached or refuses us.
+    """
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+
+    @activity.defn(name="resolve_model")
+    def resolve_model(self, request: ModelRequest) -> ResolvedModel:
+        """Check a model and make an artifact of it."""
+        with beating():
+            check = partial(_check_small_files, request, self._host)
+            location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
+            shape = check(location)
+            check_weights(location)
+            names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
+            return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
+
+    @activity.defn(name="resolve_adapter")
+    def resolve_adapter(self, request: AdapterRequest) -> ResolvedAdapter:
+        """Check an adapter and make an artifact of it."""
+        with beating():
+            check = partial(_check_config, request)
+            location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
+            lora = check(location)
+            _check_weights(location, lora, request.shape)
+            return ResolvedAdapter(
+                adapter=self._imported(location, [CONFIG, WEIGHTS], request.role, request), lora=lora
+            )
+
+    def _imported(
+        self, location: Location, names: list[str], what: What, request: ModelRequest | AdapterRequest
+    ) -> Artifact:
+        artifact = import_files(location, names, self._host, request.tenant)
+        if request.run_id is not None:
+            check_began_with(what, artifact, request.uri, request.run_id, self._host)
+        return artifact
+
+
+def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> ModelShape:
+    """All that can be said against a model before its weights are here."""
+    shape = read_shape(location)
+    check_layout(request.layout, shape, request.engine)
+    check_tokenizer(location, shape.vocab_size, host)
+    check_chat_template(location)
+    return shape
+
+
+def _check_config(request: AdapterRequest, location: Location) -> Lora:
+    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG))
+    if request.lora is not None:
+        check_same(lora, request.lora, location.place(CONFIG))
+    return lora
+
+
+def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:
+    if WEIGHTS not in location.files:
+        raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
+    tensors = read_tensors(location, WEIGHTS)
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, lora, shape, location.place(WEIGHTS))
+    expected = 0 if shape is None else 2 * _linears_of_layer(lora, shape) * shape.num_layers
+    if shape is not None and len(tensors) != expected:
+        raise InvalidInput(
+            f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
+        )
+
+
+def _linears_of_layer(lora: Lora, shape: ModelShape) -> int:
+    """Count the adapted linears: each expert has linears of its own."""
+    of_experts = sum(target in _MLP for target in lora.targets)
+    return len(lora.targets) - of_experts + of_experts * max(1, shape.num_experts)
+
+
+def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape | None, place: str) -> None:
+    match = _TENSOR.fullmatch(name)
+    if match is None or match["linear"] not in lora.targets:
+        raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
+    if shape is not None and int(match["layer"]) >= shape.num_layers:
+        raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
+    rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
+    if rank != lora.rank:
+        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={lora.rank}", place)
+
+
+def import_files(location: Location, names: list[str], host: HostContext, tenant: str) -> Artifact:
+    """The named files as an artifact, hashed once for each state (size and times, or ETag) that they are found in.
+
+    Where every host can read the files at their place, the artifact refers to them: S3, and folders of this machine
+    while the store is on this machine too. A folder of this machine with a store elsewhere is uploaded, and counts as
+    this tenant's bytes.
+
+    Raises:
+        InvalidInput: a file changed while it was being hashed, or there is no room for them.
+    """
+    if location.artifact is not None:
+        return location.artifact
+    store = host.store
+    key = model_import(content_key(location.store.uri, *(_state(location, name) for name in sorted(names))))
+    found = find(store, key)
+    if found is not None:
+        return found
+    manifest = _hash(location, sorted(names))
+    folder = location.store.root if isinstance(location.store, LocalStore) else None
+    if folder is not None and not isinstance(store, LocalStore):
+        room = Room(store, tenant, host.settings.quotas)
+        with room.reserving(manifest.num_bytes, location.store.uri):
+            artifact = upload_files(store, key, folder, manifest)
+            room.ledger.bring(_MODELS, key.rpartition("/")[2], manifest.num_bytes)
+        return artifact
+    if folder is not None:
+        remember_checked(folder, manifest, host.paths.cache)
+    return refer(store, key, manifest.model_copy(update={"root": location.store.uri}))
+
+
+def _state(location: Location, name: str) -> str:
+    info = location.files[name]
+    return f"{name} {info.size} {info.etag}"
+
+
+def _hash(location: Location, names: list[str]) -> Manifest:
+    entries = []
+    for name in names:
+        size = location.files[name].size
+        entries.append(FileEntry(path=name, size=size, sha256=sha256_object(location.store, name, size)))
+    again = location.listed_again()
+    for name in names:
+        if name not in again.files or _state(again, name) != _state(location, name):
+            raise InvalidInput("the file changed while it was being read", location.place(name))
+    return Manifest(files=tuple(entries))
+
+
+def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, host: HostContext) -> None:
+    """Put on record what a run's first execution found at a place, and hold every later execution to it.
+
+    Files are compared by hash. Where they lie does not matter: a cache may have moved.
+
+    Raises:
+        InvalidInput: other files are there now; names them.
+        CorruptArtifact: the record is damaged.
+    """
+    key = RunKeys(run_id).began_with(what)
+    _, now = files_of(found, host.settings.s3)
+    if host.store.put_if_absent(key, now.encoded()):
+        return
+    if names := _different(read_record(host.store, key, Manifest), now):
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        raise InvalidInput(
+            f"this {what.replace('_', ' ')} is not the one that the run began with: {', '.join(names[:_MOST_NAMES])}"
+            f"{more} changed since; put the former files back and resume, or start a new run",
+            place,
+        )
+
+
+def _different(before: Manifest, now: Manifest) -> list[str]:
+    """Names of files that differ, are missing, or are new."""
+    theirs, ours = ({entry.path: entry.sha256 for entry in manifest.files} for manifest in (before, now))
+    return sorted(path for path in theirs.keys() | ours.keys() if theirs.get(path) != ours.get(path))
