@@ -1,4 +1,7 @@
-"""Rows of JSONL, text and Parquet files, streamed: memory does not grow with the file."""
+"""Rows of JSONL, text and Parquet files, streamed, and their fields as texts, messages, tools and weights.
+
+Memory does not grow with the file. Every error names the place, the field and the rule.
+"""
 
 import json
 import math
@@ -21,6 +24,7 @@ _PARQUET_ROWS = 256
 _MAX_PARQUET_BATCH_BYTES = 512 << 20  # of so many rows
 _MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +193,6 @@ def without_nulls(value: JSON) -> JSON:
             return [without_nulls(item) for item in value]
         case _:
             return value
-
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def listed(fields: Iterable[str]) -> str:

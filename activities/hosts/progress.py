@@ -1,5 +1,9 @@
 """Signals to the workflow that started an activity, and a job's progress as such signals: often enough to be of use,
-seldom enough for a history of bounded length."""
+seldom enough for a history of bounded length.
+
+A train step of reinforcement learning is one job of several optimizer steps (epochs times mini-batches), and its
+metrics combine those of all of them. Every other job is a run's whole course, and has the metrics of its newest step.
+"""
 
 import asyncio
 import logging
@@ -21,6 +25,12 @@ Metrics = Mapping[str, float]
 
 _SUMS = ("tokens", "target_tokens", "num_bins", "sequences", "step_s", "skipped")
 _MEANS_OF_TOKENS = ("ratio_mean", "entropy", "importance_mean")
+# A signal costs four events of a history that ends at 51,200: the pause grows with the job, to at most five minutes.
+_SHORTEST_S = 2.0
+_SHARE = 0.02
+_LONGEST_S = 300.0
+_SIGNAL_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
@@ -78,14 +88,6 @@ def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
     if name in _MEANS_OF_TOKENS or name.startswith("kl_") or name.endswith("_fraction"):
         return "mean_of_tokens"
     return "mean"
-
-
-# A signal costs four events of a history that ends at 51,200: the pause grows with the job, to at most five minutes.
-_SHORTEST_S = 2.0
-_SHARE = 0.02
-_LONGEST_S = 300.0
-_SIGNAL_TIMEOUT_S = 10.0
-_log = logging.getLogger(__name__)
 
 
 class Signals(Protocol):

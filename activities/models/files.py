@@ -21,6 +21,20 @@ _ITEM_BYTES = {
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+HUB_PATTERNS = (*SMALL_FILES, "model*.safetensors", INDEX)
+_MAX_TENSORS = 500_000
+_DTYPES = ("F32", "BF16", "F16")
 
 
 class TensorEntry(BaseModel):
@@ -82,22 +96,6 @@ def _parse(header: bytes, place: str) -> dict[str, TensorEntry]:
         if not entry.is_consistent:
             raise InvalidInput(f"tensor {name} of dtype {entry.dtype} does not fit its place in the file", place)
     return entries
-
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-HUB_PATTERNS = (*SMALL_FILES, "model*.safetensors", INDEX)
-_MAX_TENSORS = 500_000
-_DTYPES = ("F32", "BF16", "F16")
 
 
 class _Rope(BaseModel):

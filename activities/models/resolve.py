@@ -1,4 +1,4 @@
-"""Resolve models and adapters: from what a user wrote to artifacts that hosts can stage, checked before any GPU is used.
+"""Resolve models and adapters: from what users wrote to artifacts that hosts can stage, checked before a GPU is used.
 
 Files that every host can read where they lie are not copied.
 """

@@ -1,4 +1,4 @@
-"""Sample: prompts and a policy become completions, token by token, and the samples that graders see."""
+"""Sample completions of prompts from a policy, and prove that a sampler serves the adapter that a trainer made."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

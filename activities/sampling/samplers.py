@@ -1,4 +1,4 @@
-"""Access of sampling activities to a sampler: one that this host leases out, or a server behind a URL.
+"""Access of sampling activities to a sampler, one that this host leases out or a server behind a URL, and its adapters.
 
 Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Through Temporal
 passes which one it is, and no more.
@@ -24,6 +24,12 @@ from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
+
+_DIGITS = 16
+OWNER = "serving"
+"""In the place of a run's id, so that what runs have on the same sampler is left alone."""
+_OURS = re.compile(rf"{OWNER}-[0-9a-f]+")
+MAX_ADAPTERS = 16
 
 
 class OpenSampler(NamedTuple):
@@ -128,13 +134,6 @@ def _public(url: str, allow_private_addresses: bool) -> str:
 
 def _at(parts: SplitResult, address: str, port: int) -> str:
     return parts._replace(netloc=f"[{address}]:{port}" if ":" in address else f"{address}:{port}").geturl()
-
-
-_DIGITS = 16
-OWNER = "serving"
-"""In the place of a run's id, so that what runs have on the same sampler is left alone."""
-_OURS = re.compile(rf"{OWNER}-[0-9a-f]+")
-MAX_ADAPTERS = 16
 
 
 def adapter_name(run_id: str, adapter: Artifact) -> str:

@@ -1,4 +1,9 @@
-"""Find the files of a model or an adapter: in a folder here, an S3 prefix, the Hugging Face hub, or our own store."""
+"""Find the files of a model or an adapter: in a folder here, an S3 prefix, the Hugging Face hub, or our own store.
+
+From the hub comes data only: no code of a repository is fetched, let alone run. A hub id comes from a tenant, and the
+library makes paths of it: ids and revisions have letters of an allow-list, and what the library answers is held against
+where it must lie.
+"""
 
 import os
 import re
@@ -24,6 +29,11 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _REVISION = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,3}"
 _HUB_ID = re.compile(rf"(?P<repository>{_NAME}/{_NAME})(@(?P<revision>{_REVISION}))?")
 _SMALL_BYTES = 128 << 20
+# A tokenizer of a quarter of a million tokens has 35 MB; nothing else that is read whole comes near.
+_MAX_CONFIG_BYTES = 4 << 20
+_MAX_BYTES = {"tokenizer.json": 128 << 20, "model.safetensors.index.json": 16 << 20}
+_MAX_FILES = 10_000
+_object: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -157,13 +167,6 @@ def _counting(max_bytes: int) -> type:
             return shown
 
     return Counting
-
-
-# A tokenizer of a quarter of a million tokens has 35 MB; nothing else that is read whole comes near.
-_MAX_CONFIG_BYTES = 4 << 20
-_MAX_BYTES = {"tokenizer.json": 128 << 20, "model.safetensors.index.json": 16 << 20}
-_MAX_FILES = 10_000
-_object: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True)

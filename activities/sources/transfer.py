@@ -1,4 +1,4 @@
-"""Bringing a file here piece by piece, so that a broken transfer goes on where it stopped.
+"""Transfers of a file to this host in pieces, which go on where they broke off, and its decompression (gzip, zstd).
 
 The part map beside the data is append-only: what identifies the source's content, then the size and SHA-256 of every
 part. Whoever comes after a crash believes only parts whose hash still fits.
@@ -21,6 +21,10 @@ from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHUNK_BYTES = 1 << 20
 _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
+PART_BYTES = 8 << 20
+_MAX_FAILURES = 3  # in a row, none of them having brought us further
+_MAX_CHANGES = 3
+_PAUSE_S = 0.2
 
 
 def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
@@ -75,12 +79,6 @@ def check_space(target: Path, num_bytes: int) -> None:
     """Raises DiskFull when so many bytes more in `target` would leave its disk too little."""
     if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
         raise DiskFull(f"no space is left on the disk that holds {target.parent}")
-
-
-PART_BYTES = 8 << 20
-_MAX_FAILURES = 3  # in a row, none of them having brought us further
-_MAX_CHANGES = 3
-_PAUSE_S = 0.2
 
 
 class Broken(StoreUnavailable):

@@ -1,5 +1,7 @@
 """The one process of a host that writes runs to W&B: commands on stdin, an answer to each on stdout, as JSON lines.
 
+Its host turns a run's events and train steps into rows of numbers, each step once (`History`).
+
     python -m activities.tracking.wandb_writer < commands > answers
 
 Several runs are open at a time, each on a thread of its own, so that one whose server does not answer holds up no

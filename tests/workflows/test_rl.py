@@ -85,7 +85,7 @@ class RLStack(Stack):
 
 
 def _activities(settings: Settings, data: StandInData) -> list[Callable[..., Any]]:
-    record, steps = RunRecords(HostContext(settings)), RunRecords(HostContext(settings))
+    record = steps = RunRecords(HostContext(settings))
     return [
         data.resolve_model,
         data.track,
