@@ -12,10 +12,10 @@ import numpy as np
 
 from activities.confined.fork_server import sign
 from activities.formats.examples import MASKED_LABEL, Chat, Example, Pair, PromptCompletion, Text, TokenIds
-from activities.tokenizing.blocks import Block
 from activities.tokenizing.chat_template import Rendered, Span
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
+from activities.tokenizing.units import Block
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 

@@ -16,13 +16,10 @@ from activities.formats.examples import Example
 from activities.host_context import HostContext, beating
 from activities.models.resolve import Resolve
 from activities.sources.download import Download, DownloadRequest
-from activities.tokenizing import blocks
-from activities.tokenizing import preference_units as preference_pairs
-from activities.tokenizing.blocks import Block, Kept
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.preference_units import Pair
 from activities.tokenizing.report import Tally
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
+from activities.tokenizing.units import Block, KeptRows, Pair, keep_pairs, keep_rows
 from shared.errors import InvalidInput
 from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Span
 from shared.runs.start import ModelRequest
@@ -72,20 +69,19 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     opened = open_dataset(dataset, request.source)
     examples = _Counted(iter(opened), request.max_rows)
     tally, shown = Tally(opened.kind, request.max_tokens), list[PreviewRow]()
-    truncate = request.too_long == "truncate"
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_control_tokens(batch.control_tokens)
             if opened.has_pairs:
-                pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
-                preference_pairs.count(pairs, tally)
-                for number in range(min(len(pairs), request.num_rows - len(shown))):
-                    shown.append(_pair_row(batch.block, pairs, number, tokenizer, _budget(shown)))
+                pairs = keep_pairs(batch.block, request.max_tokens)
+                pairs.count(tally)
+                for number in range(min(len(pairs.pairs), request.num_rows - len(shown))):
+                    shown.append(_pair_row(batch.block, pairs.pairs[number], number, tokenizer, _budget(shown)))
                 continue
-            kept = blocks.keep(batch.block, request.max_tokens, truncate)
-            blocks.count(batch.block, kept, truncate, tally)
+            kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+            kept.count(tally)
             for row in range(min(len(batch.block.places), request.num_rows - len(shown))):
-                shown.append(_row(batch.block, kept, row, truncate, tokenizer, _budget(shown)))
+                shown.append(_row(kept, row, tokenizer, _budget(shown)))
     problem = None
     try:
         tally.refuse_losses(request.max_lost_fraction, request.source.uri)
@@ -112,14 +108,15 @@ def _budget(shown: list[PreviewRow]) -> int:
     return (_MAX_CHARACTERS - sum(len(s.text) for row in shown for s in (*row.spans, *row.rejected))) // 2
 
 
-def _row(block: Block, kept: Kept, row: int, truncate: bool, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+def _row(kept: KeptRows, row: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    block = kept.block
     start, num_tokens = int(block.start_R[row]), int(block.num_tokens_R[row])
     here = slice(start, start + num_tokens)
     target_T = kept.target_T[here]
     spans, is_cut = _spans(block.id_T[here], target_T, tokenizer, budget)
     return PreviewRow(
         place=block.places[row],
-        fate=_fate(kept, row, truncate),
+        fate=_fate(kept, row),
         num_tokens=num_tokens,
         num_targets=int(target_T.sum()),
         spans=spans,
@@ -127,9 +124,8 @@ def _row(block: Block, kept: Kept, row: int, truncate: bool, tokenizer: ModelTok
     )
 
 
-def _pair_row(block: Block, pairs: list[Pair], number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+def _pair_row(block: Block, pair: Pair, number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
     """Both answers of a pair, the rejected one from its first token on: what stands before it is the chosen one's."""
-    pair = pairs[number]
     ends = np.cumsum(block.num_tokens_R).tolist()
     chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))
     trained_T = (block.weight_T > 0) & (block.position_T > 0)
@@ -166,7 +162,7 @@ def _spans(
     return tuple(spans), is_cut
 
 
-def _fate(kept: Kept, row: int, truncate: bool) -> Literal["kept", "truncated", "too_long", "fully_masked"]:
+def _fate(kept: KeptRows, row: int) -> Literal["kept", "truncated", "too_long", "fully_masked"]:
     if kept.kept_R[row]:
         return "truncated" if kept.too_long_R[row] else "kept"
-    return "too_long" if kept.too_long_R[row] and not truncate else "fully_masked"
+    return "too_long" if kept.too_long_R[row] and not kept.truncate else "fully_masked"

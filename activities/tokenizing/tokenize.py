@@ -11,11 +11,10 @@ from temporalio import activity
 
 from activities.formats.dataset import open_dataset
 from activities.host_context import HostContext
-from activities.tokenizing import blocks
-from activities.tokenizing import preference_units as preference_pairs
-from activities.tokenizing.encoding import NUM_PROMPTS, EncodedBatch, Prompt, encoded
+from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
 from activities.tokenizing.report import Tally
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
+from activities.tokenizing.units import PAIR_COLUMNS, KeptPairs, KeptRows, keep_pairs, keep_rows
 from shared.contract import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
 from shared.runs.previews import Report
@@ -101,10 +100,15 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     """Stream a dataset's rows into a folder of units, with its report and prompts. Not sealed."""
     opened = open_dataset(dataset, request.source, request.pairs)
     tally, prompts = Tally(opened.kind, request.max_tokens), list[Prompt]()
-    writer = UnitsWriter(folder, preference_pairs.COLUMNS) if request.pairs else UnitsWriter(folder)
+    writer = UnitsWriter(folder, PAIR_COLUMNS) if request.pairs else UnitsWriter(folder)
     with closing(encoded(opened, tokenizer)) as batches:
         for batch in batches:
-            _write_batch(batch, request, writer, tally)
+            if request.pairs:
+                kept: KeptPairs | KeptRows = keep_pairs(batch.block, request.max_tokens)
+            else:
+                kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+            kept.count(tally)
+            kept.write(writer)
             tally.add_control_tokens(batch.control_tokens)
             prompts += batch.prompts
     writer.close()
@@ -115,15 +119,3 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
     (folder / PROMPTS).write_text(json.dumps(chosen, indent=1) + "\n")
     return report
-
-
-def _write_batch(batch: EncodedBatch, request: TokenizeRequest, writer: UnitsWriter, tally: Tally) -> None:
-    if request.pairs:
-        pairs = preference_pairs.pairs_of(batch.block, request.max_tokens)
-        preference_pairs.count(pairs, tally)
-        preference_pairs.write(pairs, writer)
-        return
-    truncate = request.too_long == "truncate"
-    kept = blocks.keep(batch.block, request.max_tokens, truncate)
-    blocks.count(batch.block, kept, truncate, tally)
-    blocks.write(batch.block, kept, writer)

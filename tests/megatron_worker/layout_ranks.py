@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from activities.packing.prefix_tree import TreeUnit
-from activities.tokenizing.preference_units import pair_unit
+from activities.tokenizing.units import pair_unit
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from activities.tokenizing.preference_units import pair_unit
+from activities.tokenizing.units import pair_unit
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from activities.tokenizing.preference_units import COLUMNS, pair_unit
+from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
 from megatron_worker.training.evaluation import held_out_loss
 from shared.contract import Artifact
 from shared.jobs.events import Evaluated, Saved
@@ -27,13 +27,13 @@ BETA = 0.5
 
 def write_pairs(folder: Path, num_pairs: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    writer = UnitsWriter(folder, COLUMNS)
+    writer = UnitsWriter(folder, PAIR_COLUMNS)
     for _ in range(num_pairs):
         prompt, *answers = (random.integers(0, VOCAB_SIZE, random.integers(2, 6)) for _ in range(3))
         rows = [np.concatenate([prompt, answer]) for answer in answers]
         masks = [np.arange(len(ids)) >= len(prompt) for ids in rows]
         unit = pair_unit(rows[0], masks[0], rows[1], masks[1]).columns()
-        writer.append(**{name: unit[name] for name in COLUMNS})
+        writer.append(**{name: unit[name] for name in PAIR_COLUMNS})
     writer.close()
 
 

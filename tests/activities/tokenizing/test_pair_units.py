@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.tokenizing.blocks import Block
-from activities.tokenizing.preference_units import COLUMNS, count, pair_unit, pairs_of, write
 from activities.tokenizing.report import Tally
+from activities.tokenizing.units import PAIR_COLUMNS, Block, keep_pairs, pair_unit
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
 from shared.jobs.job import DPO
@@ -56,13 +55,13 @@ def test_every_answer_is_read_back_from_its_unit(tmp_path_factory, pairs, tail: 
     """Walking up from a target gives the row it came from; what stands behind an answer is no target."""
     rows = [answered(prompt, answer) for prompt, *both in pairs for answer in both]
     rows = [([*ids, *tail], [*mask, *[False] * len(tail)]) for ids, mask in rows]
-    found = pairs_of(block_of(*rows), 1000)
+    found = keep_pairs(block_of(*rows), 1000)
     kept = [k for k, (_, chosen, rejected) in enumerate(pairs) if chosen != rejected]
-    assert [k for k, pair in enumerate(found) if pair.is_kept] == kept
+    assert [k for k, pair in enumerate(found.pairs) if pair.is_kept] == kept
     folder = tmp_path_factory.mktemp("units")
-    writer, tally = UnitsWriter(folder, COLUMNS), Tally("preference", 1000)
-    write(found, writer)
-    count(found, tally)
+    writer, tally = UnitsWriter(folder, PAIR_COLUMNS), Tally("preference", 1000)
+    found.write(writer)
+    found.count(tally)
     writer.close()
     assert tally.report().num_kept == len(kept) and tally.report().num_lost == len(pairs) - len(kept)
     with Units(folder) as units:
@@ -90,10 +89,10 @@ def test_pairs_that_are_too_long_or_say_nothing_are_lost_and_told():
         *(answered([1, 2], [3]), answered([1, 2], [3])),
         *(answered([1, 2], [3]), answered([1, 2, 5], [])),
     )
-    pairs, tally = pairs_of(block, 5), Tally("preference", 5)
-    count(pairs, tally)
+    kept, tally = keep_pairs(block, 5), Tally("preference", 5)
+    kept.count(tally)
     report = tally.report()
-    assert [pair.is_kept for pair in pairs] == [True, False, False, False]
+    assert [pair.is_kept for pair in kept.pairs] == [True, False, False, False]
     assert (report.num_rows, report.num_kept, report.num_too_long, report.num_fully_masked) == (4, 1, 1, 2)
     assert [(lost.place, lost.reason) for lost in report.lost] == [
         ("rows.jsonl:2", "6 tokens are more than max_tokens 5"),
@@ -103,11 +102,11 @@ def test_pairs_that_are_too_long_or_say_nothing_are_lost_and_told():
 
 
 def test_the_loss_accepts_what_is_written(tmp_path: Path):
-    writer = UnitsWriter(tmp_path, COLUMNS)
+    writer = UnitsWriter(tmp_path, PAIR_COLUMNS)
     block = block_of(
         *(answered([5, 6], [10, 11]), answered([5, 6], [12])), *(answered([5], [3]), answered([5], [4, 3, 2]))
     )
-    write(pairs_of(block, 10), writer)
+    keep_pairs(block, 10).write(writer)
     writer.close()
     with Units(tmp_path) as units:
         check_columns(units, DPO())
