@@ -8,11 +8,11 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar, TypeVarTuple
 
 from temporalio import activity
@@ -87,6 +87,33 @@ class HostContext:
         with self.scratch(purpose) as folder:
             make(folder)
             return self.keep(key, folder)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Finished parts of what an activity makes, by number, kept in the store until the whole stands there.
+
+    A kill costs the parts that were under way. `key_of`: the store key of a part, which ends with its number.
+    """
+
+    store: ObjectStore
+    key_of: Callable[[int], str]
+
+    def known(self) -> frozenset[int]:
+        """The numbers of the parts that stand in the store."""
+        folder = self.key_of(0).rpartition("/")[0]
+        names = (PurePosixPath(info.key).stem for info in self.store.list(f"{folder}/"))
+        return frozenset(int(name) for name in names if name.isdigit())
+
+    def get(self, number: int) -> bytes:
+        return self.store.get_bytes(self.key_of(number))
+
+    def keep(self, number: int, data: bytes) -> None:
+        self.store.put_bytes(self.key_of(number), data)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.store.delete(self.key_of(number))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Every payload (inputs of workflows and activities, signals, updates, results) ca
 id of the workflow that it belongs to, and the activity's name where it is an activity's input or result, by a key that
 the service and the hosts hold. What a stranger sends, or takes from one workflow to another, is refused: a start fails
 at once, a signal is dropped, an update rejected, an activity not run. What was used before is sealed all the same: that
-a run is not started twice with one input is the first activity's affair (activities/records/record_result.py). Payloads
+a run is not started twice with one input is the first activity's affair (activities/records/run_records.py). Payloads
 stay readable for those who may read Temporal; a codec that encrypts takes the place of this one.
 """
 

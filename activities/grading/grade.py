@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,14 +16,13 @@ from activities.confined import calls as confined
 from activities.confined.fork_server import sign
 from activities.formats.rows import Row, rows_of
 from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
-from activities.host_context import HostContext
+from activities.host_context import HostContext, Parts
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.grading.graders import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, graded, graded_part
-from shared.storage.store import ObjectStore
 
 _VERSION = "grade-1"  # raise it when the same samples would get other grades
 _ROWS_A_PART = 64  # what a kill can cost: a part's grades stand in the store when the next one begins
@@ -76,9 +76,10 @@ class Grade:
             InvalidInput: a row that is no sample; a grader that cannot be loaded, isolated or asked.
             StoreUnavailable: a scoring server or the store is away; finished grades are kept for the next try.
         """
-        parts, settings = _Parts(self._host.store, request.key), self._host.settings
+        parts = Parts(self._host.store, partial(graded_part, request.key))
 
         def write(folder: Path) -> None:
+            settings = self._host.settings
             samples, means = self._host.stage(request.samples), GraderMeans.of(settings)
             sandbox = folder / ".sandbox"  # hidden, so that it is no part of the artifact
             asked = samples, request.grader, means, parts.known(), sandbox
@@ -89,7 +90,7 @@ class Grade:
         key = graded(request.key)
         grades = self._host.made_once(key, "grade", write)
         summary = read_record(self._host.store, f"{key}/{SUMMARY}", GradeSummary)
-        parts.forget(summary.num_samples)
+        parts.forget(range(0, summary.num_samples, _ROWS_A_PART))
         return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)
 
     @activity.defn(name="check_grader")
@@ -143,30 +144,6 @@ def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: Samp
         return _graded([("", sample)], grade_all)[0]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Finished grades in the store, by the number of their first sample."""
-
-    store: ObjectStore
-    key: str
-
-    def known(self) -> frozenset[int]:
-        """The first samples of the parts that stand there."""
-        names = (Path(item.key) for item in self.store.list(f"{Path(graded_part(self.key, 0)).parent.as_posix()}/"))
-        return frozenset(int(name.stem) for name in names if name.stem.isdigit())
-
-    def find(self, first: int) -> tuple[SampleGrade, ...]:
-        data = self.store.get_bytes(graded_part(self.key, first))
-        return tuple(SampleGrade.model_validate_json(line) for line in data.splitlines())
-
-    def keep(self, first: int, grades: tuple[SampleGrade, ...]) -> None:
-        self.store.put_bytes(graded_part(self.key, first), _encoded(grades))
-
-    def forget(self, num_samples: int) -> None:
-        for first in range(0, num_samples, _ROWS_A_PART):
-            self.store.delete(graded_part(self.key, first))
-
-
 @dataclass
 class _Tally:
     """Counts of what has been graded so far."""
@@ -196,19 +173,19 @@ class _Tally:
         )
 
 
-def _write_grades(found: Iterable[GradedPart], parts: _Parts, path: Path) -> GradeSummary:
+def _write_grades(found: Iterable[GradedPart], parts: Parts, path: Path) -> GradeSummary:
     """Every part is kept as it comes, so that a kill costs one part at most."""
     tally, num_samples = _Tally(), 0
     with path.open("wb") as file:
         for part in found:
-            grades = part.grades
-            if grades is None:
-                grades = parts.find(part.first)
+            if part.grades is None:
+                data = parts.get(part.first)
             else:
-                parts.keep(part.first, grades)
-            file.write(_encoded(grades))
-            for grade in grades:
-                tally.count(grade)
+                data = b"".join(grade.model_dump_json().encode() + b"\n" for grade in part.grades)
+                parts.keep(part.first, data)
+            file.write(data)
+            for line in data.splitlines():
+                tally.count(SampleGrade.model_validate_json(line))
             num_samples += part.num_samples
     if not num_samples:
         raise InvalidInput("there is nothing to grade: no row in any .jsonl file", "samples")
@@ -221,10 +198,6 @@ def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[Sa
         SampleGrade(place=place, grade=outcome.grade, error=outcome.error, parts=outcome.parts)
         for (place, _), outcome in zip(part, outcomes, strict=True)
     ]
-
-
-def _encoded(grades: Sequence[SampleGrade]) -> bytes:
-    return b"".join(grade.model_dump_json().encode() + b"\n" for grade in grades)
 
 
 def sampled_items(folder: Path) -> Iterator[tuple[str, SampledItem]]:

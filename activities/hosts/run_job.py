@@ -41,7 +41,7 @@ class JobRequest(Frozen):
 class JobResult(Frozen):
     """The end of a job. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
 
-    `metrics` are those of all its optimizer steps (step_metrics.py) and of its newest evaluation; `probe` are the
+    `metrics` are those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
     with the checkpoint that the job was to go on from, where that is why it failed.
     """

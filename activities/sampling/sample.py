@@ -1,13 +1,13 @@
 """Sample completions of prompts from a policy, and prove that a sampler serves the adapter that a trainer made."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.host_context import HostContext, beating
+from activities.host_context import HostContext, Parts, beating
 from activities.sampling.client import Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
@@ -29,7 +29,7 @@ from shared.jobs.job import Dtype
 from shared.runs.requests import RunId
 from shared.runs.serving import SamplerPlace, ServedSampler
 from shared.storage.artifacts import find, read_record
-from shared.storage.paths import completions, content_key, sampled_part, sampled_parts, samples
+from shared.storage.paths import completions, content_key, sampled_part, samples
 from shared.storage.store import ObjectStore
 
 _VERSION = "sample-1"  # raise it when the same request would give other samples
@@ -141,15 +141,15 @@ class SamplerActivities:
             return done
         with self._host.scratch("sample") as scratch:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
-                parts = _Parts(store, request.key)
+                parts = Parts(store, partial(sampled_part, request.key))
                 numbers = numbers_of(request.rows, len(prompts))
                 self._draw_missing(request, prompts, numbers, parts)
-                groups = (parts.get(group) for group in range(len(numbers)))
+                groups = (read_record(store, parts.key_of(n), SampledGroup) for n in range(len(numbers)))
                 folders = scratch / "completions", scratch / "samples"
                 write_samples(groups, prompts, *folders)
             for folder, key in zip(folders, (completions(request.key), samples(request.key)), strict=True):
                 self._host.keep(key, folder)
-        parts.forget(len(numbers))
+        parts.forget(range(len(numbers)))
         result = _result(store, request.key)
         assert result is not None
         return result
@@ -171,9 +171,9 @@ class SamplerActivities:
                 raise refusal(opened.client, model, error, "probe") from error
         return Proved(max_difference=compare(told, request.logprobs, request.probe, request.bound))
 
-    def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: "_Parts") -> None:
+    def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: Parts) -> None:
         """Each prompt's samples stand in the store before the thread takes another."""
-        drawn = parts.drawn()
+        drawn = parts.known()
         missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
         if not missing:
             return
@@ -181,7 +181,8 @@ class SamplerActivities:
             model = use_adapter(opened, request.run_id, request.adapter, request.keep, self._host)
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
-                parts.keep(draw_group(opened.client, model, *asked, request))
+                group = draw_group(opened.client, model, *asked, request)
+                parts.keep(group.group, group.model_dump_json().encode())
 
             asked = ((group, row, prompts[row]) for group, row in missing)
             for _ in in_parallel(draw, asked, _num_threads(request.group_size)):
@@ -231,28 +232,6 @@ def write_samples(
     )
     (completions_folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
     return summary
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Finished prompts in the store, by their place in the request."""
-
-    store: ObjectStore
-    key: str
-
-    def drawn(self) -> set[int]:
-        prefix = sampled_parts(self.key)
-        return {int(info.key.removeprefix(prefix).removesuffix(".json")) for info in self.store.list(prefix)}
-
-    def get(self, group: int) -> SampledGroup:
-        return read_record(self.store, sampled_part(self.key, group), SampledGroup)
-
-    def keep(self, group: SampledGroup) -> None:
-        self.store.put_bytes(sampled_part(self.key, group.group), group.model_dump_json().encode())
-
-    def forget(self, num_groups: int) -> None:
-        for group in range(num_groups):
-            self.store.delete(sampled_part(self.key, group))
 
 
 def _num_threads(group_size: int) -> int:
