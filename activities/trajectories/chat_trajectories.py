@@ -11,17 +11,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from activities.formats.examples import Chat, Question
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, load_tokenizer
 from activities.trajectories.sampled_turns import (
     PLACE,
-    BrokenConversation,
+    BrokenTrajectory,
     RememberedAnswers,
     Turns,
-    broken,
     is_same_message,
     turns_of,
 )
@@ -30,8 +29,6 @@ from shared.chat.trajectories import ChatTrajectory, SampledTurn, SentTrajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.settings import S3Settings
-
-__all__ = ["BrokenConversation", "Conversations", "PublishedPolicy"]
 
 _TOKEN_ID = "token_id:"
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -122,7 +119,7 @@ class Conversations:
         than the answers before it were drawn as (templates rewrite earlier turns, texts are tokenized anew).
 
         Raises:
-            BrokenConversation: it is no conversation, too long, or does not give again what was sampled.
+            BrokenTrajectory: it is no conversation, too long, or does not give again what was sampled.
             InvalidInput: the model has no chat template, or its template does not end.
         """
         turns = turns_of(chat)
@@ -130,7 +127,7 @@ class Conversations:
         drawn = [self._drawn(i, turn, turns, tools) for i, turn in turns.sampled.items()]
         sequences = _chained(drawn)
         if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
-            broken(PLACE, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
+            raise BrokenTrajectory(PLACE, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
         version = drawn[0].policy_version
         if version is None:
             version = chat.policy_version
@@ -157,7 +154,7 @@ class Conversations:
             record = self._answers.get(turn.answer_id) if self._answers is not None else None
             if record is None and turn.logprobs is None:
                 rule = "no answer of this id is remembered here, and there are no logprobs beside it"
-                broken(f"messages.{i}.answer_id", "unknown_answer", rule)
+                raise BrokenTrajectory(f"messages.{i}.answer_id", "unknown_answer", rule)
             self.counts["unknown_answers"] += record is None
         if record is not None:
             self.counts["remembered_turns"] += 1
@@ -170,15 +167,17 @@ class Conversations:
         """Take what was drawn from the record, where the client's message is the answer's. Nothing is tokenized."""
         place = f"messages.{i}"
         if self._model is not None and record.model_sha256 != self._model.sha256:
-            broken(f"{place}.answer_id", "another_model", "another model than the run's gave this answer")
+            rule = "another model than the run's gave this answer"
+            raise BrokenTrajectory(f"{place}.answer_id", "another_model", rule)
         if turn.index >= len(record.choices):
-            broken(f"{place}.index", "unknown_answer", f"the answer has {len(record.choices)} choices")
+            raise BrokenTrajectory(f"{place}.index", "unknown_answer", f"the answer has {len(record.choices)} choices")
         choice = record.choices[turn.index]
         if not is_same_message(message, choice):
             rule = "the message is not what the answer of this id said: send it as it was given, or without answer_id"
-            broken(f"{place}.message", "another_text", rule)
+            raise BrokenTrajectory(f"{place}.message", "another_text", rule)
         if turn.token_ids is not None and turn.token_ids != choice.token_ids:
-            broken(f"{place}.token_ids", "differs", "these are not the ids that were drawn for the answer of this id")
+            rule = "these are not the ids that were drawn for the answer of this id"
+            raise BrokenTrajectory(f"{place}.token_ids", "differs", rule)
         version = self._policy.number_of(record.version, record.name)
         return _Drawn(list(record.prompt_ids), list(choice.token_ids), list(choice.logprobs), _end_of(turn), version)
 
@@ -220,13 +219,15 @@ def _rendered(
         rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
         rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
     except InvalidInput as error:
-        _refused(error)
-    differs: BrokenConversation | None = None
+        if error.place != PLACE:  # a template that does not end refuses the step, and not one conversation
+            raise
+        raise BrokenTrajectory(PLACE, "template", error.message) from error
+    differs: BrokenTrajectory | None = None
     for each in rendered:
         encoded = tokenizer.encode([each.text], [each.spans])
         try:
             ids = _drawn_ids(i, turn, encoded.id_T[encoded.weight_T == 1.0].tolist(), turns.messages[i], tokenizer)
-        except BrokenConversation as error:
+        except BrokenTrajectory as error:
             differs = differs or error
         else:
             logprobs = [token.logprob for token in turn.logprobs.tokens]
@@ -248,10 +249,10 @@ def _drawn_ids(
     for k, (token, token_id) in enumerate(zip(tokens, own, strict=False)):
         if not _is_same(token, given[k], token_id, tokenizer):
             place = f"messages.{i}.logprobs.content.{k}"
-            broken(place, "differs", _difference(token, given[k], token_id, tokenizer))
+            raise BrokenTrajectory(place, "differs", _difference(token, given[k], token_id, tokenizer))
     if len(tokens) not in (len(own), len(own) - 1):
         rule = f"{len(tokens)} tokens were sampled, and the conversation has {len(own)} there, end token and all"
-        broken(f"messages.{i}.logprobs", "differs", rule)
+        raise BrokenTrajectory(f"messages.{i}.logprobs", "differs", rule)
     return own[: len(tokens)]
 
 
@@ -295,10 +296,3 @@ def _difference(token: TokenLogprob, given: int | None, own: int, tokenizer: Mod
         return f"token {own} is a part of a character, which its text cannot show: ask the server for token ids"
     sampled = f"{token.token!r:.60}" if given is None else f"token {given}"
     return f"{sampled} was sampled, and the conversation has {text!r:.60} there (token {own})"
-
-
-def _refused(error: InvalidInput) -> NoReturn:
-    """A conversation that the template refuses is broken; a template that does not end refuses the step."""
-    if error.place != PLACE:
-        raise error
-    broken(PLACE, "template", error.message)

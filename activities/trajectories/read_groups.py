@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from activities.formats.rows import lines_of
-from activities.trajectories.chat_trajectories import BrokenConversation, Conversations
+from activities.trajectories.chat_trajectories import Conversations
+from activities.trajectories.sampled_turns import BrokenTrajectory
 from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
 from shared.contract import Frozen
 from shared.errors import InvalidInput
@@ -136,98 +137,78 @@ def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> Groups
 def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Scored]:
     """The trajectories of a group; one that cannot be trained has no sequences, and without a reward it is none."""
     for number, sent in enumerate(group.trajectories):
-        match _read(sent, rules):
-            case tuple() as sequences:
-                yield Scored(sent.reward, sent.metrics, sequences)
-            case fault if rules.run.broken == "refuse":
-                raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}")
-            case fault:
-                reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
-                if math.isfinite(sent.reward):
-                    yield Scored(sent.reward, sent.metrics, ())
-
-
-@dataclass(frozen=True)
-class TrajectoryFault:
-    """The reason why a trajectory cannot be trained: the field, a short name for the rule, and a sentence."""
-
-    field: str
-    rule: str
-    message: str
-
-
-def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...] | TrajectoryFault:
-    """The sequences of token ids of a trajectory, or why there are none that can be trained."""
-    sequences: tuple[Trajectory, ...]
-    if isinstance(sent, ChatTrajectory):
-        if rules.conversations is None:
-            return TrajectoryFault("messages", "messages", "trajectories of token ids alone are taken here")
         try:
-            sequences = rules.conversations.trajectories_of(sent, rules.run.max_tokens)
-        except BrokenConversation as error:
-            return TrajectoryFault(error.field, error.rule, error.message)
-    else:
+            yield Scored(sent.reward, sent.metrics, _read(sent, rules))
+        except BrokenTrajectory as fault:
+            if rules.run.broken == "refuse":
+                raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}") from fault
+            reasons[fault.rule] = reasons.get(fault.rule, 0) + 1
+            if math.isfinite(sent.reward):
+                yield Scored(sent.reward, sent.metrics, ())
+
+
+def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:
+    """The sequences of token ids of a trajectory. Raises BrokenTrajectory when it cannot be trained."""
+    sequences: tuple[Trajectory, ...]
+    if not isinstance(sent, ChatTrajectory):
         sequences = (sent,)
-    return next((fault for one in sequences if (fault := fault_of(one, rules))), None) or sequences
+    elif rules.conversations is None:
+        raise BrokenTrajectory("messages", "messages", "trajectories of token ids alone are taken here")
+    else:
+        sequences = rules.conversations.trajectories_of(sent, rules.run.max_tokens)
+    for one in sequences:
+        _check(one, rules)
+    return sequences
 
 
-def fault_of(trajectory: Trajectory, rules: Rules) -> TrajectoryFault | None:
-    """The first rule that a trajectory breaks."""
-    return next(_faults(trajectory, rules), None)
-
-
-def _faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
+def _check(one: Trajectory, rules: Rules) -> None:
+    """Raises BrokenTrajectory with the first rule that it breaks."""
     run, length = rules.run, len(one.token_ids)
     for name in ("sampled", "logprobs"):
         if (found := len(getattr(one, name))) != length:
-            yield TrajectoryFault(name, "length", f"it has {found} entries for {length} token_ids")
-            return
+            raise BrokenTrajectory(name, "length", f"it has {found} entries for {length} token_ids")
     if length > run.max_tokens:
-        yield TrajectoryFault("token_ids", "too_long", f"{length} tokens; max_tokens is {run.max_tokens}")
+        raise BrokenTrajectory("token_ids", "too_long", f"{length} tokens; max_tokens is {run.max_tokens}")
     if not 0 <= min(one.token_ids) <= max(one.token_ids) < rules.vocab_size:
-        yield TrajectoryFault("token_ids", "vocabulary", f"ids lie in 0 to {rules.vocab_size - 1}, the model's own")
+        rule = f"ids lie in 0 to {rules.vocab_size - 1}, the model's own"
+        raise BrokenTrajectory("token_ids", "vocabulary", rule)
     if not any(one.sampled):
-        yield TrajectoryFault("sampled", "nothing_sampled", "no token was sampled: there is nothing to train")
+        raise BrokenTrajectory("sampled", "nothing_sampled", "no token was sampled: there is nothing to train")
     if one.sampled[0]:
-        yield TrajectoryFault("sampled", "first_sampled", "the first token cannot be sampled: nothing stands before it")
+        rule = "the first token cannot be sampled: nothing stands before it"
+        raise BrokenTrajectory("sampled", "first_sampled", rule)
     if not math.isfinite(one.reward):
-        yield TrajectoryFault("reward", "reward", f"it is {one.reward}; a reward is a finite number")
-    if (fault := _logprob_fault(one)) is not None:
-        yield fault
-    if (fault := _advantage_fault(one, run)) is not None:
-        yield fault
-    yield from _version_faults(one, rules)
+        raise BrokenTrajectory("reward", "reward", f"it is {one.reward}; a reward is a finite number")
+    _check_logprobs(one)
+    _check_advantage(one, run)
+    _check_version(one, rules)
 
 
-def _logprob_fault(one: Trajectory) -> TrajectoryFault | None:
+def _check_logprobs(one: Trajectory) -> None:
     sampled = [p for p, is_sampled in zip(one.logprobs, one.sampled, strict=True) if is_sampled]
     if None in sampled:
         rule = f"{sampled.count(None)} sampled tokens have none: the trainer's are compared with the sampler's"
-        return TrajectoryFault("logprobs", "missing_logprobs", rule)
+        raise BrokenTrajectory("logprobs", "missing_logprobs", rule)
     if not all(p is None or (math.isfinite(p) and p <= 0) for p in sampled):
-        return TrajectoryFault("logprobs", "logprobs", "logprobs of sampled tokens are finite, and at most 0")
-    return None
+        raise BrokenTrajectory("logprobs", "logprobs", "logprobs of sampled tokens are finite, and at most 0")
 
 
-def _advantage_fault(one: Trajectory, run: RLRun) -> TrajectoryFault | None:
-    if run.advantages != "given":
-        if one.advantage is None:
-            return None
-        return TrajectoryFault("advantage", "advantage", f"the run computes {run.advantages}: it would be ignored")
-    if one.advantage is None or not math.isfinite(one.advantage):
-        return TrajectoryFault("advantage", "advantage", "the run's advantages are given: a finite number")
-    return None
+def _check_advantage(one: Trajectory, run: RLRun) -> None:
+    if run.advantages != "given" and one.advantage is not None:
+        raise BrokenTrajectory("advantage", "advantage", f"the run computes {run.advantages}: it would be ignored")
+    if run.advantages == "given" and (one.advantage is None or not math.isfinite(one.advantage)):
+        raise BrokenTrajectory("advantage", "advantage", "the run's advantages are given: a finite number")
 
 
-def _version_faults(one: Trajectory, rules: Rules) -> Iterator[TrajectoryFault]:
+def _check_version(one: Trajectory, rules: Rules) -> None:
     version = one.policy_version or 0  # who says nothing may have sampled it at the run's beginning
     behind, bound = rules.policy_version - version, rules.run.max_staleness
     if behind < 0:
         message = f"{version} does not exist yet: the newest is {rules.policy_version}"
-        yield TrajectoryFault("policy_version", "future", message)
+        raise BrokenTrajectory("policy_version", "future", message)
     if bound is not None and behind > bound:
         message = f"{version} is {behind} behind {rules.policy_version}; max_staleness is {bound}"
-        yield TrajectoryFault("policy_version", "stale", message)
+        raise BrokenTrajectory("policy_version", "stale", message)
 
 
 def _nothing_to_learn(group: Group, run: RLRun) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,16 +19,12 @@ _AT_ONCE = 16
 PLACE = "messages"  # of a conversation alone; whoever asks knows its file and line
 
 
-class BrokenConversation(Exception):
-    """A conversation that is no trajectory: the field, a short name for the rule, and a sentence."""
+class BrokenTrajectory(Exception):
+    """A trajectory that cannot be trained: the field, a short name for the rule, and a sentence."""
 
     def __init__(self, field: str, rule: str, message: str) -> None:
         self.field, self.rule, self.message = field, rule, message
         super().__init__(f"{field}: {message}")
-
-
-def broken(field: str, rule: str, message: str) -> NoReturn:
-    raise BrokenConversation(field, rule, message)
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ def turns_of(chat: ChatTrajectory) -> Turns:
     """Messages and choices told apart; nothing of how a turn was sampled is left in its message.
 
     Raises:
-        BrokenConversation: it is no conversation, or nothing in it was sampled.
+        BrokenTrajectory: it is no conversation, or nothing in it was sampled.
     """
     turns = Turns([], {})
     for i, given in enumerate(chat.messages):
@@ -57,31 +53,33 @@ def turns_of(chat: ChatTrajectory) -> Turns:
         try:
             turns.messages.append(with_parsed_calls(message_of(Row(PLACE, {}), f"messages[{i}]", message)))
         except InvalidInput as error:
-            broken(PLACE, "messages", error.message)
+            raise BrokenTrajectory(PLACE, "messages", error.message) from error
         if sampling.get("logprobs") is not None or sampling.get("answer_id") is not None:
             turns.sampled[i] = _sampled(i, sampling, turns.messages[-1]["role"])
     if not turns.sampled:
         rule = "no assistant's turn has logprobs, or an answer_id: there is nothing to train"
-        broken(PLACE, "nothing_sampled", rule)
+        raise BrokenTrajectory(PLACE, "nothing_sampled", rule)
     return turns
 
 
 def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
     place = f"messages.{i}"
     if role != "assistant":
-        broken(f"{place}.logprobs", "role", f"the message is the {role}'s: an assistant's alone are sampled")
+        rule = f"the message is the {role}'s: an assistant's alone are sampled"
+        raise BrokenTrajectory(f"{place}.logprobs", "role", rule)
     try:
         turn = SampledTurn.model_validate(sampling)
     except ValidationError as error:
         field, rule = first_error(error)
-        broken(f"{place}.{field}", "logprobs", rule)
+        raise BrokenTrajectory(f"{place}.{field}", "logprobs", rule) from error
     if turn.logprobs is None:
         return turn
     tokens, ids = len(turn.logprobs.tokens), turn.token_ids
     if not tokens:
-        broken(f"{place}.logprobs", "missing_logprobs", "it names no token: ask the server for logprobs")
+        rule = "it names no token: ask the server for logprobs"
+        raise BrokenTrajectory(f"{place}.logprobs", "missing_logprobs", rule)
     if ids is not None and len(ids) != tokens:
-        broken(f"{place}.token_ids", "length", f"it has {len(ids)} entries for {tokens} logprobs")
+        raise BrokenTrajectory(f"{place}.token_ids", "length", f"it has {len(ids)} entries for {tokens} logprobs")
     return turn
 
 

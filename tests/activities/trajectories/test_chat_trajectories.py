@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from activities.host_context import HostContext
-from activities.trajectories.chat_trajectories import BrokenConversation, Conversations
+from activities.trajectories.chat_trajectories import Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
+from activities.trajectories.sampled_turns import BrokenTrajectory
 from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput
@@ -185,7 +186,7 @@ def test_ids_or_bytes_tell_parts_of_characters_apart(server: Server, read: Any, 
     ids = server.turns[0][1]
     entries = choice["logprobs"]["content"]
     assert any("\N{REPLACEMENT CHARACTER}" in entry["token"] for entry in entries)
-    with pytest.raises(BrokenConversation, match=r"logprobs\.content\.\d+: .* ask the server for token ids"):
+    with pytest.raises(BrokenTrajectory, match=r"logprobs\.content\.\d+: .* ask the server for token ids"):
         read("chatml", [*ASKED, choice])
     if form == "token_ids":
         choice["token_ids"] = ids
@@ -261,7 +262,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_does_not_give_the_sampled_tokens_again_is_no_trajectory(server: Server, read: Any, name: str) -> None:
     rule, message = BROKEN[name]
-    with pytest.raises(BrokenConversation, match=message) as caught:
+    with pytest.raises(BrokenTrajectory, match=message) as caught:
         read("chatml", broken(server, name))
     assert caught.value.rule == rule
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from activities.trajectories.chat_trajectories import BrokenConversation, Conversations, PublishedPolicy
-from activities.trajectories.sampled_turns import RememberedAnswers
+from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy
+from activities.trajectories.sampled_turns import BrokenTrajectory, RememberedAnswers
 from shared.chat.answer_records import AnswerRecord, DrawnChoice, new_answer_id, prune, recall, remember
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory
@@ -92,7 +92,7 @@ def test_drawn_ids_and_logprobs_are_trained_to_the_bit(harbour: Harbour) -> None
         assert tuple(sampled_ids(one)) == drawn.token_ids
         assert harbour.counts["remembered_turns"] == 1
     del choice["answer_id"]
-    with pytest.raises(BrokenConversation) as caught:
+    with pytest.raises(BrokenTrajectory) as caught:
         harbour.read(*ASKED, choice)
     assert caught.value.rule == "differs", "its text alone does not give the ids again"
 
@@ -117,7 +117,7 @@ def test_another_tenants_answer_is_not_there(harbour: Harbour) -> None:
     ids = [record.answer_id, "chatcmpl-" + "0" * 32, "../../north/" + record.answer_id, ""]
     assert recall(harbour.store, "south", record.answer_id) is None
     for answer_id in ids:
-        with pytest.raises(BrokenConversation, match="no answer of this id is remembered") as caught:
+        with pytest.raises(BrokenTrajectory, match="no answer of this id is remembered") as caught:
             harbour.read(*ASKED, bare | {"answer_id": answer_id}, tenant="south")
         assert caught.value.rule == "unknown_answer"
     honest = harbour.server.answer(ASKED, "12.") | {"answer_id": record.answer_id}
@@ -134,11 +134,11 @@ def test_a_text_that_was_changed_is_refused(harbour: Harbour) -> None:
         ("index", 1, "unknown_answer"),
     ]
     for name, value, rule in changes:
-        with pytest.raises(BrokenConversation) as caught:
+        with pytest.raises(BrokenTrajectory) as caught:
             harbour.read(*ASKED, choice | {name: value})
         assert caught.value.rule == rule
     other, _ = harbour.answer(ASKED, "There are 12 sacks.", model_sha256="0" * 64)
-    with pytest.raises(BrokenConversation, match="another model") as caught:
+    with pytest.raises(BrokenTrajectory, match="another model") as caught:
         harbour.read(*ASKED, other)
 
 
@@ -150,7 +150,7 @@ def test_calls_are_compared_as_they_are_meant(harbour: Harbour) -> None:
     said["tool_calls"][0]["function"]["arguments"] = '{"port":"north"}'
     assert sampled_ids(harbour.read(*ASKED, choice | {"message": said})[0]) == [5, 6]
     for wrong in ([], [{"function": {"name": "tide", "arguments": "{}"}}], ["tide"], [{}]):
-        with pytest.raises(BrokenConversation):
+        with pytest.raises(BrokenTrajectory):
             harbour.read(*ASKED, choice | {"message": said | {"tool_calls": wrong}})
 
 
@@ -161,7 +161,7 @@ def test_ids_that_a_client_brings_are_trained_where_they_say_the_same(harbour: H
     choice |= {"answer_id": None, "token_ids": ids}
     [one] = harbour.read(*ASKED, choice)
     assert one.token_ids == (*record.prompt_ids, *ids)
-    with pytest.raises(BrokenConversation) as caught:
+    with pytest.raises(BrokenTrajectory) as caught:
         harbour.read(*ASKED, choice | {"message": {"role": "assistant", "content": "There are 19."}})
     assert caught.value.rule == "differs"
 
