@@ -9,7 +9,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from activities.grading.outcome import NotGraded, Outcome, attempt
-from activities.sources.http import checked, open_connection, shown
+from activities.sources.http import checked, requested, shown
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.grading.graders import SampledItem, ScoreModelGrader
 from shared.grading.templates import TemplateError, render
@@ -75,15 +75,11 @@ class ScoreModel:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "longshore"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        connection = open_connection(self._url, self._connect)
         try:
-            connection.request("POST", checked(self._url).path, body, headers)
-            response = connection.getresponse()
-            return self._answer(response, _body(response, self._connect.timeout_s))
+            with requested("POST", self._url, self._connect, headers, body) as response:
+                return self._answer(response, _body(response, self._connect.timeout_s))
         except (OSError, HTTPException) as error:
             raise _Busy(f"the connection failed ({error or type(error).__name__})") from error
-        finally:
-            connection.close()
 
     def _answer(self, response: HTTPResponse, data: bytes) -> Any:
         said = f"the server answered {response.status} {response.reason}".rstrip()

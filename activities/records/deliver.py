@@ -4,18 +4,16 @@ import base64
 import hashlib
 import hmac
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from http.client import HTTPException
-from urllib.parse import urlsplit
 
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.host_context import HostContext, beating
-from activities.sources.http import open_connection
+from activities.sources.http import requested
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
@@ -45,14 +43,6 @@ class Delivered(Frozen):
 
 class NotDelivered(LongshoreError):
     """The receiver cannot be reached, or did not take the notice. Told again later."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The head of a receiver's answer."""
-
-    status: int
-    retry_after: str | None
 
 
 class Deliver:
@@ -102,20 +92,20 @@ class Deliver:
         """Make one attempt. Returns it, and whether no other may follow."""
         at = time.time()
         try:
-            answer = self._post(webhook, notice, at)
+            status, retry_after = self._post(webhook, notice, at)
         except InvalidInput as error:
             return Attempt(at=at, problem=error.message), True
         except TimeoutError:
             return Attempt(at=at, problem="the receiver does not answer in time"), False
         except (OSError, HTTPException) as error:
             return Attempt(at=at, problem=f"the receiver cannot be reached ({type(error).__name__})"), False
-        status, problem = answer.status, _refusal(answer.status)
-        wait_s = retry_after_s(answer.retry_after, at) if problem else None
+        problem = _refusal(status)
+        wait_s = retry_after_s(retry_after, at) if problem else None
         return Attempt(at=at, status=status, problem=problem, retry_after_s=wait_s), status == HTTPStatus.GONE
 
-    def _post(self, webhook: Webhook, notice: Notice, at: float) -> _Answer:
-        """The head of the answer. Its body is not read, and a redirect is an answer like others."""
-        parts, body, timestamp = urlsplit(webhook.url), notice.body(), int(at)
+    def _post(self, webhook: Webhook, notice: Notice, at: float) -> tuple[int, str | None]:
+        """Status and Retry-After of the answer. Its body is not read, and a redirect is an answer like others."""
+        body, timestamp = notice.body(), int(at)
         signatures = (signature(key, notice.notice_id, timestamp, body) for key in webhook.keys(at))
         headers = {
             "Content-Type": "application/json",
@@ -125,14 +115,8 @@ class Deliver:
             "webhook-timestamp": str(timestamp),
             "webhook-signature": " ".join(signatures),
         }
-        connection = open_connection(webhook.url, self._reach, _OPENED_BY)
-        try:
-            path = parts.path or "/"
-            connection.request("POST", f"{path}?{parts.query}" if parts.query else path, body, headers)
-            response = connection.getresponse()
-            return _Answer(response.status, response.getheader("Retry-After"))
-        finally:
-            connection.close()
+        with requested("POST", webhook.url, self._reach, headers, body, _OPENED_BY) as response:
+            return response.status, response.getheader("Retry-After")
 
 
 def signature(key: bytes, notice_id: str, timestamp: int, body: bytes) -> str:

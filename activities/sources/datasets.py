@@ -15,10 +15,20 @@ from shared.errors import InvalidInput
 from shared.settings import Settings
 from shared.storage.paths import MANIFEST
 from shared.storage.places import Places, path_of
-from shared.storage.store import LocalStore, ObjectStore, S3Store, open_regular, open_store, open_uri, uri_of
+from shared.storage.store import (
+    LocalStore,
+    ObjectInfo,
+    ObjectStore,
+    S3Store,
+    open_regular,
+    open_store,
+    open_uri,
+    uri_of,
+)
 from shared.uri_queries import with_query
 
 _MAX_FILES = 10_000
+_RANGE_BYTES = 8 << 20
 _MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
 _SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 
@@ -78,32 +88,17 @@ class StoreSource:
         if info is None:
             raise InvalidInput("the object has gone", self.place)
         first = start if validator is not None and info.etag == validator else 0
-        yield Piece(_Ranges(self, first, info.size, info.etag), first, info.size, info.etag)
+        yield Piece(self._ranges(first, info), first, info.size, info.etag)
 
-
-class _Ranges:
-    """An object read in ranges; at its end it must still be the one that was begun."""
-
-    _RANGE_BYTES = 8 << 20
-
-    def __init__(self, source: StoreSource, start: int, size: int, etag: str | None) -> None:
-        self._source, self._position, self._size, self._etag = source, start, size, etag
-        self._buffer = b""
-
-    def read(self, num_bytes: int, /) -> bytes:
-        if not self._buffer and self._position < self._size:
-            self._buffer = self._next_range()
-        data, self._buffer = self._buffer[:num_bytes], self._buffer[num_bytes:]
-        return data
-
-    def _next_range(self) -> bytes:
-        length = min(self._RANGE_BYTES, self._size - self._position)
-        data = self._source.store.read_range(self._source.key, self._position, length)
-        info = self._source.store.head(self._source.key)
-        if info is None or info.etag != self._etag:
-            raise Broken(f"{self._source.place}: the object changed while it was being read")
-        self._position += len(data)
-        return data
+    def _ranges(self, start: int, begun: ObjectInfo) -> Iterator[bytes]:
+        """The object in ranges; after each it must still be the one that was begun."""
+        while start < begun.size:
+            data = self.store.read_range(self.key, start, min(_RANGE_BYTES, begun.size - start))
+            info = self.store.head(self.key)
+            if info is None or info.etag != begun.etag:
+                raise Broken(f"{self.place}: the object changed while it was being read")
+            yield data
+            start += len(data)
 
 
 Source = LocalSource | StoreSource | HttpSource

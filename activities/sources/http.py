@@ -3,8 +3,8 @@
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
@@ -15,6 +15,7 @@ from shared.errors import InvalidInput
 from shared.settings import DownloadSettings
 
 _MAX_REDIRECTS = 5
+_READ_BYTES = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _WORTH_RETRYING = (408, 425, 429)
 _OPENED_BY = "download.allow_private_addresses"
@@ -35,16 +36,14 @@ class HttpSource:
     def open(self, start: int, validator: str | None) -> Iterator[Piece]:
         """Follows redirects by hand, so that each hop's address is checked."""
         uri, headers = self.uri, _headers(start, validator)
-        for _ in range(_MAX_REDIRECTS + 1):
-            connection = open_connection(uri, self.settings)
-            try:
-                response = _ask(connection, uri, headers)
+        with ExitStack() as stack:
+            for _ in range(_MAX_REDIRECTS + 1):
+                stack.close()
+                response = stack.enter_context(_answered(uri, self.settings, headers))
                 if response.status not in _REDIRECTS:
                     yield _piece(response, uri, start)
                     return
-            finally:
-                connection.close()
-            uri = _next_hop(uri, response.getheader("Location"))
+                uri = _next_hop(uri, response.getheader("Location"))
         raise InvalidInput(f"more than {_MAX_REDIRECTS} redirects", self.place)
 
 
@@ -85,17 +84,18 @@ def _next_hop(uri: str, location: str | None) -> str:
     return target
 
 
-def _ask(connection: HTTPConnection, uri: str, headers: dict[str, str]) -> HTTPResponse:
-    parts = urlsplit(uri)
-    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-    query = quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
-    try:
-        connection.request("GET", f"{path}?{query}" if query else path, headers=headers)
-        return connection.getresponse()
-    except ssl.SSLCertVerificationError as error:
-        raise InvalidInput(f"the server's certificate is not trusted: {error.verify_message}", shown(uri)) from error
-    except (OSError, HTTPException) as error:
-        raise Broken(f"{shown(uri)}: {_words(error)}") from error
+@contextmanager
+def _answered(uri: str, settings: DownloadSettings, headers: dict[str, str]) -> Iterator[HTTPResponse]:
+    """Raises Broken, or InvalidInput for a certificate that is not trusted."""
+    with ExitStack() as stack:
+        try:
+            response = stack.enter_context(requested("GET", uri, settings, headers))
+        except ssl.SSLCertVerificationError as error:
+            rule = f"the server's certificate is not trusted: {error.verify_message}"
+            raise InvalidInput(rule, shown(uri)) from error
+        except (OSError, HTTPException) as error:
+            raise Broken(f"{shown(uri)}: {_words(error)}") from error
+        yield response
 
 
 def _words(error: Exception) -> str:
@@ -112,12 +112,12 @@ def _piece(response: HTTPResponse, uri: str, start: int) -> Piece:
     validator = _validator(response)
     match response.status:
         case 200:
-            return Piece(_Body(response, uri), 0, _number(response.getheader("Content-Length")), validator)
+            return Piece(_body(response, uri), 0, _number(response.getheader("Content-Length")), validator)
         case 206:
             first, total = _content_range(response.getheader("Content-Range", ""), uri)
-            return Piece(_Body(response, uri), first, total, validator)
+            return Piece(_body(response, uri), first, total, validator)
         case 416:  # the file is shorter now than what we have: begin again
-            return Piece(_Body(response, uri), start, None, None)
+            return Piece(_body(response, uri), start, None, None)
         case _:
             raise _refusal(response.status, response.reason, uri)
 
@@ -148,80 +148,74 @@ def _content_range(text: str, uri: str) -> tuple[int, int | None]:
     return first, _number(total)
 
 
-@dataclass(frozen=True)
-class _Body:
-    response: HTTPResponse
-    uri: str
-
-    def read(self, num_bytes: int, /) -> bytes:
-        try:
-            return self.response.read1(num_bytes)
-        except (OSError, HTTPException, ValueError) as error:
-            raise Broken(f"{shown(self.uri)}: {_words(error)}") from error
+def _body(response: HTTPResponse, uri: str) -> Iterator[bytes]:
+    try:
+        while data := response.read1(_READ_BYTES):
+            yield data
+    except (OSError, HTTPException, ValueError) as error:
+        raise Broken(f"{shown(uri)}: {_words(error)}") from error
 
 
-def open_connection(uri: str, settings: DownloadSettings, opened_by: str = _OPENED_BY) -> HTTPConnection:
-    """Checks the address when it connects. Raises InvalidInput for what is no plain http(s) URI.
+@contextmanager
+def requested(
+    method: str,
+    uri: str,
+    settings: DownloadSettings,
+    headers: Mapping[str, str],
+    body: bytes | None = None,
+    opened_by: str = _OPENED_BY,
+) -> Iterator[HTTPResponse]:
+    """The answer to one request, on a connection that lasts as long as the block. Redirects are not followed.
 
     Args:
         opened_by: the setting that an error about a private address names.
+
+    Raises:
+        InvalidInput: the URI is no plain http(s) URI, or leads into a private network.
+        OSError, HTTPException: the connection failed.
     """
     parts = checked(uri)
-    assert parts.hostname is not None
-    secure = parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
-    tls = ssl.create_default_context() if secure else None
-    return _CheckedConnection(parts.hostname, port, settings, tls, opened_by)
+    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+    query = quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
+    with closing(_CheckedConnection(parts, settings, opened_by)) as connection:
+        connection.request(method, f"{path}?{query}" if query else path, body, dict(headers))
+        yield connection.getresponse()
 
 
 class _CheckedConnection(HTTPConnection):
     """Connects to the very address that was checked: a name that resolves otherwise a moment later changes nothing."""
 
-    def __init__(
-        self, host: str, port: int, settings: DownloadSettings, tls: ssl.SSLContext | None, opened_by: str
-    ) -> None:
-        super().__init__(host, port, timeout=settings.timeout_s)
+    def __init__(self, parts: SplitResult, settings: DownloadSettings, opened_by: str) -> None:
+        assert parts.hostname is not None
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        super().__init__(parts.hostname, parts.port or (443 if self._tls else 80), timeout=settings.timeout_s)
         self._settings = settings
-        self._tls = tls
-        self._held: socket.socket | None = None
-        self._is_hung_up = False
         self._opened_by = opened_by
 
     def connect(self) -> None:
         addresses = resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by)
         connected = _connect(addresses, self._settings.timeout_s)
-        self._held = connected.dup()  # TLS takes the other one over
-        with self._deadline():
-            self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+        # A handshake ends within the socket's timeout, all of it.
+        self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
 
     def getresponse(self) -> HTTPResponse:
         """Status and headers, all within the time that a server may be silent: bytes that drip do not prolong it."""
-        with self._deadline():
-            return super().getresponse()
+        connection, is_late = self.sock, threading.Event()
 
-    @contextmanager
-    def _deadline(self) -> Iterator[None]:
-        """A read that goes on for too long finds the connection closed."""
-        timer = threading.Timer(self._settings.timeout_s, self._hang_up)
+        def hang_up() -> None:
+            is_late.set()
+            with suppress(OSError):  # it has just been closed
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own would get in the reader's way
+
+        timer = threading.Timer(self._settings.timeout_s, hang_up)
         timer.daemon = True
         timer.start()
         try:
-            yield
+            return super().getresponse()
         finally:
             timer.cancel()
-        if self._is_hung_up:  # what was cut off may look whole
-            raise TimeoutError("the server does not come to its end")
-
-    def close(self) -> None:
-        super().close()
-        if self._held is not None:
-            self._held.close()
-            self._held = None
-
-    def _hang_up(self) -> None:
-        self._is_hung_up = True
-        with suppress(OSError, AttributeError):  # it has just been closed
-            self._held.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+            if is_late.is_set():  # what was cut off may look whole
+                raise TimeoutError("the server does not come to its end")
 
 
 def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_BY) -> list[tuple]:

@@ -85,22 +85,14 @@ class Broken(StoreUnavailable):
     """A transfer that stopped before its end. Worth going on with."""
 
 
-class Stream(Protocol):
-    """Some bytes on their way."""
-
-    def read(self, num_bytes: int, /) -> bytes:
-        """At most `num_bytes`; nothing at the end. Raises Broken."""
-        ...
-
-
 @dataclass(frozen=True)
 class Piece:
-    """A source's answer: bytes from `start` to its end.
+    """A source's answer: bytes from `start` to its end. `stream` raises Broken.
 
     `validator` stands for the content (an ETag); None when the source cannot say whether it has changed.
     """
 
-    stream: Stream
+    stream: Iterator[bytes]
     start: int
     total: int | None
     validator: str | None
@@ -248,10 +240,10 @@ def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace, limit: st
         raise Broken(f"{remote.place}: the transfer broke off at {parts.num_bytes:,} of {piece.total:,} bytes")
 
 
-def _read_all(stream: Stream, parts: PartMap, max_bytes: int, place: str, pace: Pace, limit: str) -> None:
+def _read_all(stream: Iterator[bytes], parts: PartMap, max_bytes: int, place: str, pace: Pace, limit: str) -> None:
     buffer = bytearray()
     try:
-        while data := stream.read(1 << 16):
+        for data in stream:
             buffer += data
             pace.brought(len(data), place)
             _check_size(parts.num_bytes + len(buffer), max_bytes, place, limit)
