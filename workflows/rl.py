@@ -47,8 +47,8 @@ class RLWorkflow(RunHandlers):
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
         self._run.training.must_yield = lambda: self._sampling.is_awaited and workflow.patched(_SAMPLER_FIRST)
-        self._run.training.epoch = before.epoch if before else 0
-        self._run.training.is_tracked = self._run.training.epoch > 0
+        self._run.training.leasing.epoch = before.epoch if before else 0
+        self._run.training.is_tracked = self._run.training.leasing.epoch > 0
 
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
@@ -123,7 +123,7 @@ class RLWorkflow(RunHandlers):
             rolled = await source.groups(self._steps.next)
             step = self._steps.take(f"rollouts-{self._steps.next}", rolled.groups_uri, rolled.metrics)
             done = await self._train(step)
-            self._eta.take(done.step, workflow.time(), self._run.training.epoch)
+            self._eta.take(done.step, workflow.time(), self._run.training.leasing.epoch)
             if is_at_target(self._start.run, done):
                 return True
             if self._is_long(_OWN_STEPS_AN_EXECUTION):
@@ -175,7 +175,7 @@ class RLWorkflow(RunHandlers):
                 "next_step": self._steps.next,
                 "steps": self._steps.all(),
                 "finishing": self._steps.is_finishing,
-                "epoch": self._run.training.epoch,
+                "epoch": self._run.training.leasing.epoch,
                 "status": self._current(),
                 "policies": tuple(self._source.policies) if self._source else (),
             }
@@ -212,19 +212,19 @@ class RLWorkflow(RunHandlers):
     @workflow.signal
     def sampler_leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a sampler is up for this run."""
-        self._sampling.granted(grant)
+        self._sampling.leasing.granted(grant)
 
     @workflow.signal
     def make_room(self) -> None:
         """Give the worker back as soon as no step waits: another run waits for it. The next step leases another one."""
-        self._wanted_epoch = self._run.training.epoch
+        self._wanted_epoch = self._run.training.leasing.epoch
 
     def _yield_worker(self) -> None:
         if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
             self._run.training.release()
 
     def _is_wanted(self) -> bool:
-        return self._wanted_epoch == self._run.training.epoch
+        return self._wanted_epoch == self._run.training.leasing.epoch
 
     def _has_ended(self) -> bool:
         return self._run.status.ended_at is not None
@@ -235,7 +235,7 @@ class RLWorkflow(RunHandlers):
         in_job = known.phase in ("waiting_for_worker", "training", "publishing")
         eta = None
         if self._source is not None and known.state == "running":
-            eta = self._eta.end(self._source.data.num_steps, training.epoch)
+            eta = self._eta.end(self._source.data.num_steps, training.leasing.epoch)
         return changed(
             status,
             phase=self._source.phase(self._steps.next) if self._source and is_sampling else status.phase,
@@ -243,5 +243,5 @@ class RLWorkflow(RunHandlers):
             estimated_end=eta,
             step=max(known.step, training.step) if in_job else known.step,
             metrics=known.metrics | training.metrics if in_job else known.metrics,
-            gpu_seconds=status.gpu_seconds + self._sampling.held_s,
+            gpu_seconds=status.gpu_seconds + self._sampling.leasing.held_s,
         )

@@ -124,7 +124,7 @@ class SFTWorkflow(RunHandlers):
             status,
             step=training.step or known.step,
             notices=with_skipped(status.notices, int(metrics.get("skipped", 0))),
-            estimated_end=training.eta.end(known.num_steps, training.epoch) if is_open else None,
+            estimated_end=training.eta.end(known.num_steps, training.leasing.epoch) if is_open else None,
             metrics=metrics,
             checkpoint=training.checkpoint or known.checkpoint,
         )

@@ -28,6 +28,7 @@ _PROGRAM = ("-m", "activities.grading.sandbox_process")
 _PACKAGES = Path(__file__).parents[1]  # of ours, which the program imports
 # Nothing of the host's; the hash seed is fixed, so that grades repeat.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+_OWN_MAKING = "the grader wrote an answer of its own making"
 _START_S = 30.0
 _GRACE_S = 10.0  # beyond a sample's own time, which the supervisor inside keeps
 
@@ -71,12 +72,10 @@ class PythonSandbox:
 
     def grade(self, sample: Any, item: Any) -> float:
         """The grade of one sample, finite. Raises NotGraded with the reason when there is none."""
-        answer = self._ask({"sample": sample, "item": item})
-        match answer:
+        match self._ask({"sample": sample, "item": item}):
             case {"grade": float() as grade} if math.isfinite(grade):
                 return grade
-            case _:
-                raise NotGraded("the grader wrote an answer of its own making")
+        raise NotGraded(_OWN_MAKING)
 
     def _ask(self, request: Any) -> Any:
         frame = json.dumps(request).encode()
@@ -187,17 +186,13 @@ class PythonSandbox:
 
 def _believed(answer: str) -> Any:
     """What a child wrote, if it is an answer at all. Raises NotGraded with the child's reason where it gave one."""
-    try:
-        parsed = json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        raise NotGraded("the grader wrote an answer of its own making") from error
-    match parsed:
-        case {"failed": str(reason)}:
-            raise NotGraded(reason[:4000])
-        case {"checked": True} | {"grade": _}:
-            return parsed
-        case _:
-            raise NotGraded("the grader wrote an answer of its own making")
+    with suppress(ValueError, RecursionError):
+        match json.loads(answer):
+            case {"failed": str(reason)}:
+                raise NotGraded(reason[:4000])
+            case {"checked": True} | {"grade": _} as parsed:
+                return parsed
+    raise NotGraded(_OWN_MAKING)
 
 
 def isolation_in_use() -> str:

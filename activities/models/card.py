@@ -1,8 +1,8 @@
 """The card of a published adapter or model: what it came from and what was measured, the same text for the same run."""
 
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
+from activities.sources.http import shown
 from shared.jobs.job import Full, Lora
 from shared.runs.requests import DPORun, RLRun, Run, SFTRun
 
@@ -17,7 +17,7 @@ _METHODS = {
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    data = f"`{_without_secrets(run.dataset.uri)}`" if run.kind != "rl" else "trajectories that a client sent"
+    data = f"`{shown(run.dataset.uri)}`" if run.kind != "rl" else "trajectories that a client sent"
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -39,12 +39,6 @@ def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, obje
             *_table({name: str(value) for name, value in report.items() if isinstance(value, int | float)}),
         ]
     )
-
-
-def _without_secrets(uri: str) -> str:
-    """Signed URLs carry their signature in the query, and some people a password before the host."""
-    parts = urlsplit(uri)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _hyperparameters(run: Run) -> dict[str, str]:
@@ -84,7 +78,7 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
 
 def _named_reference(run: DPORun) -> str:
     reference = run.reference or run.initial_adapter or "base"
-    return "the base model" if reference == "base" else f"`{_without_secrets(reference)}`"
+    return "the base model" if reference == "base" else f"`{shown(reference)}`"
 
 
 def _of_reinforcement(run: RLRun) -> dict[str, str]:

@@ -102,14 +102,14 @@ def claim_version(store: ObjectStore, tenant: str, kind: Kind, name: str, mine: 
     """The version of `name` that a claim owns: the one that was claimed before, or the lowest that nobody did."""
     num_claims = sum(1 for _ in store.list(f"{published(tenant, kind, name)}/claims/"))
     for number in range(num_claims, 0, -1):
-        claim = _claim(store, version_claim(tenant, kind, name, number))
+        claim = read_record(store, version_claim(tenant, kind, name, number), Claim)
         if claim == mine:
             return number
         if claim.run_id == mine.run_id and (claim.step or 0) < (mine.step or 0):
             break  # a run claims in the order of its steps
     version, data = num_claims + 1, mine.model_dump_json(exclude_none=True).encode()
     while not store.put_if_absent(version_claim(tenant, kind, name, version), data):
-        if _claim(store, version_claim(tenant, kind, name, version)) == mine:
+        if read_record(store, version_claim(tenant, kind, name, version), Claim) == mine:
             break
         version += 1
     return version
@@ -120,10 +120,6 @@ def _claim_of(request: PublishRequest) -> Claim:
         return Claim(run_id=request.run_id)
     sha256 = request.checkpoint.artifact.sha256
     return Claim(run_id=request.run_id, step=request.step, checkpoint_sha256=sha256)
-
-
-def _claim(store: ObjectStore, key: str) -> Claim:
-    return read_record(store, key, Claim)
 
 
 def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:

@@ -118,7 +118,7 @@ def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
     # A straggler can have set its manifest over files that were deleted here as half-carried.
     reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
     found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
-    whole = [c for c in found_by_now if c.fence_label >= fence.label or _is_whole(store, c.key)]
+    whole = [c for c in found_by_now if c.fence_label >= fence.label or _what_is_wrong(store, c.key) is None]
     kept = {checkpoint.key for checkpoint in whole[-keep:]}
     marked = {checkpoint.key for checkpoint in found}
     for checkpoint in found:
@@ -138,10 +138,6 @@ def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
             store.delete(f"{checkpoint.key}/{MANIFEST}")
             for info in list(store.list(f"{checkpoint.key}/")):
                 store.delete(info.key)
-
-
-def _is_whole(store: ObjectStore, key: str) -> bool:
-    return _what_is_wrong(store, key) is None
 
 
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import hmac
 import time
+from contextlib import suppress
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
 from shared.settings import DownloadSettings
+from shared.storage.artifacts import read_record
 from shared.storage.paths import delivery_record, webhook_record
 from shared.storage.store import ObjectStore
 
@@ -159,26 +161,22 @@ def _refusal(status: int) -> str | None:
 
 
 def _find(store: ObjectStore, request: DeliverRequest) -> Webhook | None:
-    try:
-        data = store.get_bytes(webhook_record(request.notice.tenant, request.webhook_id))
-    except NotFound:
-        return None
-    return Webhook.model_validate_json(data)
+    with suppress(NotFound):
+        return read_record(store, webhook_record(request.notice.tenant, request.webhook_id), Webhook)
+    return None
 
 
 def _delivery(store: ObjectStore, request: DeliverRequest) -> Delivery:
     notice = request.notice
-    try:
-        data = store.get_bytes(delivery_record(notice.tenant, request.webhook_id, notice.notice_id))
-    except NotFound:
-        run_id = notice.data.get("id")
-        return Delivery(
-            notice_id=notice.notice_id,
-            type=notice.type,
-            run_id=run_id if isinstance(run_id, str) else None,
-            created_at=notice.created_at,
-        )
-    return Delivery.model_validate_json(data)
+    with suppress(NotFound):
+        return read_record(store, delivery_record(notice.tenant, request.webhook_id, notice.notice_id), Delivery)
+    run_id = notice.data.get("id")
+    return Delivery(
+        notice_id=notice.notice_id,
+        type=notice.type,
+        run_id=run_id if isinstance(run_id, str) else None,
+        created_at=notice.created_at,
+    )
 
 
 def _note(store: ObjectStore, request: DeliverRequest, attempt: Attempt) -> None:

@@ -138,10 +138,9 @@ def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:
     with suppress(NotFound):  # it was moved before, or never was
         store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
         store.delete(keys.result)
-    try:
+    with suppress(NotFound):
         return read_record(store, keys.previous_result, RunStatus)
-    except NotFound:
-        return None
+    return None
 
 
 def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:

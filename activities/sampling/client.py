@@ -10,7 +10,6 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -97,9 +96,7 @@ class Sampler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -191,15 +188,6 @@ class Sampler:
         except InvalidInput:
             if name in self.models():
                 raise
-
-    def is_healthy(self) -> bool:
-        """Asked once, without retries."""
-        import httpx
-
-        try:
-            return self._client.get("/health", timeout=5.0).is_success
-        except httpx.HTTPError:
-            return False
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES

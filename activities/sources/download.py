@@ -4,9 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from pydantic import Field
 from temporalio import activity
@@ -14,17 +12,15 @@ from temporalio.exceptions import CancelledError
 
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.datasets import LocalSource, Source, StoreSource, find_sources
-from activities.sources.transfer import Pace, compression_of, fetch, unpack
+from activities.sources.transfer import Allowance, compression_of, fetch, unpack
 from shared.contract import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.runs.requests import DatasetSource, RunId, Tenant
-from shared.settings import DownloadSettings
 from shared.storage.artifacts import files_of, find
 from shared.storage.paths import RunKeys, content_key, tenant_folder
 from shared.storage.store import LocalStore, ObjectStore, disk_errors, uri_of
 from shared.storage.stored_bytes import Room
 
-_QUOTA = "what the quota stored_bytes leaves"
 _FORGET_AFTER_S = 3 * 3600
 
 
@@ -80,7 +76,7 @@ class Download:
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
             own, left = _own_bytes(sources, store, request.tenant), room.left()
-            limits = _left(self._host.settings.download, None if left is None else left + own)
+            limits = Allowance(self._host.settings.download, None if left is None else left + own)
             num_bytes = max(0, _bring_files(sources, scratch, folder, limits) - own)
             with room.reserving(num_bytes, request.source.uri):
                 dataset = self._host.keep(key, folder)
@@ -104,7 +100,7 @@ def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> i
     return num_bytes
 
 
-def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: "_Left") -> int:
+def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: Allowance) -> int:
     """Returns how many bytes they are."""
     before = left.decompressed
     for name, source in sources.items():
@@ -114,57 +110,28 @@ def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: 
     return before - left.decompressed
 
 
-@dataclass
-class _Left:
-    """Bytes that this dataset may still cost, by which limits, and the pace at which they have to come."""
-
-    transferred: int
-    decompressed: int
-    pace: Pace
-    transfer_limit: str = "download.max_bytes"
-    size_limit: str = "download.max_decompressed_bytes"
-
-
-def _left(limits: DownloadSettings, room: int | None) -> _Left:
-    """The installation's limits, or what the tenant has room for."""
-    left = _Left(limits.max_bytes, limits.max_decompressed_bytes, Pace(limits.slowest_bytes_per_s, limits.timeout_s))
-    if room is not None and room < left.transferred:
-        left.transferred, left.transfer_limit = room, _QUOTA
-    if room is not None and room < left.decompressed:
-        left.decompressed, left.size_limit = room, _QUOTA
-    return left
-
-
-def _bring_file(source: Source, parts: Path, target: Path, left: _Left) -> int:
+def _bring_file(source: Source, parts: Path, target: Path, left: Allowance) -> int:
     match source:
         case LocalSource():
             with source.unchanged() as file:
-                left.transferred -= _affordable(file, left, source.place)
-                size = unpack(file, target, left.decompressed, source.place, left.size_limit)
+                size = os.fstat(file.fileno()).st_size
+                left.check(size, source.place)
+                left.transferred -= size
+                size = unpack(file, target, left, source.place)
         case _:
-            path = fetch(source, parts, left.transferred, left.pace, left.transfer_limit)
-            left.transferred -= path.stat().st_size
-            size = _unpack_own(path, target, left, source.place)
+            size = _unpack_own(fetch(source, parts, left), target, left, source.place)
     left.decompressed -= size
     return size
 
 
-def _unpack_own(path: Path, target: Path, left: _Left, place: str) -> int:
+def _unpack_own(path: Path, target: Path, left: Allowance, place: str) -> int:
     """Unpack a file that is ours, as `unpack` does: one that is not compressed needs no copy."""
     with path.open("rb") as file:
         if compression_of(file) or path.stat().st_size > left.decompressed:
-            return unpack(file, target, left.decompressed, place, left.size_limit)
+            return unpack(file, target, left, place)
     target.parent.mkdir(parents=True, exist_ok=True)
     os.link(path, target)
     return path.stat().st_size
-
-
-def _affordable(file: BinaryIO, left: _Left, place: str) -> int:
-    size = os.fstat(file.fileno()).st_size
-    if size > left.transferred:
-        rule = f"more than {left.transferred:,} bytes to transfer; the limit is {left.transfer_limit}"
-        raise InvalidInput(rule, place)
-    return size
 
 
 @contextmanager

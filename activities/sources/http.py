@@ -48,7 +48,7 @@ class HttpSource:
 
 
 def shown(uri: str) -> str:
-    """A URI for messages: without a query, where signatures and tokens are."""
+    """A URI for messages: without a query, where signatures and tokens are, and without a password."""
     parts = urlsplit(uri)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

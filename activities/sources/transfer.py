@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from shared.contract import Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
+from shared.settings import DownloadSettings
 
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHUNK_BYTES = 1 << 20
@@ -25,60 +26,7 @@ PART_BYTES = 8 << 20
 _MAX_FAILURES = 3  # in a row, none of them having brought us further
 _MAX_CHANGES = 3
 _PAUSE_S = 0.2
-
-
-def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
-    """Tell a file's compression by its first bytes. The file stands at its begin, before and after."""
-    start = file.read(4)
-    file.seek(0)
-    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
-
-
-def unpack(
-    source: BinaryIO, target: Path, max_bytes: int, place: str, limit: str = "download.max_decompressed_bytes"
-) -> int:
-    """Write an open file's content to `target`, decompressed (one layer, any number of members). Returns its bytes.
-
-    Raises:
-        InvalidInput: it is damaged, cut short, or larger than `max_bytes`.
-        DiskFull: it would fill the disk.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    size = 0
-    with _content(source) as content, target.open("wb") as file:
-        while chunk := _read(content, place):
-            size += len(chunk)
-            if size > max_bytes:
-                raise InvalidInput(f"more than {max_bytes:,} bytes; the limit is {limit}", place)
-            check_space(target, len(chunk))
-            file.write(chunk)
-    return size
-
-
-@contextmanager
-def _content(source: BinaryIO) -> Iterator[BinaryIO]:
-    import pyarrow
-
-    compression = compression_of(source)
-    if compression is None:
-        yield source
-        return
-    # Arrow decompresses a bounded piece at a time and notices truncation, for both formats and over member borders.
-    with pyarrow.CompressedInputStream(source, compression) as stream:
-        yield stream
-
-
-def _read(content: BinaryIO, place: str) -> bytes:
-    try:
-        return content.read(_CHUNK_BYTES)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"the compressed data is damaged or cut short: {error}", place) from error
-
-
-def check_space(target: Path, num_bytes: int) -> None:
-    """Raises DiskFull when so many bytes more in `target` would leave its disk too little."""
-    if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
-        raise DiskFull(f"no space is left on the disk that holds {target.parent}")
+_QUOTA = "what the quota stored_bytes leaves"
 
 
 class Broken(StoreUnavailable):
@@ -183,39 +131,55 @@ def _good_parts(lines: list[bytes], data: BinaryIO) -> Iterator[_Part]:
         yield part
 
 
-class Pace:
-    """A bound on a transfer's time: a grace, and more for each byte that came, however often it was broken off."""
+class Allowance:
+    """Bytes that a dataset may still cost, by which limits, and the pace at which they have to come.
 
-    def __init__(self, slowest_bytes_per_s: int, grace_s: float) -> None:
-        self._slowest = slowest_bytes_per_s
-        self._grace_s = grace_s
+    The pace bounds the time of all transfers: a grace, and more for each byte that came, however often it broke off.
+    """
+
+    def __init__(self, limits: DownloadSettings, room: int | None) -> None:
+        """`room`: bytes that the tenant's quota leaves; None for no quota."""
+        self.transferred, self.transfer_limit = limits.max_bytes, "download.max_bytes"
+        self.decompressed, self.size_limit = limits.max_decompressed_bytes, "download.max_decompressed_bytes"
+        if room is not None and room < self.transferred:
+            self.transferred, self.transfer_limit = room, _QUOTA
+        if room is not None and room < self.decompressed:
+            self.decompressed, self.size_limit = room, _QUOTA
+        self._slowest_bytes_per_s, self._grace_s = limits.slowest_bytes_per_s, limits.timeout_s
         self._begin = time.monotonic()
         self._num_bytes = 0
 
+    def check(self, num_bytes: int, place: str) -> None:
+        """Raises InvalidInput for a transfer of more bytes than are left."""
+        if num_bytes > self.transferred:
+            rule = f"more than {self.transferred:,} bytes to transfer; the limit is {self.transfer_limit}"
+            raise InvalidInput(rule, place)
+
     def brought(self, num_bytes: int, place: str) -> None:
-        """Raises StoreUnavailable where that was too little in all this time."""
+        """Raises StoreUnavailable where too few bytes came in all this time."""
         self._num_bytes += num_bytes
         took_s = time.monotonic() - self._begin
-        if took_s > self._grace_s + self._num_bytes / self._slowest:
-            text = f"{self._num_bytes:,} bytes came in {took_s:.0f} s: slower than {self._slowest:,} a second"
+        if took_s > self._grace_s + self._num_bytes / self._slowest_bytes_per_s:
+            slowest = f"slower than {self._slowest_bytes_per_s:,} a second"
+            text = f"{self._num_bytes:,} bytes came in {took_s:.0f} s: {slowest}"
             raise StoreUnavailable(f"{place}: {text}, which is the least (download.slowest_bytes_per_s)")
 
 
-def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace, limit: str = "download.max_bytes") -> Path:
+def fetch(remote: Remote, folder: Path, left: Allowance) -> Path:
     """Bring a remote file into a folder, going on from what an earlier attempt left there.
 
     Raises:
-        InvalidInput: the file is larger than `max_bytes`, or changes all the time.
+        InvalidInput: the file is larger than allowed, or changes all the time.
         StoreUnavailable: it cannot be had now, or comes too slowly.
     """
     parts = PartMap(folder)
     num_failures, farthest = 0, parts.num_bytes
     while not parts.is_whole:
         try:
-            _go_on(remote, parts, max_bytes, pace, limit)
+            _go_on(remote, parts, left)
             break
         except Broken:
-            pace.brought(0, remote.place)
+            left.brought(0, remote.place)
             if parts.num_changes >= _MAX_CHANGES:
                 raise InvalidInput("the file keeps changing while it is being read", remote.place) from None
             num_failures = 0 if parts.num_bytes > farthest else num_failures + 1
@@ -223,10 +187,11 @@ def fetch(remote: Remote, folder: Path, max_bytes: int, pace: Pace, limit: str =
             if num_failures == _MAX_FAILURES:
                 raise
             time.sleep(_PAUSE_S * 2**num_failures)
+    left.transferred -= parts.num_bytes
     return parts.path
 
 
-def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace, limit: str) -> None:
+def _go_on(remote: Remote, parts: PartMap, left: Allowance) -> None:
     """One request, to the end of the file."""
     with remote.open(parts.num_bytes, parts.content.validator) as piece:
         content = _Content(validator=piece.validator, total=piece.total)
@@ -234,19 +199,19 @@ def _go_on(remote: Remote, parts: PartMap, max_bytes: int, pace: Pace, limit: st
             parts.begin(content)
         if piece.start != parts.num_bytes:
             raise Broken(f"{remote.place}: the source changed during the transfer")
-        _check_size(piece.total or 0, max_bytes, remote.place, limit)
-        _read_all(piece.stream, parts, max_bytes, remote.place, pace, limit)
+        left.check(piece.total or 0, remote.place)
+        _read_all(piece.stream, parts, left, remote.place)
     if piece.total is not None and parts.num_bytes != piece.total:
         raise Broken(f"{remote.place}: the transfer broke off at {parts.num_bytes:,} of {piece.total:,} bytes")
 
 
-def _read_all(stream: Iterator[bytes], parts: PartMap, max_bytes: int, place: str, pace: Pace, limit: str) -> None:
+def _read_all(stream: Iterator[bytes], parts: PartMap, left: Allowance, place: str) -> None:
     buffer = bytearray()
     try:
         for data in stream:
             buffer += data
-            pace.brought(len(data), place)
-            _check_size(parts.num_bytes + len(buffer), max_bytes, place, limit)
+            left.brought(len(data), place)
+            left.check(parts.num_bytes + len(buffer), place)
             if len(buffer) >= PART_BYTES:
                 parts.append(bytes(buffer))
                 buffer.clear()
@@ -255,6 +220,53 @@ def _read_all(stream: Iterator[bytes], parts: PartMap, max_bytes: int, place: st
             parts.append(bytes(buffer))
 
 
-def _check_size(size: int, max_bytes: int, place: str, limit: str) -> None:
-    if size > max_bytes:
-        raise InvalidInput(f"more than {max_bytes:,} bytes to transfer; the limit is {limit}", place)
+def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
+    """Tell a file's compression by its first bytes. The file stands at its begin, before and after."""
+    start = file.read(4)
+    file.seek(0)
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def unpack(source: BinaryIO, target: Path, left: Allowance, place: str) -> int:
+    """Write an open file's content to `target`, decompressed (one layer, any number of members). Returns its bytes.
+
+    Raises:
+        InvalidInput: it is damaged, cut short, or larger than allowed.
+        DiskFull: it would fill the disk.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size = 0
+    with _content(source) as content, target.open("wb") as file:
+        while chunk := _read(content, place):
+            size += len(chunk)
+            if size > left.decompressed:
+                raise InvalidInput(f"more than {left.decompressed:,} bytes; the limit is {left.size_limit}", place)
+            check_space(target, len(chunk))
+            file.write(chunk)
+    return size
+
+
+@contextmanager
+def _content(source: BinaryIO) -> Iterator[BinaryIO]:
+    import pyarrow
+
+    compression = compression_of(source)
+    if compression is None:
+        yield source
+        return
+    # Arrow decompresses a bounded piece at a time and notices truncation, for both formats and over member borders.
+    with pyarrow.CompressedInputStream(source, compression) as stream:
+        yield stream
+
+
+def _read(content: BinaryIO, place: str) -> bytes:
+    try:
+        return content.read(_CHUNK_BYTES)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"the compressed data is damaged or cut short: {error}", place) from error
+
+
+def check_space(target: Path, num_bytes: int) -> None:
+    """Raises DiskFull when so many bytes more in `target` would leave its disk too little."""
+    if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
+        raise DiskFull(f"no space is left on the disk that holds {target.parent}")

@@ -154,7 +154,7 @@ def write_groups(
 
 def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
     """Units, plan and report of a step's groups, into two folders. Not sealed."""
-    run, bin_tokens = request.run, _bin_tokens(request.run)
+    run, bin_tokens = request.run, request.run.bin_tokens or request.run.max_tokens
     rows = rows_of(read.groups, run)
     steps = mini_batches(len(rows), run, request.policy_version)
     sets = sharing_sets(steps, len(rows))
@@ -298,10 +298,6 @@ def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
         f"trajectory_{name}": float(np.mean([one.metrics[name] for one in everyone if name in one.metrics]))
         for name in names
     }
-
-
-def _bin_tokens(run: RLRun) -> int:
-    return run.bin_tokens or run.max_tokens
 
 
 def _result(store: ObjectStore, key: str) -> PackedGroups:

@@ -97,7 +97,7 @@ class RolloutSource:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.sampling.release()
+        self.sampling.leasing.release()
 
     async def _roll(self, step: int) -> Rolled:
         """Sample, grade, group. One step is sampled at a time; it is graded while the next one is sampled."""

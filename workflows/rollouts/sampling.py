@@ -32,12 +32,12 @@ class Sampling:
 
     start: RLStart
     waits: Callable[[], None]
-    _leasing: Leasing = field(init=False)
+    leasing: Leasing = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         queue = policies.sampler_queue(self.start.shape)
-        self._leasing = Leasing(queue, self.start.timing)
+        self.leasing = Leasing(queue, self.start.timing)
 
     @property
     def is_served(self) -> bool:
@@ -46,23 +46,12 @@ class Sampling:
 
     @property
     def is_up(self) -> bool:
-        return self.is_served or self._leasing.grant is not None
+        return self.is_served or self.leasing.grant is not None
 
     @property
     def is_awaited(self) -> bool:
         """True while the run waits for a sampler."""
-        return self._lock.locked() and not self._leasing.is_warm
-
-    @property
-    def held_s(self) -> float:
-        """Seconds that samplers were leased and up in this execution of the run."""
-        return self._leasing.held_s
-
-    def granted(self, grant: LeaseGrant) -> None:
-        self._leasing.granted(grant)
-
-    def release(self) -> None:
-        self._leasing.release()
+        return self._lock.locked() and not self.leasing.is_warm
 
     async def do(
         self, activity: Callable[[Any, Request], Answer], request: Callable[[SamplerPlace], Request], model: Artifact
@@ -96,17 +85,17 @@ class Sampling:
                 losses.append(str(loss))
             except ActivityError as error:
                 losses.append(str(lost(error)))
-            workflow.logger.warning("sampler lease %d came to nothing: %s", self._leasing.epoch, losses[-1])
-            if grant is None or self._leasing.grant is grant:  # else somebody else has taken a new lease since
-                self._leasing.release()
+            workflow.logger.warning("sampler lease %d came to nothing: %s", self.leasing.epoch, losses[-1])
+            if grant is None or self.leasing.grant is grant:  # else somebody else has taken a new lease since
+                self.leasing.release()
 
     async def _leased(self, model: Artifact) -> LeaseGrant:
         """Return the sampler that is up, or lease a new one."""
         async with self._lock:
-            if not self._leasing.is_warm:
+            if not self.leasing.is_warm:
                 self.waits()
-                self._leasing.take_sampler(self.start.run_id, sampler_key(self.start, model))
-            return await self._leasing.wait()
+                self.leasing.take_sampler(self.start.run_id, sampler_key(self.start, model))
+            return await self.leasing.wait()
 
     async def _ask(
         self,

@@ -142,15 +142,15 @@ class ActiveRun:
     def with_jobs(self) -> RunStatus:
         """The status with what the jobs and leases of every kind of run add."""
         status, training = self.status, self.training
-        is_training = status.phase == "waiting_for_worker" and training.is_leased
+        is_training = status.phase == "waiting_for_worker" and training.leasing.grant is not None
         return status.model_copy(
             update={
                 "phase": "training" if is_training else status.phase,
-                "epoch": training.epoch,
+                "epoch": training.leasing.epoch,
                 "notices": (*status.notices, *training.notices),
                 "workers_lost": self._workers_lost_before + training.num_lost,
                 "timeline": self._timeline,
-                "gpu_seconds": self._gpu_seconds_before + training.held_s * self.start.run.layout.world_size,
+                "gpu_seconds": self._gpu_seconds_before + training.leasing.held_s * self.start.run.layout.world_size,
             }
         )
 

@@ -58,11 +58,12 @@ class StepEta:
 class Training:
     """A run's jobs and leases of workers. Signals of a fence that is not the current one change nothing.
 
-    `is_ending`: tells that the run was paused or cancelled. `changed` is called when a lease begins, is granted, or
-    ends. `holds`: a worker that did its job well is kept for the next one, until `release`, unless `must_yield` then
-    says that the run waits for what another run may hold that waits for a worker. `notices`: messages for the run's
-    user. `num_lost`: leases of this execution that ended in a loss. `eta`: of the steps within a job. `is_tracked`: a
-    workflow follows the run for W&B, from its first worker on.
+    `leasing.epoch` counts leases, those of earlier executions of the run included. `is_ending`: tells that the run was
+    paused or cancelled. `changed` is called when a lease begins, is granted, or ends. `holds`: a worker that did its
+    job well is kept for the next one, until `release`, unless `must_yield` then says that the run waits for what
+    another run may hold that waits for a worker. `notices`: messages for the run's user. `num_lost`: leases of this
+    execution that ended in a loss. `eta`: of the steps within a job. `is_tracked`: a workflow follows the run for W&B,
+    from its first worker on.
     """
 
     start: RunStart | RLStart
@@ -77,7 +78,7 @@ class Training:
     notices: tuple[str, ...] = ()
     eta: StepEta = field(default_factory=StepEta)
     is_tracked: bool = False
-    _leasing: Leasing = field(init=False)
+    leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
     _begun_step: int = 0
@@ -85,43 +86,25 @@ class Training:
     _passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._leasing = Leasing(policies.lease_queue(self.start.shape), self.start.timing)
-
-    @property
-    def epoch(self) -> int:
-        """Number of leases so far, those of earlier executions of the run included."""
-        return self._leasing.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._leasing.epoch = epoch
-
-    @property
-    def is_leased(self) -> bool:
-        return self._leasing.grant is not None
-
-    @property
-    def held_s(self) -> float:
-        """Seconds that workers were leased and up in this execution of the run."""
-        return self._leasing.held_s
+        self.leasing = Leasing(policies.lease_queue(self.start.shape), self.start.timing)
 
     @property
     def is_idle(self) -> bool:
         """True while a worker is leased that has no job."""
-        return self.is_leased and not self._is_at_work
+        return self.leasing.grant is not None and not self._is_at_work
 
     def leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a worker is up."""
-        self._leasing.granted(grant)
+        self.leasing.granted(grant)
         self.changed()
 
     def progress(self, report: ProgressReport) -> None:
         """Take a host's report on the job, if it is of the current lease and not behind."""
-        grant = self._leasing.grant
+        grant = self.leasing.grant
         if grant is not None and report.fence == grant.fence and report.step >= self.step:
             self._note(report)
             if report.step > self._begun_step:
-                self.eta.take(report.step, workflow.time(), self.epoch)
+                self.eta.take(report.step, workflow.time(), self.leasing.epoch)
 
     def _note(self, news: ProgressReport | JobResult) -> None:
         self.step = news.step
@@ -145,7 +128,7 @@ class Training:
         losses: list[str] = []
         self._found = None
         while True:
-            if not self._leasing.is_warm and await self._find_checkpoint(plan):
+            if not self.leasing.is_warm and await self._find_checkpoint(plan):
                 losses.clear()
             if len(losses) >= self.start.timing.max_losses:
                 raise RunFailed(Problem(kind="worker_lost", message=_gave_up(losses)))
@@ -160,12 +143,12 @@ class Training:
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
                 losses.append(str(loss))
                 self.num_lost += HOST_LEAVES not in losses[-1]
-                workflow.logger.warning("lease %d came to nothing: %s", self.epoch, loss)
+                workflow.logger.warning("lease %d came to nothing: %s", self.leasing.epoch, loss)
 
     def release(self) -> None:
         """Give the worker back, if there is one."""
         if workflow.in_workflow():  # else this execution was evicted from its host's memory: no word of it counts
-            self._leasing.release()
+            self.leasing.release()
             self.changed()
 
     def _pass_over(self, damaged: "Damaged") -> None:
@@ -190,16 +173,16 @@ class Training:
         self._add_notices(point.damaged)
         step_before = self._found.step if self._found else plan.first_step
         self._found = self.checkpoint = own(plan, point.checkpoint)
-        self._last_epoch = max(self.epoch, point.last_epoch)
+        self._last_epoch = max(self.leasing.epoch, point.last_epoch)
         self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
     async def _lease_and_run(self, plan: JobPlan) -> JobResult:
         keep = False
         try:
-            if not self._leasing.is_warm:
+            if not self.leasing.is_warm:
                 self._take_lease(plan)
-            grant = await self._leasing.wait()
+            grant = await self.leasing.wait()
             await self._track()
             result = await self._run_job(plan, grant)
             self._note(result)
@@ -226,7 +209,7 @@ class Training:
             key=WorkerKey.of(plan),
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
         )
-        self._leasing.take(Lease.lease, request, epoch)
+        self.leasing.take(Lease.lease, request, epoch)
         self.changed()
 
     async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:
