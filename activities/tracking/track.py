@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -95,6 +95,7 @@ class Track:
             return Tracked()
         asked_to_end = asyncio.Event()
         work = asyncio.create_task(self._write(request, asked_to_end))
+        self._num_followed += 1
         beside = [asyncio.create_task(activity.wait_for_worker_shutdown()), asyncio.create_task(_beat())]
         try:
             await asyncio.wait({work, beside[0]}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,18 +107,13 @@ class Track:
             await asyncio.wait({work, beside[0]}, timeout=self._finish_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             raise
         finally:
+            self._num_followed -= 1
             for task in (work, *beside):
                 task.cancel()
             await asyncio.gather(work, *beside, return_exceptions=True)
 
     async def _write(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
-        self._num_followed += 1
-        try:
-            return await self._in_some_mode(request, asked_to_end)
-        finally:
-            self._num_followed -= 1
-
-    async def _in_some_mode(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
+        """Write a run in the installation's mode, or offline where no server takes it."""
         modes: list[Mode] = ["online", "offline"] if self._host.settings.wandb_mode == "online" else ["offline"]
         warning, trouble = None, ""
         store = self._host.store
@@ -126,7 +122,8 @@ class Track:
             tries = Tries()
             while tries.num_vain < _TRIES:
                 try:
-                    tracked = await self._follow(RunLines(store, request, before), request, mode, asked_to_end, tries)
+                    lines = RunLines(store, request, before, asked_to_end)
+                    tracked = await self._follow(lines, mode, tries)
                     return tracked.model_copy(update={"warning": warning})
                 except (WriterLost, RunRefused) as error:
                     trouble = f"W&B could not be written {mode}: {error}"
@@ -138,32 +135,28 @@ class Track:
             warning = trouble
         raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
 
-    async def _follow(
-        self, lines: "RunLines", request: TrackRequest, mode: Mode, asked_to_end: asyncio.Event, tries: "Tries"
-    ) -> Tracked:
+    async def _follow(self, lines: "RunLines", mode: Mode, tries: "Tries") -> Tracked:
         """One attempt, from the first event on."""
-        while mode == "offline" and not asked_to_end.is_set() and not await self._read(lines.has_ended):
-            await self._pause(asked_to_end)
+        while mode == "offline" and not lines.asked_to_end.is_set() and not await self._read(lines.has_ended):
+            await self._pause(lines)
         history: History | None = None
         folder: Path | None = None
         while True:
-            page = await self._next(lines, asked_to_end)
+            page = await self._read(lines.read)
             if page.lines:
-                start = await self._read(lambda: self._start(request, mode))
+                start = await self._read(lambda: self._start(lines.request, mode))
                 async with self._writer.opened(start) as run:
                     tries.opened(run.done)
                     history = history or History(run.done)
-                    page = await self._visit(run, history, lines, page, asked_to_end)
+                    page = await self._visit(run, history, lines, page)
                     await run.close(self._finish_timeout_s)
-                    folder = await self._read(partial(self._keep, request.run_id, run.folder))
+                    folder = await self._read(partial(self._keep, lines.request.run_id, run.folder))
             if page.is_last:
                 return Tracked(folder=folder and str(folder), num_events=lines.num_events)
             if not page.is_full:
-                await self._pause(asked_to_end)
+                await self._pause(lines)
 
-    async def _visit(
-        self, run: OpenRun, history: History, lines: "RunLines", page: "Page", asked_to_end: asyncio.Event
-    ) -> "Page":
+    async def _visit(self, run: OpenRun, history: History, lines: "RunLines", page: "Page") -> "Page":
         """Write page after page, to the last one or until others wait. Returns the one that was written last."""
         loop = asyncio.get_running_loop()
         give_way_at = loop.time() + _TURN_S
@@ -172,21 +165,18 @@ class Track:
             if page.is_last or (self._writer.is_crowded and loop.time() > give_way_at):
                 return page
             if not page.is_full:
-                await self._pause(asked_to_end)
-            page = await self._next(lines, asked_to_end)
-
-    async def _next(self, lines: "RunLines", asked_to_end: asyncio.Event) -> "Page":
-        return await self._read(partial(lines.read, asked_to_end.is_set()))
+                await self._pause(lines)
+            page = await self._read(lines.read)
 
     async def _read(self, work: Callable[[], T]) -> T:
         """Something of the store or the disk, on the threads that all runs share."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
-    async def _pause(self, asked_to_end: asyncio.Event) -> None:
+    async def _pause(self, lines: "RunLines") -> None:
         """Wait until the run is looked at again."""
         pause_s = max(POLL_S, self._num_followed / _LOOKS_PER_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asked_to_end.wait(), pause_s)
+            await asyncio.wait_for(lines.asked_to_end.wait(), pause_s)
 
     def _start(self, request: TrackRequest, mode: Mode) -> WriterStart:
         place = self._place(request.run_id)
@@ -255,68 +245,53 @@ class Page:
 class RunLines:
     """A run's events and train steps, read a page at a time.
 
-    `before` is the previous result that stood when following began. Another one means that the run ended and was
-    resumed, before anybody here saw its result: whoever is started for the resumed run follows that.
+    Jobs are numbered as train steps are, and a step comes on record after its job's events, and before the next job
+    begins: each step stands between the events of its own job and those of the next.
+
+    Args:
+        before: the previous result that stood when following began. Another one means that the run ended and was
+            resumed, before anybody here saw its result: whoever is started for the resumed run follows that.
+        asked_to_end: set when nothing is waited for any more that is not there yet.
     """
 
-    def __init__(self, store: ObjectStore, request: TrackRequest, before: ObjectInfo | None) -> None:
+    def __init__(
+        self, store: ObjectStore, request: TrackRequest, before: ObjectInfo | None, asked_to_end: asyncio.Event
+    ) -> None:
+        self.request, self.asked_to_end = request, asked_to_end
         self._store, self._keys, self._before = store, RunKeys(request.run_id), before
-        self._run_id = request.run_id
-        self._cursor, self._steps = EventCursor(), TrainSteps(store, request)
+        self._cursor, self._last_step = EventCursor(), ""
         self.num_events = 0
 
     def has_ended(self) -> bool:
         keys = self._keys
         return self._store.head(keys.result) is not None or self._store.head(keys.previous_result) != self._before
 
-    def read(self, is_all: bool) -> Page:
-        """The next ones. `is_all`: nothing is waited for that is not there yet."""
-        has_ended = is_all or self.has_ended()  # asked first, so that the last events are read after it
-        events, self._cursor = read_run_events(self._store, self._run_id, self._cursor, _EVENTS_A_PAGE)
+    def read(self) -> Page:
+        """Read the next lines."""
+        # Asked first, so that the last events are read after it, and all events of the steps that are on record.
+        has_ended, steps = self.asked_to_end.is_set() or self.has_ended(), self.new_steps()
+        events, self._cursor = read_run_events(self._store, self.request.run_id, self._cursor, _EVENTS_A_PAGE)
         self.num_events += len(events)
         is_full = len(events) == _EVENTS_A_PAGE
-        lines = self._steps.among(events, is_full, has_ended)
-        return Page(lines, is_full, is_last=has_ended and not is_full)
+        return Page(list(self.merged(events, steps, is_full)), is_full, is_last=has_ended and not is_full)
 
-
-class TrainSteps:
-    """The train steps of an RL run, each put behind the events of its own job and before those of the next.
-
-    Jobs are numbered as their steps are, and a step comes on record after its job's events, and before the next job
-    begins.
-    """
-
-    def __init__(self, store: ObjectStore, request: TrackRequest) -> None:
-        self._store, self._folder = store, f"{RunKeys(request.run_id).steps}/"
-        self._has_steps = request.run.kind == "rl"
-        self._before = self._sent = ""
-        self._last_job = ""
-
-    def among(self, events: Sequence[RunEvent], is_full: bool, has_ended: bool) -> list[Line]:
-        """The events just read, with the steps whose events are read by now. `is_full`: more events stand there."""
-        if events:
-            self._last_job = events[-1].job_id
-        waiting = self._waiting()
-        # A step has all of its events read that has a later job behind it; or, where all events were read, that was
-        # listed before.
-        before = "" if is_full else waiting[-1] if has_ended and waiting else self._before
-        ready = [k for k in waiting if k <= before or _number(k) < int(self._last_job or 0)]
-        self._before = waiting[-1] if waiting else self._before
-        self._sent = ready[-1] if ready else self._sent
-        lines: list[Line] = []
-        for item in events:
-            while ready and _number(ready[0]) < int(item.job_id):
-                lines.append(self._record(ready.pop(0)))
-            lines.append(item.event)
-        return lines + [self._record(key) for key in ready]
-
-    def _waiting(self) -> list[str]:
-        """Keys of records that were not sent, in order of step."""
-        if not self._has_steps:
+    def new_steps(self) -> list[str]:
+        """Keys of the train steps' records that were not read, in order of step."""
+        if self.request.run.kind != "rl":
             return []
-        return sorted(info.key for info in self._store.list(self._folder) if info.key > self._sent)
+        return sorted(info.key for info in self._store.list(f"{self._keys.steps}/") if info.key > self._last_step)
 
-    def _record(self, key: str) -> TrainStep:
+    def merged(self, events: Sequence[RunEvent], steps: list[str], is_full: bool) -> Iterator[Line]:
+        """The events, with the steps whose events are all read by now. `is_full`: more events stand there."""
+        for item in events:
+            while steps and _number(steps[0]) < int(item.job_id):
+                yield self._step(steps.pop(0))
+            yield item.event
+        if not is_full:
+            yield from map(self._step, steps)
+
+    def _step(self, key: str) -> TrainStep:
+        self._last_step = key
         return TrainStep(record=read_record(self._store, key, StepStatus))
 
 

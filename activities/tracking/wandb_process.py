@@ -183,6 +183,8 @@ class _Process:
 
     async def call(self, number: int, body: Open | Write | Close, timeout_s: float) -> Answer:
         """The answer to one command; a process that does not answer is ended, with all of its runs."""
+        if self._has_ended:
+            raise self._lost()
         answered = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
@@ -202,12 +204,9 @@ class _Process:
 
     def post(self, number: int, body: Open | Write | Close) -> None:
         """Send a command; nobody waits for its answer here."""
-        if self._has_ended:
-            if (answered := self._calls.get(number)) is not None and not answered.done():
-                answered.set_exception(WriterLost(self._last_words(), by_another=self._is_given_up))
-            return
         assert self._process.stdin is not None
-        self._process.stdin.write(Request(number=number, body=body).model_dump_json().encode() + b"\n")
+        if not self._has_ended:
+            self._process.stdin.write(Request(number=number, body=body).model_dump_json().encode() + b"\n")
 
     async def _drain(self) -> None:
         assert self._process.stdin is not None
@@ -226,10 +225,9 @@ class _Process:
         self._kill()  # what W&B started besides
         await self._process.wait()
         self._has_ended = True
-        said = self._last_words()
         for answered in self._calls.values():
             if not answered.done():
-                answered.set_exception(WriterLost(said, by_another=self._is_given_up))
+                answered.set_exception(self._lost())
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _end_if_idle(self) -> None:
@@ -247,12 +245,12 @@ class _Process:
             self._idle.cancel()
         await self._reader
 
-    def _last_words(self) -> str:
+    def _lost(self) -> WriterLost:
+        said = f"the writer ended with status {self._process.returncode}"
         with contextlib.suppress(OSError):
             lines = (self._folder / "writer.log").read_bytes()[-_LAST_BYTES:].decode(errors="replace").splitlines()
-            if lines:
-                return lines[-1]
-        return f"the writer ended with status {self._process.returncode}"
+            said = lines[-1] if lines else said
+        return WriterLost(said, by_another=self._is_given_up)
 
 
 def _environment(temporary: Path) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Group samples: completions and their grades become trajectory groups, as a client would have sent them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
@@ -92,44 +91,32 @@ def write_groups(completions: Path, grades: Path, request: GroupSamplesRequest, 
     """
     num_groups = num_trajectories = num_ungraded = 0
     with (folder / GROUPS).open("wb") as file:
-        for graded in _graded(read_groups(completions), _read_grades(grades)):
-            num_ungraded += graded.num_ungraded
-            if (group := graded.trajectories(request.shuffle_seed)) is not None:
+        for drawn, graded in _graded(read_groups(completions), _read_grades(grades)):
+            num_ungraded += len(drawn.samples) - len(graded)
+            if graded:
                 num_groups += 1
-                num_trajectories += len(group.trajectories)
+                num_trajectories += len(graded)
+                group = _trajectories(drawn, graded, request.shuffle_seed)
                 file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
     made = GroupsMade(num_groups=num_groups, num_trajectories=num_trajectories, num_ungraded=num_ungraded)
     _refuse_ungraded(made, request.max_ungraded_fraction, grades)
     return made
 
 
-@dataclass(frozen=True)
-class _GradedGroup:
-    """A group, and its samples' grades in their order."""
+_Graded = list[tuple[Sample, SampleGrade, float]]  # samples that have a grade, in order, and their rewards
 
-    group: SampledGroup
-    grades: list[SampleGrade]
 
-    @property
-    def num_ungraded(self) -> int:
-        return sum(grade.grade is None for grade in self.grades)
-
-    def trajectories(self, shuffle_seed: int | None) -> TrajectoryGroup | None:
-        """None when no sample has a grade."""
-        each = zip(self.group.samples, self.grades, strict=True)
-        graded = [(sample, grade, grade.grade) for sample, grade in each if grade.grade is not None]
-        if not graded:
-            return None
-        order = range(len(graded))
-        if shuffle_seed is not None:
-            order = packing.epoch_order(len(graded), shuffle_seed, self.group.group).tolist()
-        return TrajectoryGroup(
-            trajectories=tuple(
-                _trajectory(self.group, sample, grade, graded[other][2])
-                for (sample, grade, _), other in zip(graded, order, strict=True)
-            ),
-            metadata={"place": self.group.place, "row": self.group.row},
-        )
+def _trajectories(group: SampledGroup, graded: _Graded, shuffle_seed: int | None) -> TrajectoryGroup:
+    order = range(len(graded))
+    if shuffle_seed is not None:
+        order = packing.epoch_order(len(graded), shuffle_seed, group.group).tolist()
+    return TrajectoryGroup(
+        trajectories=tuple(
+            _trajectory(group, sample, grade, graded[other][2])
+            for (sample, grade, _), other in zip(graded, order, strict=True)
+        ),
+        metadata={"place": group.place, "row": group.row},
+    )
 
 
 def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward: float) -> Trajectory:
@@ -145,12 +132,12 @@ def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward:
     )
 
 
-def _graded(groups: Iterable[SampledGroup], grades: Iterator[SampleGrade]) -> Iterator[_GradedGroup]:
+def _graded(groups: Iterable[SampledGroup], grades: Iterator[SampleGrade]) -> Iterator[tuple[SampledGroup, _Graded]]:
     """Grades come a line a sample, in the samples' order: a count that differs is a bug, and never trained."""
     for group in groups:
-        found = [grade for _, grade in zip(group.samples, grades, strict=False)]
+        found = list(zip(group.samples, grades, strict=False))
         assert len(found) == len(group.samples), "there are fewer grades than samples"
-        yield _GradedGroup(group, found)
+        yield group, [(sample, grade, grade.grade) for sample, grade in found if grade.grade is not None]
     assert next(grades, None) is None, "there are more grades than samples"
 
 

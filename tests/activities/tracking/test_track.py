@@ -19,7 +19,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.records.run_records import BeginRequest, RunRecords
-from activities.tracking.track import Track, Tracked, TrackRequest, TrainSteps, Tries
+from activities.tracking.track import RunLines, Track, Tracked, TrackRequest, Tries
 from activities.tracking.wandb_process import Writer, WriterLost
 from activities.tracking.wandb_writer import STEP, Done, History, Line, Row, TrainStep, WriterStart
 from shared.contract import Fence
@@ -255,14 +255,16 @@ def test_train_steps_are_followed_while_a_run_goes_on(settings: Settings, store:
 
 
 def test_a_train_step_waits_for_the_last_events_of_its_job(store: ObjectStore) -> None:
-    """It came on record, and the last events with it, between the reading of events and of records."""
-    steps = TrainSteps(store, TrackRequest(run_id="rl-3", run=RL_RUN))
+    """It comes on record after the first event was read; then more events stand there than are read at once."""
+    lines = RunLines(store, TrackRequest(run_id="rl-3", run=RL_RUN), None, asyncio.Event())
+    assert lines.new_steps() == []
     put_train_step(store, "rl-3", train_step(1, 2), range(1, 3))
     events, _ = read_run_events(store, "rl-3")
-    assert steps.among(events[:1], False, False) == [events[0].event]
-    assert steps.among(events[1:2], True, False) == [events[1].event], "more of its events stand there"
-    assert steps.among(events[2:], False, False) == [events[2].event, TrainStep(record=train_step(1, 2))]
-    assert steps.among([], False, True) == []
+    assert list(lines.merged(events[:1], [], False)) == [events[0].event]
+    assert list(lines.merged(events[1:2], lines.new_steps(), True)) == [events[1].event], "more of its events follow"
+    last = [events[2].event, TrainStep(record=train_step(1, 2))]
+    assert list(lines.merged(events[2:], lines.new_steps(), False)) == last
+    assert lines.new_steps() == []
 
 
 def test_run_is_followed_while_it_goes_on(settings: Settings, store: ObjectStore) -> None:
