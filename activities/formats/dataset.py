@@ -15,7 +15,7 @@ from activities.formats.examples import Example, Question
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
-from shared.runs.requests import DatasetSource, Format
+from shared.runs.requests import DatasetSource
 from shared.storage.paths import MANIFEST
 
 _DETECTION_ROWS = 32
@@ -34,14 +34,6 @@ class Dataset(Generic[ItemT]):
     format: FormatSpec
     parse: Callable[[Row], ItemT]
     columns: tuple[str, ...] | None
-
-    @property
-    def kind(self) -> Format:
-        return self.format.name
-
-    @property
-    def has_pairs(self) -> bool:
-        return self.format.has_pairs
 
     def __iter__(self) -> Iterator[ItemT]:
         return map(self.parse, _rows(self.folder, self.files, self.columns))
@@ -92,14 +84,10 @@ def _spec_of(source: DatasetSource) -> FormatSpec:
 
 def _data_files(folder: Path, source: DatasetSource) -> tuple[Path, ...]:
     """A dataset's files, in order of name. Raises InvalidInput when there is none."""
-    files = tuple(sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder)))
+    files = tuple(sorted(p for p in folder.rglob("[!.]*") if p.is_file() and p != folder / MANIFEST))
     if not files:
         raise InvalidInput("the dataset has no files", source.uri)
     return files
-
-
-def _is_data(path: Path, folder: Path) -> bool:
-    return not path.name.startswith(".") and path != folder / MANIFEST
 
 
 def _rows(folder: Path, files: Iterable[Path], columns: tuple[str, ...] | None = None) -> Iterator[Row]:

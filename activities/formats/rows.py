@@ -49,8 +49,8 @@ def rows_of(path: Path, name: str, columns: tuple[str, ...] | None = None) -> It
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise InvalidInput("the file is UTF-16: save it as UTF-8", name)
     if path.suffix == ".txt":
-        return _text_rows(path, name)
-    return _json_rows(path, name)
+        return (Row(place, {"text": _decoded(line, place).rstrip("\r\n")}) for place, line in lines_of(path, name))
+    return (Row(place, _parsed(line, place)) for place, line in lines_of(path, name))
 
 
 def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
@@ -68,16 +68,6 @@ def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
                 line = line.removeprefix(_UTF8_BOM)
             if line and not line.isspace():
                 yield place, line
-
-
-def _text_rows(path: Path, name: str) -> Iterator[Row]:
-    for place, line in lines_of(path, name):
-        yield Row(place, {"text": _decoded(line, place).rstrip("\r\n")})
-
-
-def _json_rows(path: Path, name: str) -> Iterator[Row]:
-    for place, line in lines_of(path, name):
-        yield Row(place, _parsed(line, place))
 
 
 def _parsed(line: bytes, place: str) -> dict[str, JSON]:

@@ -97,7 +97,8 @@ def _supervise(limits: Limits) -> None:
     source = next(frames, b"")
     for sample in frames:
         answer = _graded(source, sample, limits)
-        _tidy()
+        unmount_tmp()
+        mount_tmp()
         _send(answer)
 
 
@@ -167,11 +168,6 @@ def _end(child: int) -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
-
-
-def _tidy() -> None:
-    unmount_tmp()
-    mount_tmp()
 
 
 # The child. All below runs a stranger's code, or is about to.

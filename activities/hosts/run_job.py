@@ -108,7 +108,8 @@ class _Attempt:
     def run(self) -> JobResult:
         try:
             self.uploader.job()
-            self._write_job()
+            path = self.worker.paths.job(self.request.plan.job_id, self.request.fence)
+            write_atomically(path, self.job.model_dump_json(indent=1).encode())
             terminal = self._follow()
         except BaseException:
             self.worker.end()
@@ -116,10 +117,6 @@ class _Attempt:
             raise
         self._settle(None if isinstance(terminal, Succeeded) else self.worker.paths.output)
         return self._result(terminal)
-
-    def _write_job(self) -> None:
-        path = self.worker.paths.job(self.request.plan.job_id, self.request.fence)
-        write_atomically(path, self.job.model_dump_json(indent=1).encode())
 
     def _follow(self) -> Terminal | None:
         """Read events until the terminal one; None when a cancelled worker overran its grace and was ended."""

@@ -61,11 +61,6 @@ def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = 
     return Found(None, tuple(damaged))
 
 
-def newest(store: ObjectStore, run_id: str) -> CheckpointRef | None:
-    """The newest checkpoint of which every file is there in its full size."""
-    return find_newest(store, run_id).checkpoint
-
-
 def _reference(store: ObjectStore, stored: StoredCheckpoint) -> CheckpointRef | None:
     artifact = find(store, stored.key)
     if artifact is None:

@@ -13,7 +13,7 @@ from activities.sampling.chat_prompts import ChatPrompts
 from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
-from shared.chat.completions import CompletionRequest, CompletionResponse, ModelCard
+from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
 from shared.runs.serving import Completed, CompleteRequest, ServedSampler
@@ -123,14 +123,10 @@ def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:
         InvalidInput: neither its id nor its root has the base model's name.
     """
     card = opened.client.models()[opened.model]
-    if _last_name(request.base) not in _names(card):
+    if _last_name(request.base) not in [_last_name(name) for name in (card.id, card.root) if name]:
         raise InvalidInput(
             f"the installation's sampler serves {card.id}, and this was trained from {request.base}", "model"
         )
-
-
-def _names(card: ModelCard) -> set[str]:
-    return {_last_name(name) for name in (card.id, card.root) if name}
 
 
 def _last_name(model: str) -> str:

@@ -1,5 +1,6 @@
 """Sample completions of prompts from a policy, and prove that a sampler serves the adapter that a trainer made."""
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -185,7 +186,8 @@ class SamplerActivities:
                 parts.keep(group.group, group.model_dump_json().encode())
 
             asked = ((group, row, prompts[row]) for group, row in missing)
-            for _ in in_parallel(draw, asked, _num_threads(request.group_size)):
+            num_threads = max(_MIN_THREADS, min(_MAX_THREADS, _SAMPLES_UNDER_WAY // request.group_size))
+            for _ in in_parallel(draw, asked, num_threads):
                 pass
 
 
@@ -234,10 +236,6 @@ def write_samples(
     return summary
 
 
-def _num_threads(group_size: int) -> int:
-    return max(_MIN_THREADS, min(_MAX_THREADS, _SAMPLES_UNDER_WAY // group_size))
-
-
 def _result(store: ObjectStore, key: str) -> Sampled | None:
     """Read the result from the store; None unless all of it is there."""
     drawn, shown = find(store, completions(key)), find(store, samples(key))
@@ -250,15 +248,11 @@ def _result(store: ObjectStore, key: str) -> Sampled | None:
 def compare(sampler: tuple[float, ...], trainer: tuple[float, ...], probe: tuple[int, ...], bound: float) -> float:
     """The largest difference, in nats. Raises SamplerMismatch where it is beyond the bound, or no number."""
     differences = [abs(one - other) for one, other in zip(sampler, trainer, strict=True)]
-    worst = max(range(len(differences)), key=lambda at: _order(differences[at]))
+    # NaN is worse than any number.
+    worst = max(range(len(differences)), key=lambda at: math.inf if math.isnan(differences[at]) else differences[at])
     if not differences[worst] <= bound:
         raise SamplerMismatch(
             f"token {worst + 1} of the probe (id {probe[worst + 1]}) has the logprob {sampler[worst]:.6g} in the "
             f"sampler, {trainer[worst]:.6g} in the trainer: {differences[worst]:.3g} apart, and the bound is {bound:g}"
         )
     return differences[worst]
-
-
-def _order(difference: float) -> float:
-    """NaN is worse than any number."""
-    return difference if difference == difference else float("inf")

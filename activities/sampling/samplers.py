@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import SplitResult
 
 from activities.host_context import HostContext
 from activities.hosts.worker_pool import WorkerPool
@@ -129,10 +128,9 @@ def _public(url: str, allow_private_addresses: bool) -> str:
         addresses = resolve(parts.hostname, port, allow_private_addresses)
     except OSError as error:
         raise SamplerUnavailable(f"{shown(url)}: no address is known for this host ({error.strerror})") from error
-    return url if parts.scheme == "https" else _at(parts, str(addresses[0][0]), port)
-
-
-def _at(parts: SplitResult, address: str, port: int) -> str:
+    if parts.scheme == "https":
+        return url
+    address = str(addresses[0][0])
     return parts._replace(netloc=f"[{address}]:{port}" if ":" in address else f"{address}:{port}").geturl()
 
 

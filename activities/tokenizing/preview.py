@@ -68,11 +68,11 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     """Tokenize a dataset's first rows, and show some of them."""
     opened = open_dataset(dataset, request.source)
     examples = _Counted(iter(opened), request.max_rows)
-    tally, shown = Tally(opened.kind, request.max_tokens), list[PreviewRow]()
+    tally, shown = Tally(opened.format.name, request.max_tokens), list[PreviewRow]()
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_control_tokens(batch.control_tokens)
-            if opened.has_pairs:
+            if opened.format.has_pairs:
                 pairs = keep_pairs(batch.block, request.max_tokens)
                 pairs.count(tally)
                 for number in range(min(len(pairs.pairs), request.num_rows - len(shown))):

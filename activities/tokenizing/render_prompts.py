@@ -224,7 +224,7 @@ class _Tally:
 
     def report(self) -> PromptsReport:
         return PromptsReport(
-            format=self.dataset.kind,
+            format=self.dataset.format.name,
             num_rows=self.num_rows,
             num_prompts=self.num_rows - self.num_too_long,
             num_too_long=self.num_too_long,

@@ -5,7 +5,6 @@ arguments, `</tool_call>`, as often as there are calls. Other forms stay text.
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from shared.chat.messages import CalledFunction, ToolCall
@@ -44,7 +43,8 @@ def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
     calls = [function for function in functions if function is not None]
     if not calls or len(calls) < len(functions) or _BEGIN in rest or _END in rest:
         return text, NO_CALLS
-    return rest.strip(), _numbered(calls, answer_id)
+    numbered = (ToolCall(id=f"call_{answer_id}_{i}", function=function) for i, function in enumerate(calls))
+    return rest.strip(), tuple(numbered)
 
 
 def _taken_out(text: str) -> tuple[list[str], str]:
@@ -67,7 +67,3 @@ def _function(block: str) -> CalledFunction | None:
             return CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
         case _:
             return None
-
-
-def _numbered(functions: Sequence[CalledFunction], answer_id: str) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(id=f"call_{answer_id}_{i}", function=function) for i, function in enumerate(functions))

@@ -145,6 +145,7 @@ class _Process:
         own = folder / f".writer-{uuid.uuid4().hex}"
         temporary = own / "tmp"
         temporary.mkdir(parents=True)
+        places = {name: str(temporary) for name in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
         with locked(own) as held, (own / "writer.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -154,7 +155,7 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 cwd=Path(__file__).parents[2],
-                env=_environment(temporary),
+                env=child_environment("wandb") | places,
                 start_new_session=True,
                 pass_fds=(held,),  # which holds the lock until the process has ended, however it ends
             )
@@ -251,8 +252,3 @@ class _Process:
             lines = (self._folder / "writer.log").read_bytes()[-_LAST_BYTES:].decode(errors="replace").splitlines()
             said = lines[-1] if lines else said
         return WriterLost(said, by_another=self._is_given_up)
-
-
-def _environment(temporary: Path) -> dict[str, str]:
-    places = {name: str(temporary) for name in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-    return child_environment("wandb") | places

@@ -137,7 +137,9 @@ class Training:
             try:
                 return await self._lease_and_run(plan)
             except Damaged as damaged:
-                self._pass_over(damaged)
+                assert self.checkpoint is not None
+                self._passed_over += (self.checkpoint.artifact.uri,)
+                self._add_notices([str(damaged)])
             except Lost as loss:
                 if self.is_ending():
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
@@ -150,12 +152,6 @@ class Training:
         if workflow.in_workflow():  # else this execution was evicted from its host's memory: no word of it counts
             self.leasing.release()
             self.changed()
-
-    def _pass_over(self, damaged: "Damaged") -> None:
-        """Go on from an older checkpoint than the one that a worker could not read."""
-        assert self.checkpoint is not None
-        self._passed_over += (self.checkpoint.artifact.uri,)
-        self._add_notices([str(damaged)])
 
     def _add_notices(self, damaged: Sequence[str]) -> None:
         """Add a notice for each damaged checkpoint that has none yet: it is passed over."""
@@ -183,7 +179,9 @@ class Training:
             if not self.leasing.is_warm:
                 self._take_lease(plan)
             grant = await self.leasing.wait()
-            await self._track()
+            if not self.is_tracked:  # a worker that is lost meanwhile is noticed by its job
+                self.is_tracked = True
+                await track(self.start)
             result = await self._run_job(plan, grant)
             self._note(result)
             accepted = _accepted(result)
@@ -194,12 +192,6 @@ class Training:
         finally:
             if not keep:
                 self.release()
-
-    async def _track(self) -> None:
-        """Start to follow the run for W&B, once. A worker that is lost meanwhile is noticed by its job."""
-        if not self.is_tracked:
-            self.is_tracked = True
-            await track(self.start)
 
     def _take_lease(self, plan: JobPlan) -> None:
         epoch = self._last_epoch + 1

@@ -16,7 +16,7 @@ from activities.records.checkpoints import (
     FindCheckpoint,
     FindCheckpointRequest,
     damage,
-    newest,
+    find_newest,
     prune,
     stored_checkpoints,
 )
@@ -118,7 +118,7 @@ def test_the_newest_checkpoints_are_kept_whole_and_older_ones_go(host: Host, tmp
         assert files < {info.key for info in host.store.list(checkpoint.key)}
     all_keys = [info.key for info in host.store.list(KEYS.checkpoints)]
     assert len(all_keys) == 3 * 4, "no file of an older checkpoint is left"
-    assert result.checkpoint == newest(host.store, "r1")
+    assert result.checkpoint == find_newest(host.store, "r1").checkpoint
 
 
 def test_what_an_older_lease_left_half_carried_goes(host: Host, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_job_whose_results_go_to_s3(tmp_path: Path, s3_server: S3Server) -> No
         plan = plan_for(host, tmp_path, num_steps=12, every_steps=3, keep=2)
         with HeldLease(host, plan, epoch=1) as lease:
             result = Running(host, lease, plan).ended()
-        assert result.checkpoint == newest(host.store, "r1")
+        assert result.checkpoint == find_newest(host.store, "r1").checkpoint
         assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [9, 12]
         assert weights(host, result.checkpoint, s3_server.settings) == adapter_bytes(7, 12)
         events, _ = read_events(host.store, "r1")
@@ -151,11 +151,11 @@ def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp
     with HeldLease(host, plan, epoch=1) as lease:
         Running(host, lease, plan).ended()
     host.store.delete(f"{stored_checkpoints(host.store, 'r1')[-1].key}/state.json")
-    found = newest(host.store, "r1")
+    found = find_newest(host.store, "r1").checkpoint
     assert found is not None
     assert found.step == 5
     host.store.delete(f"{stored_checkpoints(host.store, 'r1')[0].key}/manifest.json")
-    assert newest(host.store, "r1") is None
+    assert find_newest(host.store, "r1").checkpoint is None
     settings = Settings(root=tmp_path, store_uri=host.store.uri)
     point = FindCheckpoint(HostContext(settings)).find_checkpoint(FindCheckpointRequest(run_id="r1"))
     assert (point.checkpoint, point.last_epoch) == (None, 1)
@@ -218,11 +218,11 @@ def test_a_worker_that_does_not_hear_a_cancel_is_ended_after_the_grace(tmp_path:
         plan = plan_for(host, tmp_path, num_steps=1000, every_steps=2, seed=SEEDS["deaf"])
         lease = HeldLease(host, plan, epoch=1)
         job = Running(host, lease, plan, cancel_grace_s=0.5)
-        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        wait_until(lambda: find_newest(host.store, "r1").checkpoint, "a checkpoint")
         job.environment.cancel()
         result = job.ended()
         assert result.outcome == "cancelled"
-        assert result.checkpoint == newest(host.store, "r1")
+        assert result.checkpoint == find_newest(host.store, "r1").checkpoint
         assert isinstance(lease.ended(), WorkerLost)
         assert host.num_processes(lease.grant.worker_id) == 0
         assert host.worker_ids() == []
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_a_worker_saved_with_its_last_breath_counts(host: Host
     lease = HeldLease(host, plan, epoch=1)
     with pytest.raises(WorkerLost):
         Running(host, lease, plan).ended()
-    assert weights(host, newest(host.store, "r1")) == adapter_bytes(SEEDS["dies_saved"], 1)
+    assert weights(host, find_newest(host.store, "r1").checkpoint) == adapter_bytes(SEEDS["dies_saved"], 1)
     lease.ended()
 
 
@@ -253,7 +253,7 @@ def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path:
         plan = plan_for(host, tmp_path, num_steps=200, every_steps=10)
         lease = HeldLease(host, plan, epoch=1)
         job = Running(host, lease, plan)
-        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        wait_until(lambda: find_newest(host.store, "r1").checkpoint, "a checkpoint")
         for process in processes_of(lease.grant.worker_id):
             process.kill()
         with pytest.raises(WorkerLost):
@@ -304,7 +304,7 @@ def test_a_checkpoint_that_stands_has_the_log_of_its_steps_before_it(tmp_path: P
         with HeldLease(host, plan, epoch=1) as lease:
             job = Running(host, lease, plan)
             while job.thread.is_alive():
-                if (checkpoint := newest(host.store, "r1")) is not None:
+                if (checkpoint := find_newest(host.store, "r1").checkpoint) is not None:
                     seen.add(checkpoint.step)
                     assert checkpoint.step in steps(read_events(host.store, "r1")[0])
             job.ended()
@@ -338,7 +338,7 @@ def test_a_leaving_host_ends_the_worker_and_the_job(tmp_path: Path) -> None:
         plan = plan_for(host, tmp_path, num_steps=1000)
         lease = HeldLease(host, plan, epoch=1)
         job = Running(host, lease, plan)
-        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        wait_until(lambda: find_newest(host.store, "r1").checkpoint, "a checkpoint")
         job.environment.worker_shutdown()
         with pytest.raises(WorkerLost, match="shutting down"):
             job.ended()
@@ -464,7 +464,7 @@ def test_a_worker_that_is_stopped_is_lost(tmp_path: Path, monkeypatch: pytest.Mo
         plan = plan_for(host, tmp_path, num_steps=1000)
         lease = HeldLease(host, plan, epoch=1)
         job = Running(host, lease, plan)
-        wait_until(lambda: newest(host.store, "r1"), "a checkpoint")
+        wait_until(lambda: find_newest(host.store, "r1").checkpoint, "a checkpoint")
         for process in processes_of(lease.grant.worker_id):
             process.suspend()
         with pytest.raises(WorkerLost, match="SIGSTOP"):
