@@ -393,13 +393,13 @@ def test_a_store_that_comes_back_finds_the_job_further_on(leaky: tuple[Host, Lea
     plan = plan_for(host, tmp_path, num_steps=100, every_steps=2, keep=2)
     with HeldLease(host, plan, epoch=1) as lease:
         job = Running(host, lease, plan)
-        wait_until(lambda: newest(store, "r1"), "a checkpoint")
+        wait_until(lambda: find_newest(store, "r1").checkpoint, "a checkpoint")
         store.is_away = True
         time.sleep(0.3)  # what had been answered lands
         outputs = host.paths.worker(lease.grant.worker_id).outputs("r1", "000001", Fence(epoch=1))
-        before = wait_until(lambda: newest(store, "r1"), "the last one before")
+        before = wait_until(lambda: find_newest(store, "r1").checkpoint, "the last one before")
         time.sleep(1.0)
-        assert newest(store, "r1") == before
+        assert find_newest(store, "r1").checkpoint == before
         store.is_away = False
         result = job.ended()
         assert (result.outcome, result.step) == ("succeeded", 100)

@@ -7,7 +7,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.records.checkpoints import newest, own
+from activities.records.checkpoints import find_newest, own
 from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
 from shared.contract import Fence
 from shared.jobs.job import JobPlan, Lora, PackedData, Schedule
@@ -86,7 +86,7 @@ def test_checkpoints_of_steps_that_were_never_done_are_discarded(
     save_checkpoint(store, tmp_path, 7, epoch=2)
     record(settings, 1, state="done", policy_version=1, optimizer_step=4, checkpoint=kept, **adapter_of(1))
     RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
-    assert newest(store, RUN) == kept
+    assert find_newest(store, RUN).checkpoint == kept
     assert not [info.key for info in store.list(f"{RunKeys(RUN).checkpoints}/") if "step-00000004" not in info.key]
 
 
@@ -94,7 +94,7 @@ def test_a_run_without_a_done_step_begins_anew(settings: Settings, store: Object
     save_checkpoint(store, tmp_path, 0)
     recovered = RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN))
     assert (recovered.last_step, recovered.trained) == (0, None)
-    assert newest(store, RUN) is None
+    assert find_newest(store, RUN).checkpoint is None
 
 
 def test_what_the_job_before_left_is_not_this_jobs_own(store: ObjectStore, tmp_path: Path) -> None:
