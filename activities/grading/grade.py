@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -110,18 +109,12 @@ class Grade:
             return self._host.confined(grade_sample, grader, GraderMeans.of(self._host.settings), folder, sample)
 
 
-class GradedPart(Frozen):
-    """A part's grades; None where they are known already."""
-
-    first: int
-    num_samples: int
-    grades: tuple[SampleGrade, ...] | None = None
-
-
 def graded_parts(
     samples: Path, grader: Grader, means: GraderMeans, done: frozenset[int], sandbox: Path
-) -> Iterator[GradedPart]:
-    """Part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does.
+) -> Iterator[tuple[int, tuple[SampleGrade, ...] | None]]:
+    """Grade part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does.
+
+    Yields the number of each part's first sample, and its grades; None where they are known already.
 
     Args:
         done: the first samples of the parts that are graded already.
@@ -131,8 +124,7 @@ def graded_parts(
     with open_grader(grader, means, sandbox) as grade_all:
         while part := list(islice(rows, _ROWS_A_PART)):
             sign(part[0][0])
-            grades = None if first in done else tuple(_graded(part, grade_all))
-            yield GradedPart(first=first, num_samples=len(part), grades=grades)
+            yield first, None if first in done else tuple(_graded(part, grade_all))
             first += len(part)
 
 
@@ -144,52 +136,37 @@ def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: Samp
         return _graded([("", sample)], grade_all)[0]
 
 
-@dataclass
-class _Tally:
-    """Counts of what has been graded so far."""
-
-    grades: list[float] = field(default_factory=list)
-    num_failed: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def count(self, found: SampleGrade) -> None:
-        if found.grade is not None:
-            self.grades.append(found.grade)
-            return
-        self.num_failed += 1
-        if len(self.reasons) < _NUM_REASONS:
-            self.reasons.append(f"{found.place}: {found.error}"[:_REASON_CHARS])
-
-    def summary(self) -> GradeSummary:
-        num_graded = len(self.grades)
-        mean = math.fsum(self.grades) / num_graded if num_graded else None
-        return GradeSummary(
-            num_samples=num_graded + self.num_failed,
-            num_graded=num_graded,
-            num_failed=self.num_failed,
-            mean=mean,
-            std=None if mean is None else math.sqrt(math.fsum((g - mean) ** 2 for g in self.grades) / num_graded),
-            reasons=tuple(self.reasons),
-        )
-
-
-def _write_grades(found: Iterable[GradedPart], parts: Parts, path: Path) -> GradeSummary:
+def _write_grades(
+    found: Iterable[tuple[int, tuple[SampleGrade, ...] | None]], parts: Parts, path: Path
+) -> GradeSummary:
     """Every part is kept as it comes, so that a kill costs one part at most."""
-    tally, num_samples = _Tally(), 0
+    grades, reasons, num_failed = list[float](), list[str](), 0
     with path.open("wb") as file:
-        for part in found:
-            if part.grades is None:
-                data = parts.get(part.first)
+        for first, part in found:
+            if part is None:
+                data = parts.get(first)
             else:
-                data = b"".join(grade.model_dump_json().encode() + b"\n" for grade in part.grades)
-                parts.keep(part.first, data)
+                data = b"".join(each.model_dump_json().encode() + b"\n" for each in part)
+                parts.keep(first, data)
             file.write(data)
-            for line in data.splitlines():
-                tally.count(SampleGrade.model_validate_json(line))
-            num_samples += part.num_samples
-    if not num_samples:
+            for each in map(SampleGrade.model_validate_json, data.splitlines()):
+                if each.grade is not None:
+                    grades.append(each.grade)
+                    continue
+                num_failed += 1
+                if len(reasons) < _NUM_REASONS:
+                    reasons.append(f"{each.place}: {each.error}"[:_REASON_CHARS])
+    if not grades and not num_failed:
         raise InvalidInput("there is nothing to grade: no row in any .jsonl file", "samples")
-    return tally.summary()
+    mean = math.fsum(grades) / len(grades) if grades else None
+    return GradeSummary(
+        num_samples=len(grades) + num_failed,
+        num_graded=len(grades),
+        num_failed=num_failed,
+        mean=mean,
+        std=None if mean is None else math.sqrt(math.fsum((g - mean) ** 2 for g in grades) / len(grades)),
+        reasons=tuple(reasons),
+    )
 
 
 def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[SampleGrade]:

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from activities.packing.bins import best_fit_decreasing
 from shared.errors import InvalidInput
+from shared.jobs.packed import PackedBin
 from shared.jobs.prefix_forest import Node, grow, indices
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -39,27 +37,13 @@ class SequenceRow:
 
 
 @dataclass(frozen=True)
-class TreeUnit:
-    """One unit's two tables (shared/jobs/packed.py): a forest of tokens [T], and targets [N], sequence after sequence.
+class TreeUnit(PackedBin):
+    """One unit's two tables: a forest of tokens [T], and targets [N], sequence after sequence.
 
     `members` are the places, in the list that was given, of the sequences 0, 1, ... that `sequence_N` counts.
     """
 
-    token_id_T: Ints
-    position_T: Ints
-    parent_T: Ints
-    hidden_index_N: Ints
-    label_N: Ints
-    weight_N: Floats
-    advantage_N: Floats
-    old_logprob_N: Floats
-    ref_logprob_N: Floats
-    sequence_N: Ints
     members: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_id_T)
 
     def columns(self) -> dict[str, NDArray]:
         """All columns, as `UnitsWriter.append` takes them."""

@@ -33,12 +33,12 @@ _WORTH_RETRYING = (408, 409, 425, 429)
 # Of one request: from its last byte to the answer's first, and how often it is made.
 TIMEOUT_S, ATTEMPTS = 600.0, 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-# vLLM would take these from the model's generation_config.json, and draw from another distribution.
 # An answer is as long as what was asked for: a token comes with its text, id and logprob, and likelier ones beside it.
 _BYTES_A_TOKEN, _LIKELY_BYTES, _OTHER_BYTES = 512, 256, 1 << 20
 _MAX_ANSWER_BYTES = 128 << 20
 _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # what a hostile server may make of more, when it is parsed, a child of ours bears
+# vLLM would take these from the model's generation_config.json, and draw from another distribution.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -169,7 +169,7 @@ class Sampler:
 
     def models(self) -> dict[str, ModelCard]:
         """List what requests may name: the model and its adapters."""
-        answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES).content, self._url)
+        answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES), self._url)
         return {card.id: card for card in answer.data}
 
     def load_adapter(self, name: str, folder: str) -> None:
@@ -189,9 +189,8 @@ class Sampler:
             if name in self.models():
                 raise
 
-    def _ask(
-        self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES
-    ) -> "_Answered":
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES) -> bytes:
+        """The answer to a request, made as often as it takes within the attempts. Raises as the class says."""
         import httpx
 
         problem = ""
@@ -199,19 +198,19 @@ class Sampler:
             if attempt:
                 time.sleep(_pause_s(attempt))
             try:
-                answer = self._ask_once(method, path, body, max_bytes)
+                status, content = self._ask_once(method, path, body, max_bytes)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            if answer.is_success:
-                return answer
-            problem = f"{answer.status}: {_message(answer)}"
-            if answer.status < 500 and answer.status not in _WORTH_RETRYING:
+            if 200 <= status < 300:
+                return content
+            problem = f"{status}: {_message(content)}"
+            if status < 500 and status not in _WORTH_RETRYING:
                 raise InvalidInput(f"the sampler refuses ({problem})", f"{self._url}{path}")
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
 
-    def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> "_Answered":
-        """Make one request, and read its answer as it was sent: nothing is unpacked, and no more read than asked for.
+    def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> tuple[int, bytes]:
+        """Make one request, and read its status and answer as sent: nothing is unpacked, and no more read than asked for.
 
         Raises:
             InvalidInput: it is compressed, or longer than what was asked for can be.
@@ -228,15 +227,15 @@ class Sampler:
                 found += piece
                 if len(found) > max_bytes:
                     raise InvalidInput(f"the sampler answers with more than {max_bytes:,} bytes", place)
-            return _Answered(response.status_code, bytes(found))
+            return response.status_code, bytes(found)
 
     def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
         """The answer to a request of so many tokens, prompts included, each with so many likelier ones."""
         num_bytes = _OTHER_BYTES + num_tokens * (_BYTES_A_TOKEN + likely * _LIKELY_BYTES)
         answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES))
-        if len(answer.content) <= _LARGE_BYTES or self._confined is None:
-            return _parsed(CompletionResponse, answer.content, self._url)
-        text = answer.content.decode(errors="replace")
+        if len(answer) <= _LARGE_BYTES or self._confined is None:
+            return _parsed(CompletionResponse, answer, self._url)
+        text = answer.decode(errors="replace")
         return confined.call(self._confined, read_large_answer, text, self._url, num_tokens)
 
 
@@ -246,16 +245,6 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
     if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
         raise InvalidInput("the sampler sends more tokens than were asked for", place)
     return found
-
-
-@dataclass(frozen=True)
-class _Answered:
-    status: int
-    content: bytes
-
-    @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
 
 
 def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
@@ -274,12 +263,12 @@ def _pause_s(attempt: int) -> float:
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
-def _message(answer: _Answered) -> str:
+def _message(answer: bytes) -> str:
     """The server's error message, in OpenAI's shape or as it is."""
     try:
-        return ErrorResponse.model_validate_json(answer.content).error.message[:500]
+        return ErrorResponse.model_validate_json(answer).error.message[:500]
     except ValidationError:
-        return answer.content[:500].decode(errors="replace")
+        return answer[:500].decode(errors="replace")
 
 
 def _parsed(model: type[M], content: bytes, place: str) -> M:

@@ -139,7 +139,7 @@ class KeptPairs:
         """Tell the tally what became of each pair."""
         tally.add_rows(np.array([pair.unit.num_tokens if pair.unit else 0 for pair in self.pairs], dtype=np.int64))
         kept = self.units
-        tally.add_kept(len(kept), sum(unit.num_tokens for unit in kept), sum(len(unit.label_N) for unit in kept), 0)
+        tally.add_kept(len(kept), sum(unit.num_tokens for unit in kept), sum(unit.num_targets for unit in kept), 0)
         for pair in self.pairs:
             if pair.unit is None:
                 tally.add_untrainable(pair.place, pair.reason)
@@ -153,7 +153,7 @@ class KeptPairs:
         tables = [unit.columns() for unit in kept]
         writer.extend(
             [unit.num_tokens for unit in kept],
-            [len(unit.label_N) for unit in kept],
+            [unit.num_targets for unit in kept],
             **{name: np.concatenate([table[name] for table in tables]) for name in PAIR_COLUMNS},
         )
 
