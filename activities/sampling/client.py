@@ -1,16 +1,19 @@
 """A client of any sampler that speaks vLLM's OpenAI-compatible protocol: ours, or a vLLM server.
 
-Blocking, and safe to share between threads. What fails in passing is tried again, a bounded number of times: a seeded
+Blocking, and safe to share between threads; `in_parallel` makes calls on a few. What fails in passing is tried again, a bounded number of times: a seeded
 completion is the same however often it is asked for.
 """
 
 import math
 import random
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -40,6 +43,9 @@ _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # what a hostile server may make of more, when it is parsed, a child of ours bears
 # vLLM would take these from the model's generation_config.json, and draw from another distribution.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+A = TypeVar("A")
+R = TypeVar("R")
+_LISTEN_S = 0.2  # an activity's cancellation is raised in its thread between two waits, and never within one
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ class Sampler:
         raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
 
     def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> tuple[int, bytes]:
-        """Make one request, and read its status and answer as sent: nothing is unpacked, and no more read than asked for.
+        """Make one request. Returns its status and answer as sent: nothing is unpacked, nor more read than asked for.
 
         Raises:
             InvalidInput: it is compressed, or longer than what was asked for can be.
@@ -276,3 +282,59 @@ def _parsed(model: type[M], content: bytes, place: str) -> M:
         return model.model_validate_json(content)
     except ValidationError as error:
         raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", place) from error
+
+
+class _Shared(Iterator[A]):
+    """An iterator that threads take turns at."""
+
+    def __init__(self, items: Iterable[A]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __next__(self) -> A:
+        with self._lock:
+            return next(self._items)
+
+
+def in_parallel(call: Callable[[A], R], arguments: Iterable[A], num_threads: int) -> Iterator[R]:
+    """The results of all calls, in the order in which they end.
+
+    Arguments are taken as threads come free, one at a time. The first error of a call, or of `arguments`, is raised.
+    When the caller stops early no new call begins; those under way end on their own, and are forgotten.
+    """
+    shared, stopped = _Shared(arguments), threading.Event()
+    told: SimpleQueue[Callable[[], R] | None] = SimpleQueue()  # None: a thread has found nothing more to do
+
+    def work() -> None:
+        try:
+            for argument in shared:
+                if stopped.is_set():
+                    return
+                result = call(argument)
+                told.put(lambda result=result: result)  # type: ignore[misc]
+            told.put(None)
+        except BaseException as error:  # the edge of the thread: raised again in the caller's
+            told.put(_raising(error))
+
+    for _ in range(num_threads):
+        threading.Thread(target=work, name="call", daemon=True).start()
+    try:
+        num_working = num_threads
+        while num_working:
+            try:
+                outcome = told.get(timeout=_LISTEN_S)
+            except Empty:
+                continue
+            if outcome is None:
+                num_working -= 1
+            else:
+                yield outcome()
+    finally:
+        stopped.set()
+
+
+def _raising(error: BaseException) -> Callable[[], NoReturn]:
+    def outcome() -> NoReturn:
+        raise error
+
+    return outcome

@@ -8,9 +8,8 @@ from urllib.parse import unquote, urlsplit
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.sampling.chat_answers import chat_completion, record_of, sampler_request
-from activities.sampling.chat_prompts import ChatPrompts
-from activities.sampling.parallel_calls import in_parallel
+from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sampler_request
+from activities.sampling.client import in_parallel
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
 from shared.chat.completions import CompletionRequest, CompletionResponse

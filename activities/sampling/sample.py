@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from temporalio import activity
 
 from activities.host_context import HostContext, Parts, beating
-from activities.sampling.client import Sampler
+from activities.sampling.client import Sampler, in_parallel
 from activities.sampling.completions import (
     COMPLETIONS,
     SAMPLES,
@@ -20,7 +20,6 @@ from activities.sampling.completions import (
     sample_of,
     sample_seed,
 )
-from activities.sampling.parallel_calls import in_parallel
 from activities.sampling.samplers import Samplers, refusal, use_adapter
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, Sampling

@@ -17,9 +17,8 @@ from activities.host_context import HostContext, beating
 from activities.models.resolve import Resolve
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.report import Tally
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
-from activities.tokenizing.units import Block, KeptRows, Pair, keep_pairs, keep_rows
+from activities.tokenizing.units import Block, KeptRows, Pair, Tally, keep_pairs, keep_rows
 from shared.errors import InvalidInput
 from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Span
 from shared.runs.start import ModelRequest

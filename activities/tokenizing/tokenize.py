@@ -12,9 +12,8 @@ from temporalio import activity
 from activities.formats.dataset import open_dataset
 from activities.host_context import HostContext
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
-from activities.tokenizing.report import Tally
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
-from activities.tokenizing.units import PAIR_COLUMNS, KeptPairs, KeptRows, keep_pairs, keep_rows
+from activities.tokenizing.units import PAIR_COLUMNS, KeptPairs, KeptRows, Tally, keep_pairs, keep_rows
 from shared.contract import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
 from shared.runs.previews import Report

@@ -16,7 +16,7 @@ from activities.packing.prefix_tree import SequenceRow, split_tree
 from activities.records.run_records import find_key
 from activities.sources.download import Download, DownloadRequest
 from activities.trajectories.advantages import advantages_of
-from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy
+from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy, RememberedAnswers
 from activities.trajectories.group_samples import find_groups
 from activities.trajectories.read_groups import (
     Group,
@@ -28,7 +28,6 @@ from activities.trajectories.read_groups import (
     read_groups,
     sequences_of,
 )
-from activities.trajectories.sampled_turns import RememberedAnswers
 from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact, Frozen
 from shared.jobs.job import PackedData

@@ -8,8 +8,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from activities.formats.rows import lines_of
-from activities.trajectories.chat_trajectories import Conversations
-from activities.trajectories.sampled_turns import BrokenTrajectory
+from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from shared.chat.trajectories import FORMS, ChatTrajectory, SentGroup, SentTrajectory, Trajectory
 from shared.contract import Frozen
 from shared.errors import InvalidInput

@@ -15,7 +15,7 @@ import pytest
 
 from activities.confined import calls as confined
 from activities.host_context import HostContext
-from activities.sampling.chat_prompts import ChatPrompts
+from activities.sampling.chat import ChatPrompts
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
 from shared.settings import ConfinedSettings, Settings
 from shared.storage.artifacts import seal, upload

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.tokenizing.report import Tally
-from activities.tokenizing.units import PAIR_COLUMNS, Block, keep_pairs, pair_unit
+from activities.tokenizing.units import PAIR_COLUMNS, Block, Tally, keep_pairs, pair_unit
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
 from shared.jobs.job import DPO

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from activities.host_context import HostContext
-from activities.sampling.chat_answers import chat_completion
-from activities.sampling.chat_prompts import ChatPrompts
+from activities.sampling.chat import ChatPrompts, chat_completion
 from activities.tokenizing.tool_calls import told_calls
 from service.apis.openai.chat import chunks_of
 from shared.chat.completions import CompletionResponse

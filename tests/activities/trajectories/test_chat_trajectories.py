@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from activities.host_context import HostContext
-from activities.trajectories.chat_trajectories import Conversations
+from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
-from activities.trajectories.sampled_turns import BrokenTrajectory
 from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.contract import Artifact
 from shared.errors import InvalidInput

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from activities.trajectories.chat_trajectories import Conversations, PublishedPolicy
-from activities.trajectories.sampled_turns import BrokenTrajectory, RememberedAnswers
+from activities.trajectories.chat_trajectories import (
+    BrokenTrajectory,
+    Conversations,
+    PublishedPolicy,
+    RememberedAnswers,
+)
 from shared.chat.answer_records import AnswerRecord, DrawnChoice, new_answer_id, prune, recall, remember
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import ChatTrajectory, Trajectory

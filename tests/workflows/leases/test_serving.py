@@ -19,7 +19,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
-from activities.sampling.chat_answers import chat_completion
+from activities.sampling.chat import chat_completion
 from activities.sampling.client import Sampler
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
