@@ -185,7 +185,7 @@ class PythonSandbox:
 
 
 def _believed(answer: str) -> Any:
-    """What a child wrote, if it is an answer at all. Raises NotGraded with the child's reason where it gave one."""
+    """Parse a child's answer. Raises NotGraded for anything else, with the child's reason where it gave one."""
     with suppress(ValueError, RecursionError):
         match json.loads(answer):
             case {"failed": str(reason)}:
@@ -196,7 +196,7 @@ def _believed(answer: str) -> Any:
 
 
 def isolation_in_use() -> str:
-    """What isolates graders on this machine: `bubblewrap` or `namespaces`; where nothing does, why."""
+    """Name what isolates graders on this machine, `bubblewrap` or `namespaces`; where nothing does, the reason."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with PythonSandbox("", GradingSettings(), Path(folder)) as sandbox:

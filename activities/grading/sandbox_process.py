@@ -128,7 +128,7 @@ def _graded(source: bytes, sample: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def _answer_until(read_end: int, deadline: float) -> bytes | None:
-    """What comes before the end of the pipe, a little more than is allowed at most; None when time is up."""
+    """Read to the end of the pipe, a little more than is allowed at most; None when time is up."""
     answer = bytearray()
     while len(answer) <= MAX_ANSWER_BYTES:
         left_s = deadline - time.monotonic()
@@ -142,7 +142,7 @@ def _answer_until(read_end: int, deadline: float) -> bytes | None:
 
 
 def _end_of(child: int, deadline: float, limits: Limits) -> str:
-    """How a child ended that gave no answer."""
+    """Describe the end of a child that gave no answer."""
     while True:
         info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if info is not None:
@@ -221,7 +221,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _described(error: BaseException) -> str:
-    """What was raised, and the line of the grader that it came from."""
+    """Describe an exception, with the line of the grader that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<grader>"]
     where = f" (line {lines[-1]})" if lines else ""
     try:

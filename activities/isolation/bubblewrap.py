@@ -36,12 +36,12 @@ _OF_ROOT = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 @dataclass(frozen=True)
 class Start:
-    """What a program in bubblewrap is given.
+    """The means that a program in bubblewrap gets.
 
     Attributes:
         packages: folders of packages that it imports. Nothing else is importable but the standard library.
         environment: its variables, all of them.
-        capabilities: what it needs until it gives up its rights.
+        capabilities: those that it needs until it gives up its rights.
         options: more of bwrap's.
     """
 
@@ -94,7 +94,7 @@ def _root(packages: Sequence[Path]) -> Iterator[str]:
 
 
 def _loader_folders() -> list[str]:
-    """Where programs of x86_64 and of some others find their loader, whatever Python's own are."""
+    """Folders in which programs of x86_64 and of some others look for their loader."""
     return [str(Path(name).resolve()) for name in ("/lib64",) if Path(name).is_dir()]
 
 

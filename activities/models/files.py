@@ -134,7 +134,7 @@ class _Index(BaseModel):
 
 
 def read_shape(location: Location) -> ModelShape:
-    """From `config.json`.
+    """Read a model's sizes from `config.json`.
 
     Raises:
         InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.

@@ -1,1 +1,1 @@
-"""From tokenized units to a plan of steps and bins."""
+"""Plans of optimizer steps and bins for tokenized units; prefix trees."""

@@ -114,7 +114,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:
-    """The same question in tokens.
+    """Translate a chat request into a completion request in tokens.
 
     Raises:
         InvalidInput: prompt and answer are longer than `max_model_len` together.

@@ -1,7 +1,7 @@
 """A client of any sampler that speaks vLLM's OpenAI-compatible protocol: ours, or a vLLM server.
 
-Blocking, and safe to share between threads; `in_parallel` makes calls on a few. What fails in passing is tried again, a bounded number of times: a seeded
-completion is the same however often it is asked for.
+Blocking, and safe to share between threads; `in_parallel` makes calls on a few. What fails in passing is tried again,
+a bounded number of times: a seeded completion is the same however often it is asked for.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""From examples to token ids: tokenizers, chat templates, and the report of what became of the rows."""
+"""Tokenizers, chat templates, units of tokens from examples, and the report on a dataset's rows."""

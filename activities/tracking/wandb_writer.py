@@ -142,7 +142,7 @@ class Request(Frozen):
 
 
 class Answer(Frozen):
-    """To one request. `error`: what W&B said; such a run takes nothing more but its `close`."""
+    """The answer to one request. `error`: W&B's message; such a run takes nothing more but its `close`."""
 
     number: int
     done: Done | None = None

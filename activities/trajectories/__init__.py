@@ -1,1 +1,1 @@
-"""From trajectory groups to units with advantages."""
+"""Trajectory groups: read, checked, packed into units with advantages."""

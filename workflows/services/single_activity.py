@@ -65,7 +65,14 @@ class TrackWorkflow:
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
-        return await control.do(Track.track, request, policies.PATIENT, policies.LEASE_TIMEOUT)
+        return await workflow.execute_activity_method(
+            Track.track,
+            request,
+            task_queue=policies.queue_of("track", workflow.info().task_queue),
+            start_to_close_timeout=policies.LEASE_TIMEOUT,
+            heartbeat_timeout=policies.DATA_HEARTBEAT,
+            retry_policy=policies.PATIENT,
+        )
 
 
 async def track(start: RunStart | RLStart) -> None:

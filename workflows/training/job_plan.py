@@ -1,4 +1,4 @@
-"""From what a user asked for to what a worker does: pure functions."""
+"""Job plans for a worker, made of a run's request: pure functions."""
 
 import math
 
