@@ -32,6 +32,7 @@ from shared.errors import InvalidInput, SamplerUnavailable
 
 _MAX_OPEN = 4  # models
 _MAX_MEMORY_BYTES = 2 << 30  # for which a tokenizer may be loaded
+_RENDER_LIMIT_S = 5.0
 _PLACE = "messages"
 _NO_CHARACTER = "\ufffd"  # what a token of a part of a character is decoded to
 _IMPOSSIBLE = -9999.0  # JSON has no infinity
@@ -43,12 +44,11 @@ class ChatPrompts:
     Safe to use from several threads, which render one at a time.
     """
 
-    def __init__(self, host: HostContext, render_limit_s: float = 5.0) -> None:
+    def __init__(self, host: HostContext) -> None:
         confinement = host.settings.confined
         limit = min(confinement.memory_bytes, _MAX_MEMORY_BYTES)
         self._limits = confinement.model_copy(update={"memory_bytes": limit})
         self._host = host
-        self._render_limit_s = render_limit_s
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
         self._templates: dict[str, TemplateProcess] = {}
@@ -92,7 +92,7 @@ class ChatPrompts:
             raise InvalidInput("the model has no chat template: ask it for completions of a text", "model")
         try:
             if model.sha256 not in self._templates:
-                process = TemplateProcess(tokenizer.template, tokenizer.place, self._render_limit_s)
+                process = TemplateProcess(tokenizer.template, tokenizer.place, _RENDER_LIMIT_S)
                 self._templates[model.sha256] = process
             return self._templates[model.sha256].asked([question])[0]
         except BaseException:  # also a cancellation, which may leave an answer unread: the next one starts afresh

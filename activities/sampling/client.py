@@ -7,13 +7,13 @@ a bounded number of times: a seeded completion is the same however often it is a
 import math
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Self, TypeVar
+from itertools import islice
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -284,57 +284,20 @@ def _parsed(model: type[M], content: bytes, place: str) -> M:
         raise InvalidInput(f"the sampler's answer makes no sense: {first_rule(error)}", place) from error
 
 
-class _Shared(Iterator[A]):
-    """An iterator that threads take turns at."""
-
-    def __init__(self, items: Iterable[A]) -> None:
-        self._items = iter(items)
-        self._lock = threading.Lock()
-
-    def __next__(self) -> A:
-        with self._lock:
-            return next(self._items)
-
-
 def in_parallel(call: Callable[[A], R], arguments: Iterable[A], num_threads: int) -> Iterator[R]:
     """The results of all calls, in the order in which they end.
 
     Arguments are taken as threads come free, one at a time. The first error of a call, or of `arguments`, is raised.
     When the caller stops early no new call begins; those under way end on their own, and are forgotten.
     """
-    shared, stopped = _Shared(arguments), threading.Event()
-    told: SimpleQueue[Callable[[], R] | None] = SimpleQueue()  # None: a thread has found nothing more to do
-
-    def work() -> None:
-        try:
-            for argument in shared:
-                if stopped.is_set():
-                    return
-                result = call(argument)
-                told.put(lambda result=result: result)  # type: ignore[misc]
-            told.put(None)
-        except BaseException as error:  # the edge of the thread: raised again in the caller's
-            told.put(_raising(error))
-
-    for _ in range(num_threads):
-        threading.Thread(target=work, name="call", daemon=True).start()
+    threads, left, pending = ThreadPoolExecutor(num_threads, "call"), iter(arguments), set[Future[R]]()
     try:
-        num_working = num_threads
-        while num_working:
-            try:
-                outcome = told.get(timeout=_LISTEN_S)
-            except Empty:
-                continue
-            if outcome is None:
-                num_working -= 1
-            else:
-                yield outcome()
+        while True:
+            pending |= {threads.submit(call, argument) for argument in islice(left, num_threads - len(pending))}
+            if not pending:
+                return
+            ended, pending = wait(pending, _LISTEN_S, FIRST_COMPLETED)
+            for each in ended:
+                yield each.result()
     finally:
-        stopped.set()
-
-
-def _raising(error: BaseException) -> Callable[[], NoReturn]:
-    def outcome() -> NoReturn:
-        raise error
-
-    return outcome
+        threads.shutdown(wait=False, cancel_futures=True)

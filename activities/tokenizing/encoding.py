@@ -47,9 +47,7 @@ class EncodedBatch:
     control_tokens: list[tuple[str, str]] = field(default_factory=list)
 
 
-def encoded(
-    examples: Iterable[Example], tokenizer: ModelTokenizer, row_limit_s: float = 10.0
-) -> Generator[EncodedBatch, None, None]:
+def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer) -> Generator[EncodedBatch, None, None]:
     """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS of them and brings their prompts.
 
     A prompt and completion are a user's and an assistant's turn; where the model has no chat template, they are one
@@ -70,7 +68,7 @@ def encoded(
         case Chat() if tokenizer.template is None:
             raise InvalidInput("the model has no chat template, and the dataset holds conversations", tokenizer.place)
         case Chat() | PromptCompletion() if tokenizer.template is not None:
-            yield from _conversations(everything, tokenizer, row_limit_s)
+            yield from _conversations(everything, tokenizer)
         case _:
             yield from (_plain(batch, tokenizer, k == 0) for k, batch in enumerate(everything))
 
@@ -126,13 +124,11 @@ def _size(example: Example) -> int:
             return 4 * len(example.input_ids)
 
 
-def _conversations(
-    batches: Iterable[list[Example]], tokenizer: ModelTokenizer, row_limit_s: float
-) -> Iterator[EncodedBatch]:
+def _conversations(batches: Iterable[list[Example]], tokenizer: ModelTokenizer) -> Iterator[EncodedBatch]:
     """The child renders and a thread encodes ahead of the caller, who reads and writes meanwhile."""
     assert tokenizer.template is not None
     with ExitStack() as stack:
-        process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, row_limit_s))
+        process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
         renderer = stack.enter_context(ThreadPoolExecutor(1, "render"))
         encoder = stack.enter_context(ThreadPoolExecutor(1, "encode"))
         stack.callback(process.kill)  # before the threads, which may wait for it, and those before its pipes close

@@ -32,7 +32,6 @@ from shared.storage.paths import content_key, rendered_prompts
 
 _VERSION = "prompts-1"  # raise it when the same rows would give other prompts
 _MAX_LISTED, _MAX_NAMED = 20, 3
-_ROW_LIMIT_S = 10.0
 _PROBE_TOKENS = 64
 _STAND_IN = "A"
 
@@ -146,7 +145,7 @@ def rendered(questions: Iterable[Question], tokenizer: ModelTokenizer) -> Iterat
     with ExitStack() as stack:
         process = None
         if tokenizer.template is not None:
-            process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place, _ROW_LIMIT_S))
+            process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
         for batch in batches_of(questions, _characters_of):
             texts = process.asked(batch) if process else [_plain(question) for question in batch]
             sign_longest(texts, [question.place for question in batch])

@@ -15,10 +15,9 @@ from activities.host_context import locked, remove_abandoned
 from activities.tracking.wandb_writer import Answer, Close, Done, Open, Request, Row, Write, WriterStart
 from shared.child_environment import child_environment
 
-PLACES = 8
-"""Runs that are open at a time: what W&B holds of each is this process's memory."""
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 60.0
+_PLACES = 8  # runs that are open at a time: what W&B holds of each is the writer's memory
 _CALL_TIMEOUT_S = 60.0
 _IDLE_S = 30.0
 _RUNS_A_PROCESS = 500  # then a new one takes its place: what W&B keeps of runs that are closed is bounded
@@ -80,9 +79,9 @@ class Writer:
         folder: where offline runs are to lie.
     """
 
-    def __init__(self, folder: Path, num_places: int = PLACES) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places = asyncio.Semaphore(num_places)
+        self._places = asyncio.Semaphore(_PLACES)
         self._starting = asyncio.Lock()
         self._process: _Process | None = None
         self._num_waiting = 0
