@@ -77,7 +77,9 @@ def _root(packages: Sequence[Path]) -> Iterator[str]:
     for name in ("/lib", "/lib64"):  # where programs name their loader
         if Path(name).is_symlink():
             yield from ("--symlink", str(Path(name).readlink()), name)
-    folders = list(dict.fromkeys((*library_folders(), *_loader_folders())))
+    # Programs of x86_64 and of some others look for their loader in /lib64.
+    loaders = [str(Path(name).resolve()) for name in ("/lib64",) if Path(name).is_dir()]
+    folders = list(dict.fromkeys((*library_folders(), *loaders)))
     found = (*folders, str(_python()), *_DEVICES)
     for parent in sorted({str(parent) for path in found for parent in Path(path).parents}):
         yield from ("--dir", parent)  # which anybody may enter, as perhaps not on the host
@@ -91,11 +93,6 @@ def _root(packages: Sequence[Path]) -> Iterator[str]:
     for package in packages:
         yield from ("--ro-bind", str(package), f"{_PACKAGES}/{package.name}")
     yield from ("--dir", "/tmp")
-
-
-def _loader_folders() -> list[str]:
-    """Folders in which programs of x86_64 and of some others look for their loader."""
-    return [str(Path(name).resolve()) for name in ("/lib64",) if Path(name).is_dir()]
 
 
 def _python() -> Path:

@@ -63,10 +63,11 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
         case SFTRun():
             own = {}
         case DPORun():
+            reference = run.reference or run.initial_adapter or "base"
             own = {
                 "beta": f"{run.beta:g}",
                 "label smoothing": f"{run.label_smoothing:g}",
-                "reference": _named_reference(run),
+                "reference": "the base model" if reference == "base" else f"`{shown(reference)}`",
             }
     return own | {
         "length": f"{run.epochs:g} epochs" if run.epochs is not None else f"{run.steps} steps",
@@ -74,11 +75,6 @@ def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:
         "longest example": f"{run.max_tokens} tokens",
         "learning rate": f"{run.learning_rate:g}, {run.schedule}, {run.warmup_steps} warm-up steps",
     }
-
-
-def _named_reference(run: DPORun) -> str:
-    reference = run.reference or run.initial_adapter or "base"
-    return "the base model" if reference == "base" else f"`{shown(reference)}`"
 
 
 def _of_reinforcement(run: RLRun) -> dict[str, str]:

@@ -145,13 +145,19 @@ def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:
 
 def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:
     """The policy after each of the steps, oldest first."""
-    version, adapter, found = 0, None, list[Policy]()
+    found = [Policy(after_step=0, version=0, adapter=None)]
     for step in reversed(steps):
-        if _made_a_policy(step):
-            assert step.policy_version is not None and step.adapter is not None and step.adapter_sha256 is not None
-            version, adapter = step.policy_version, Artifact(uri=step.adapter, sha256=step.adapter_sha256)
-        found.append(Policy(after_step=step.step, version=version, adapter=adapter))
-    return tuple(found)
+        found.append(
+            policy_of(step) if _made_a_policy(step) else found[-1].model_copy(update={"after_step": step.step})
+        )
+    return tuple(found[1:])
+
+
+def policy_of(done: StepStatus) -> Policy:
+    """The policy that a done step made."""
+    assert done.policy_version is not None and done.adapter is not None and done.adapter_sha256 is not None
+    adapter = Artifact(uri=done.adapter, sha256=done.adapter_sha256)
+    return Policy(after_step=done.step, version=done.policy_version, adapter=adapter)
 
 
 def _made_a_policy(step: StepStatus) -> bool:

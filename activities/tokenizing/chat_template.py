@@ -9,6 +9,7 @@ This module runs in a process of its own (activities/tokenizing/template_process
 """
 
 import json
+import os.path
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class ChatTemplate:
                 raise Refused("the chat template does not show a user's question and an assistant's answer once each")
         generation_prompt = prompt[len(asked) :] if prompt.startswith(asked) else ""
         headers = [text[len(asked) : text.index(answer)] for text in (last, middle) if text.startswith(asked)]
-        header = _common_prefix([generation_prompt, *headers]) if len(headers) == 2 else ""
+        header = os.path.commonprefix([generation_prompt, *headers]) if len(headers) == 2 else ""
         if header not in (generation_prompt, *headers):
             header = ""  # prompt and history name the turn differently: trust neither
         space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""
@@ -326,9 +327,3 @@ def one_of(texts: list[str]) -> re.Pattern[str]:
     """Matches the longest of some texts; nothing if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
-
-
-def _common_prefix(texts: list[str]) -> str:
-    shortest = min(texts, key=len)
-    length = next((k for k, c in enumerate(shortest) if any(t[k] != c for t in texts)), len(shortest))
-    return shortest[:length]

@@ -123,10 +123,12 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
     """
     opened = open_prompts(dataset, request.source)
     tally = _Tally(opened, request.max_prompt_tokens)
-    with PromptsWriter(folder) as writer:
-        for question, token_ids in rendered(opened, tokenizer):
-            if tally.count(question, token_ids):
-                writer.append(PromptRow(question.place, tuple(token_ids), question.item))
+    usable = (
+        PromptRow(question.place, tuple(token_ids), question.item)
+        for question, token_ids in rendered(opened, tokenizer)
+        if tally.count(question, token_ids)
+    )
+    write_rows(usable, folder)
     report = tally.report()
     _refuse_losses(report, tally.shortest, request)
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
@@ -271,37 +273,23 @@ class PromptRow:
     item: dict[str, Any]
 
 
-class PromptsWriter:
-    """Writes `prompts.jsonl` and `offsets.npy` (int64 [rows + 1], bytes) into a folder. Not sealed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file = (folder / ROWS).open("wb")
-        self._offsets = array("q", [0])
-
-    def append(self, row: PromptRow) -> None:
-        fields = {"place": row.place, "token_ids": row.token_ids, "item": row.item}
-        try:
-            text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        except ValueError as error:
-            raise InvalidInput(
-                "the row holds a number beyond what JSON readers agree on (about 1.8e308)", row.place
-            ) from error
-        line = text.encode() + b"\n"
-        self._file.write(line)
-        self._offsets.append(self._offsets[-1] + len(line))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._file.close()
-        if error is None:
-            np.save(self._folder / OFFSETS, np.frombuffer(self._offsets, dtype=np.int64))
+def write_rows(rows: Iterable[PromptRow], folder: Path) -> None:
+    """Write `prompts.jsonl` and `offsets.npy` (int64 [rows + 1], bytes) into a folder. Not sealed."""
+    offsets = array("q", [0])
+    with (folder / ROWS).open("wb") as file:
+        for row in rows:
+            fields = {"place": row.place, "token_ids": row.token_ids, "item": row.item}
+            try:
+                text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            except ValueError as error:
+                rule = "the row holds a number beyond what JSON readers agree on (about 1.8e308)"
+                raise InvalidInput(rule, row.place) from error
+            offsets.append(offsets[-1] + file.write(text.encode() + b"\n"))
+    np.save(folder / OFFSETS, np.frombuffer(offsets, dtype=np.int64))
 
 
 class PromptsFile:
-    """The rows of a folder that PromptsWriter wrote, by number."""
+    """The rows of a folder that `write_rows` wrote, by number."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / ROWS).open("rb")

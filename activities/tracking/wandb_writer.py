@@ -86,12 +86,10 @@ class History:
                     yield Row(values={STEP: self._step, **{f"system/offload_{k}": v for k, v in numbers.items()}})
                 case TrainStep(record=record) if record.step > self._train_step:
                     self._train_step = record.step
-                    if (own := self._own(record)) and record.same_as is None:
-                        yield Row(values={STEP: record.optimizer_step or 0, TRAIN_STEP: record.step, **own})
-
-    def _own(self, record: StepStatus) -> dict[str, float]:
-        """A train step's numbers that no worker said before."""
-        return _named("rollout", {k: v for k, v in record.metrics.items() if k not in self._workers_own})
+                    own = {name: value for name, value in record.metrics.items() if name not in self._workers_own}
+                    if own and record.same_as is None:
+                        step = {STEP: record.optimizer_step or 0, TRAIN_STEP: record.step}
+                        yield Row(values=step | _named("rollout", own))
 
 
 def _named(group: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest
-    from activities.records.run_records import RunRecords, StepRecordRequest
+    from activities.records.run_records import RunRecords, StepRecordRequest, policy_of
     from activities.sampling.sample import Sampled, SamplerActivities, SampleRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
@@ -24,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.sampling import Sampling
     from workflows.training.run import ActiveRun
-    from workflows.training.train_step import policy_of, unchanged
+    from workflows.training.train_step import unchanged
 
 
 @dataclass(frozen=True)

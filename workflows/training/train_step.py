@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
+    from activities.records.run_records import policy_of
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-    from shared.contract import Artifact
     from shared.runs.start import RLStart
     from shared.runs.status import Policy, RLState, StepStatus
     from workflows import control
@@ -68,13 +68,6 @@ async def train_and_publish(
         metrics |= await prove(policy_of(done), result.probe)
     seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
     return done.model_copy(update={"metrics": metrics | result.metrics | seconds})
-
-
-def policy_of(done: StepStatus) -> Policy:
-    """The policy that a done step made."""
-    assert done.policy_version is not None and done.adapter is not None and done.adapter_sha256 is not None
-    adapter = Artifact(uri=done.adapter, sha256=done.adapter_sha256)
-    return Policy(after_step=done.step, version=done.policy_version, adapter=adapter)
 
 
 def unchanged(state: RLState, step: StepStatus) -> StepStatus:

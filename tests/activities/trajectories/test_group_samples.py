@@ -11,7 +11,7 @@ from activities.grading.grade import GRADES, SUMMARY, Grade, GradeRequest, Grade
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup
 from activities.sampling.sample import write_samples
-from activities.tokenizing.render_prompts import PromptRow, PromptsFile, PromptsWriter
+from activities.tokenizing.render_prompts import PromptRow, PromptsFile, write_rows
 from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest, find_groups
 from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
@@ -63,9 +63,7 @@ def grouped(tmp_path: Path, found: list[SampleGrade], **fields: Any) -> tuple[Gr
     folders = {name: tmp_path / name for name in ("completions", "samples", "grades", "prompts")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
-    with PromptsWriter(folders["prompts"]) as writer:
-        for number in range(11):
-            writer.append(PromptRow(f"rows.jsonl:{number}", (1,), {}))
+    write_rows((PromptRow(f"rows.jsonl:{number}", (1,), {}) for number in range(11)), folders["prompts"])
     with PromptsFile(folders["prompts"]) as prompts:
         write_samples(groups(), prompts, folders["completions"], folders["samples"])
     (folders["grades"] / GRADES).write_text("".join(grade.model_dump_json() + "\n" for grade in found))
