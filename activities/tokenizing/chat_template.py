@@ -137,7 +137,7 @@ class ChatTemplate:
                 raise Refused("the chat template does not show a user's question and an assistant's answer once each")
         generation_prompt = prompt[len(asked) :] if prompt.startswith(asked) else ""
         headers = [text[len(asked) : text.index(answer)] for text in (last, middle) if text.startswith(asked)]
-        header = os.path.commonprefix([generation_prompt, *headers]) if len(headers) == 2 else ""
+        header = os.path.commonprefix([generation_prompt, *headers]) if len(headers) == 2 else ""  # noqa: RUF071 - texts
         if header not in (generation_prompt, *headers):
             header = ""  # prompt and history name the turn differently: trust neither
         space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""

@@ -8,7 +8,7 @@ import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from activities.host_context import locked, remove_abandoned
@@ -140,12 +140,15 @@ class _Process:
 
     @classmethod
     async def start(cls, folder: Path) -> "_Process":
-        remove_abandoned(folder, ".writer-*")
-        own = folder / f".writer-{uuid.uuid4().hex}"
-        temporary = own / "tmp"
-        temporary.mkdir(parents=True)
-        places = {name: str(temporary) for name in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-        with locked(own) as held, (own / "writer.log").open("wb") as log:
+        remove_abandoned(folder, ".writer-*", after_s=0.0)
+        name = uuid.uuid4().hex
+        new, own = folder / f".new-{name}", folder / f".writer-{name}"
+        (new / "tmp").mkdir(parents=True)
+        places = {variable: str(own / "tmp") for variable in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
+        with ExitStack() as stack:
+            held = stack.enter_context(locked(new))
+            new.rename(own)  # other hosts see it when it is locked
+            log = stack.enter_context((own / "writer.log").open("wb"))
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
