@@ -32,8 +32,6 @@ DATA_HEARTBEAT = timedelta(seconds=30)
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
-# A sampling server that is away is waited for, as a store is.
-SERVED_RETRY = PATIENT
 # Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
 PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
 # A result that is not on record is a run that is lost: a full disk is waited for too.

@@ -84,7 +84,8 @@ class ScoreModel:
     def _answer(self, response: HTTPResponse, data: bytes) -> Any:
         said = f"the server answered {response.status} {response.reason}".rstrip()
         if response.status >= 500 or response.status in _WORTH_RETRYING:
-            raise _Busy(said, _seconds(response.getheader("Retry-After")))
+            text = response.getheader("Retry-After", "")
+            raise _Busy(said, float(text) if text.isascii() and text.isdigit() else None)
         if response.status != 200:
             raise InvalidInput(f"{said}: {data[:300].decode(errors='replace')}", shown(self._url))
         try:
@@ -112,10 +113,6 @@ def _body(response: HTTPResponse, limit_s: float) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError("the answer does not end")
     return bytes(found)
-
-
-def _seconds(text: str | None) -> float | None:
-    return float(text) if text and text.isascii() and text.isdigit() else None
 
 
 def request_body(grader: ScoreModelGrader, messages: Sequence[dict[str, str]]) -> dict[str, Any]:

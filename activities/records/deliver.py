@@ -183,7 +183,9 @@ def _note(store: ObjectStore, request: DeliverRequest, attempt: Attempt) -> None
     """Put an attempt on record. A webhook keeps its newest deliveries."""
     before = _delivery(store, request)
     if not before.attempts:
-        _forget_oldest(store, request)
+        keys = [item.key for item in store.list(delivery_record(request.notice.tenant, request.webhook_id))]
+        for key in keys[: max(0, len(keys) - _KEPT_DELIVERIES + 1)]:
+            store.delete(key)
     after = before.model_copy(
         update={
             "state": "delivered" if attempt.problem is None else "pending",
@@ -197,9 +199,3 @@ def _note(store: ObjectStore, request: DeliverRequest, attempt: Attempt) -> None
 def _write(store: ObjectStore, request: DeliverRequest, delivery: Delivery) -> None:
     key = delivery_record(request.notice.tenant, request.webhook_id, delivery.notice_id)
     store.put_bytes(key, delivery.model_dump_json(indent=1).encode())
-
-
-def _forget_oldest(store: ObjectStore, request: DeliverRequest) -> None:
-    keys = [item.key for item in store.list(delivery_record(request.notice.tenant, request.webhook_id))]
-    for key in keys[: max(0, len(keys) - _KEPT_DELIVERIES + 1)]:
-        store.delete(key)

@@ -86,16 +86,12 @@ class Leasing:
 
     def release(self) -> None:
         """Give the process back, if there is one. Its host is told with its next heartbeat; nothing waits for that."""
-        if self._lease is not None:
-            _release(self._lease)
+        if (lease := self._lease) is not None:
+            lease.add_done_callback(_take_note)
+            if not lease.done():
+                lease.cancel()
         self._held_before_s = self.held_s
         self.grant = self._lease = None
-
-
-def _release(lease: workflow.ActivityHandle[None]) -> None:
-    lease.add_done_callback(_take_note)
-    if not lease.done():
-        lease.cancel()
 
 
 def _take_note(lease: "asyncio.Task[None]") -> None:

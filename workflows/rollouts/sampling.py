@@ -69,7 +69,7 @@ class Sampling:
         assert rollouts is not None
         if self.is_served:
             place = ServedSampler(url=rollouts.sampler_url)
-            return await control.do(activity, request(place), policies.SERVED_RETRY)
+            return await control.do(activity, request(place), policies.PATIENT)
         losses: list[str] = []
         while True:
             if len(losses) >= self.start.timing.max_losses:

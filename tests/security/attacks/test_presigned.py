@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from activities.sources.datasets import find_sources
+from activities.sources.download import find_sources
 from service.temporal import Temporal
 from shared.errors import InvalidInput
 from shared.settings import Settings
