@@ -171,10 +171,7 @@ def _write_grades(
 
 def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[SampleGrade]:
     outcomes = grade_all([item for _, item in part])
-    return [
-        SampleGrade(place=place, grade=outcome.grade, error=outcome.error, parts=outcome.parts)
-        for (place, _), outcome in zip(part, outcomes, strict=True)
-    ]
+    return [found.model_copy(update={"place": place}) for (place, _), found in zip(part, outcomes, strict=True)]
 
 
 def sampled_items(folder: Path) -> Iterator[tuple[str, SampledItem]]:

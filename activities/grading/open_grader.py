@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from activities.grading.outcome import NotGraded, Outcome, attempt
+from activities.grading.outcome import NotGraded, attempt
 from activities.grading.python_sandbox import PythonSandbox
 from activities.grading.score_model import ScoreModel
 from activities.grading.text_similarity import string_check, text_similarity
@@ -18,6 +17,7 @@ from shared.grading.graders import (
     MultiGrader,
     PythonGrader,
     SampledItem,
+    SampleGrade,
     ScoreModelGrader,
     StringCheckGrader,
     TextSimilarityGrader,
@@ -25,7 +25,7 @@ from shared.grading.graders import (
 from shared.grading.templates import TemplateError, render
 from shared.settings import GradingSettings, Settings
 
-GradeAll = Callable[[Sequence[SampledItem]], list[Outcome]]
+GradeAll = Callable[[Sequence[SampledItem]], list[SampleGrade]]
 
 
 class GraderMeans(Frozen):
@@ -97,21 +97,21 @@ def _sandbox(
 
 
 def _combined(parts: dict[str, GradeAll], expression: Expression) -> GradeAll:
-    def grade_all(rows: Sequence[SampledItem]) -> list[Outcome]:
+    def grade_all(rows: Sequence[SampledItem]) -> list[SampleGrade]:
         by_name = {name: grade(rows) for name, grade in parts.items()}
         return [combined({name: found[row] for name, found in by_name.items()}, expression) for row in range(len(rows))]
 
     return grade_all
 
 
-def combined(parts: dict[str, Outcome], expression: Expression) -> Outcome:
+def combined(parts: dict[str, SampleGrade], expression: Expression) -> SampleGrade:
     """One outcome of several: none is left out, so a part without a grade leaves the sample without one."""
     grades = {name: part.grade for name, part in parts.items()}
     reasons = [f"{name}: {part.error}" for name, part in parts.items() if part.grade is None]
     if reasons:
-        return Outcome(None, "; ".join(reasons), grades)
+        return SampleGrade(place="", grade=None, error="; ".join(reasons), parts=grades)
     known = {name: grade for name, grade in grades.items() if grade is not None}
-    return replace(attempt(lambda: _value(expression, known)), parts=grades)
+    return attempt(lambda: _value(expression, known)).model_copy(update={"parts": grades})
 
 
 def _value(expression: Expression, grades: dict[str, float]) -> float:

@@ -1,28 +1,19 @@
-"""The outcome of grading one sample: a number, or the reason why there is none."""
+"""An attempt at grading one sample: a grade, or the reason why there is none."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from activities.confined.fork_server import sign
+from shared.grading.graders import SampleGrade
 
 
 class NotGraded(Exception):
     """A sample that got no grade, and why."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """`parts`: by name, the grades that a multi grader made its own of."""
-
-    grade: float | None
-    error: str | None = None
-    parts: dict[str, float | None] = field(default_factory=dict)
-
-
-def attempt(grade: Callable[[], float]) -> Outcome:
-    """The outcome of grading one sample."""
+def attempt(grade: Callable[[], float]) -> SampleGrade:
+    """Grade one sample. Whoever knows its place adds that."""
     sign()
     try:
-        return Outcome(grade())
+        return SampleGrade(place="", grade=grade())
     except NotGraded as error:
-        return Outcome(None, str(error))
+        return SampleGrade(place="", grade=None, error=str(error))

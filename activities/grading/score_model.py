@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from activities.grading.outcome import NotGraded, Outcome, attempt
+from activities.grading.outcome import NotGraded, attempt
 from activities.sources.http import checked, requested, shown
 from shared.errors import InvalidInput, StoreUnavailable
-from shared.grading.graders import SampledItem, ScoreModelGrader
+from shared.grading.graders import SampledItem, SampleGrade, ScoreModelGrader
 from shared.grading.templates import TemplateError, render
 from shared.settings import DownloadSettings, GradingSettings
 
@@ -41,7 +41,7 @@ class ScoreModel:
             allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
         )
 
-    def grade_all(self, rows: Sequence[SampledItem]) -> list[Outcome]:
+    def grade_all(self, rows: Sequence[SampledItem]) -> list[SampleGrade]:
         """An outcome a row, in order.
 
         Raises:

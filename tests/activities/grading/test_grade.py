@@ -15,7 +15,6 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.grading.open_grader import combined
-from activities.grading.outcome import Outcome
 from activities.host_context import HostContext
 from shared.contract import Artifact
 from shared.errors import InvalidInput, StoreUnavailable
@@ -155,10 +154,11 @@ def test_a_multi_grader_combines_its_parts(tmp_path: Path) -> None:
 
 
 def test_a_part_without_a_grade_leaves_none() -> None:
-    parts = {"a": Outcome(1.0), "b": Outcome(None, "why"), "c": Outcome(None, "so")}
-    assert combined(parts, parse_expression("a + b + c")) == Outcome(
-        None, "b: why; c: so", {"a": 1.0, "b": None, "c": None}
-    )
+    reasons = {"a": None, "b": "why", "c": "so"}
+    grades = {"a": 1.0, "b": None, "c": None}
+    parts = {name: SampleGrade(place="", grade=grades[name], error=reasons[name]) for name in grades}
+    found = combined(parts, parse_expression("a + b + c"))
+    assert found == SampleGrade(place="", grade=None, error="b: why; c: so", parts=grades)
 
 
 @needs_sandbox
