@@ -96,7 +96,14 @@ class _Attempt:
         self.store = store
         self.start = start
         self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
-        self.job = _job(worker, request, start, self.outputs)
+        self.job = Job(
+            plan=request.plan,
+            fence=request.fence,
+            log_path=str(self.outputs / "log.jsonl"),
+            checkpoint_dir=str(self.outputs / "checkpoints"),
+            scratch_dir=str(worker.paths.scratch(request.plan.job_id, request.fence)),
+            start=start.artifact if start else None,
+        )
         self.reader = LogReader(Path(self.job.log_path))
         self.uploader = Uploader(store, self.job, start)
         self.progress = Progress(request.plan, request.fence, _steps_before(store, request.plan, start), signals)
@@ -206,14 +213,3 @@ def _steps_before(store: ObjectStore, plan: JobPlan, start: CheckpointRef | None
     ours = (item.event for item in found if item.job_id == plan.job_id)
     steps = {event.step: event.metrics for event in ours if isinstance(event, Step) and event.step <= start.step}
     return [steps[step] for step in sorted(steps)]
-
-
-def _job(worker: WorkerProcess, request: JobRequest, start: CheckpointRef | None, outputs: Path) -> Job:
-    return Job(
-        plan=request.plan,
-        fence=request.fence,
-        log_path=str(outputs / "log.jsonl"),
-        checkpoint_dir=str(outputs / "checkpoints"),
-        scratch_dir=str(worker.paths.scratch(request.plan.job_id, request.fence)),
-        start=start.artifact if start else None,
-    )

@@ -47,9 +47,10 @@ def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = 
     """
     damaged: list[str] = []
     for stored in reversed(stored_checkpoints(store, run_id)):
-        found = _reference(store, stored)
-        if found is None:
+        artifact = find(store, stored.key)
+        if artifact is None:
             continue  # pruned since it was listed
+        found = CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
         if found.artifact.uri in passed_over:
             damaged.append(f"the checkpoint of step {found.step} is damaged")
             continue
@@ -59,13 +60,6 @@ def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = 
         if why:
             damaged.append(f"the checkpoint of step {found.step} is damaged: {why}")
     return Found(None, tuple(damaged))
-
-
-def _reference(store: ObjectStore, stored: StoredCheckpoint) -> CheckpointRef | None:
-    artifact = find(store, stored.key)
-    if artifact is None:
-        return None
-    return CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
 
 
 def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | None:

@@ -1,7 +1,7 @@
 """Preview: what a dataset's first rows become, and the report that tokenizing would give, before any training."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
@@ -38,24 +38,17 @@ class PreviewDataset:
     def preview(self, start: PreviewStart) -> Preview:
         """Raises InvalidInput for a dataset or a model that cannot be read."""
         host, request, tenant = self._host, start.request, start.tenant
-        with self._temporary_run(tenant) as run_id:
+        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a run of its own, for the download
+        try:
             model = Resolve(host).resolve_model(ModelRequest(uri=request.model_uri, tenant=tenant)).model
             download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
             dataset = Download(host, keeps_parts=False).download(download).dataset
             with beating():
                 return host.confined(preview_with, host.stage(dataset), tokenizer_files(host, model), request)
-
-    @contextmanager
-    def _temporary_run(self, tenant: str) -> Iterator[str]:
-        """A run id for the download's sake; what it left in the store goes when the preview ends."""
-        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"
-        try:
-            yield run_id
         finally:
-            store = self._host.store
-            for item in list(store.list(f"{RunKeys(run_id).prefix}/")):
-                store.delete(item.key)
-            Ledger(store, tenant).forget(run_id)
+            for item in list(host.store.list(f"{RunKeys(run_id).prefix}/")):
+                host.store.delete(item.key)
+            Ledger(host.store, tenant).forget(run_id)
 
 
 def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest) -> Preview:

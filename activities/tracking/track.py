@@ -179,7 +179,12 @@ class Track:
             await asyncio.wait_for(lines.asked_to_end.wait(), pause_s)
 
     def _start(self, request: TrackRequest, mode: Mode) -> WriterStart:
-        place = self._place(request.run_id)
+        """Describe a run for W&B, in the project of its sender's choice, or else the installation's."""
+        try:
+            chosen = read_record(self._host.store, RunKeys(request.run_id).record, RunRecord).source.wandb
+        except NotFound:  # a run that was started by hand
+            chosen = None
+        place = chosen or WandbRun(project=self._host.settings.wandb_project)
         return WriterStart(
             run_id=request.run_id,
             name=place.name or request.run.name or request.run_id,
@@ -192,14 +197,6 @@ class Track:
             init_timeout_s=self._init_timeout_s,
             config=request.run.model_dump(mode="json"),
         )
-
-    def _place(self, run_id: str) -> WandbRun:
-        """The W&B project of a run: its sender's choice, or else the installation's."""
-        try:
-            record = read_record(self._host.store, RunKeys(run_id).record, RunRecord)
-        except NotFound:  # a run that was started by hand
-            return WandbRun(project=self._host.settings.wandb_project)
-        return record.source.wandb or WandbRun(project=self._host.settings.wandb_project)
 
     def _keep(self, run_id: str, written: Path) -> Path:
         """Replace what an earlier attempt wrote by what W&B has written now."""
