@@ -99,7 +99,9 @@ def _serve() -> None:
             if descriptor == control.fileno():
                 _, given, _, _ = socket.recv_fds(control, 1, 2)
                 if len(given) != 2:  # the host is gone
-                    _leave(running)
+                    for pid in running:
+                        os.kill(pid, signal.SIGKILL)
+                    os._exit(0)
                 data, status = given
                 running[_fork(data)] = _Running(status, _oom_kills())
                 watched.register(status, 0)  # an error is always told: nobody reads the other end
@@ -134,12 +136,6 @@ def _reap(running: dict[int, _Running], watched: select.poll) -> None:
         with suppress(BrokenPipeError):
             os.write(child.status, told.encode())
         os.close(child.status)
-
-
-def _leave(running: dict[int, _Running]) -> NoReturn:
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-    os._exit(0)
 
 
 def _oom_kills() -> int:

@@ -62,7 +62,9 @@ class ServingWorkflow:
         try:
             return await asyncio.wait_for(self._grant(self._num_lost), request.patience_s)
         except TimeoutError:
-            raise self._unavailable(request.patience_s) from None
+            why = f"; the last one: {self._problem.message}" if self._problem else ""
+            text = f"no sampler host of shape {self._start.shape} had one up within {request.patience_s:g} s{why}"
+            raise ApplicationError(text, type="sampler_unavailable") from None
         finally:
             self._num_waiting -= 1
 
@@ -157,8 +159,3 @@ class ServingWorkflow:
     def _is_given_up(self, lost_before: int) -> bool:
         num_lost = self._num_lost - lost_before
         return num_lost >= _MAX_LOSSES or (num_lost > 0 and self._is_hopeless)
-
-    def _unavailable(self, patience_s: float) -> ApplicationError:
-        why = f"; the last one: {self._problem.message}" if self._problem else ""
-        text = f"no sampler host of shape {self._start.shape} had one up within {patience_s:g} s{why}"
-        return ApplicationError(text, type="sampler_unavailable")

@@ -131,7 +131,9 @@ class Training:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
                 losses.clear()
             if len(losses) >= self.start.timing.max_losses:
-                raise RunFailed(Problem(kind="worker_lost", message=_gave_up(losses)))
+                times = "once" if len(losses) == 1 else f"{len(losses)} times in a row"
+                message = f"the worker was lost {times} without a new checkpoint; the last time: {losses[-1]}"
+                raise RunFailed(Problem(kind="worker_lost", message=message))
             if pause := policies.pause_before_lease(len(losses)):
                 await workflow.sleep(pause)
             try:
@@ -238,8 +240,3 @@ def _accepted(result: JobResult) -> JobResult:
             if problem.kind in policies.FINAL_KINDS:
                 raise RunFailed(problem)
             raise Lost(problem.message)
-
-
-def _gave_up(losses: list[str]) -> str:
-    times = "once" if len(losses) == 1 else f"{len(losses)} times in a row"
-    return f"the worker was lost {times} without a new checkpoint; the last time: {losses[-1]}"
