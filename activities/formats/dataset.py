@@ -91,7 +91,7 @@ def _data_files(folder: Path, source: DatasetSource) -> tuple[Path, ...]:
 
 
 def _rows(folder: Path, files: Iterable[Path], columns: tuple[str, ...] | None = None) -> Iterator[Row]:
-    """In order of file and row."""
+    """Read the rows of all files, in order of file and row."""
     return (row for path in files for row in rows_of(path, path.relative_to(folder).as_posix(), columns))
 
 

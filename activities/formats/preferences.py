@@ -13,7 +13,7 @@ Messages = list[dict[str, Any]]
 
 
 def preference(row: Row) -> Pair:
-    """`chosen` and `rejected`, with a `prompt` or none, as TRL has them: texts or messages.
+    """Parse `chosen` and `rejected`, with a `prompt` or none, as TRL has them: texts or messages.
 
     Two conversations without a prompt of their own are asked what both begin with. A text beside such conversations
     says the same again, as some datasets do, and has to be one of those messages.
@@ -37,7 +37,7 @@ def preference(row: Row) -> Pair:
 
 
 def openai_preference(row: Row) -> Pair:
-    """`input.messages`, `preferred_output` and `non_preferred_output`, as OpenAI has them. Raises as `preference`."""
+    """Parse `input.messages`, `preferred_output`, `non_preferred_output`, as OpenAI names them. Raises as above."""
     _refuse_weight(row)
     given = row.fields.get("input")
     if not isinstance(given, dict):
@@ -94,7 +94,7 @@ def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) 
 def _pair(
     row: Row, asked_in: str | None, prompt: Messages, answers: dict[str, Messages], tools: list[dict[str, Any]] | None
 ) -> Pair:
-    """Two conversations that go on from one prompt.
+    """Make a pair of two conversations that go on from one prompt.
 
     Args:
         asked_in: the prompt's field; None where it is what both conversations begin with.

@@ -226,7 +226,7 @@ def list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
 
 
 def tools_of(row: Row, field: str = "tools") -> list[dict[str, Any]] | None:
-    """None where the row has no tools. Raises InvalidInput for what is no list of objects."""
+    """The row's tools; None where it has none. Raises InvalidInput for what is no list of objects."""
     match row.fields.get(field):
         case None | []:
             return None

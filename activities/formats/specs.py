@@ -61,7 +61,7 @@ class FormatSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All that `example` reads of a Parquet file."""
+        """The columns of a Parquet file that `example` reads."""
         return (*self.fields, *self.more, "weight")
 
     @property
@@ -150,7 +150,7 @@ def _sharegpt(row: Row) -> Chat:
 
 
 def _sharegpt_messages(row: Row) -> list[dict[str, Any]]:
-    """`conversations` as messages. Raises InvalidInput for a turn that is none."""
+    """Convert `conversations` to messages. Raises InvalidInput for a turn that is none."""
     messages: list[dict[str, Any]] = []
     for i, turn in enumerate(list_of_objects(row, "conversations")):
         speaker, value = turn.get("from"), turn.get("value")

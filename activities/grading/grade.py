@@ -139,7 +139,7 @@ def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: Samp
 def _write_grades(
     found: Iterable[tuple[int, tuple[SampleGrade, ...] | None]], parts: Parts, path: Path
 ) -> GradeSummary:
-    """Every part is kept as it comes, so that a kill costs one part at most."""
+    """Write grades part by part; each is kept in the store as it comes, so that a kill costs one part at most."""
     grades, reasons, num_failed = list[float](), list[str](), 0
     with path.open("wb") as file:
         for first, part in found:

@@ -105,7 +105,7 @@ def _combined(parts: dict[str, GradeAll], expression: Expression) -> GradeAll:
 
 
 def combined(parts: dict[str, SampleGrade], expression: Expression) -> SampleGrade:
-    """One outcome of several: none is left out, so a part without a grade leaves the sample without one."""
+    """Combine the grades of all parts; a part without a grade leaves the sample without one."""
     grades = {name: part.grade for name, part in parts.items()}
     reasons = [f"{name}: {part.error}" for name, part in parts.items() if part.grade is None]
     if reasons:

@@ -88,7 +88,7 @@ def _isolate(limits: Limits) -> None:
 
 
 def _supervise(limits: Limits) -> None:
-    """One frame in, one frame out, until stdin ends. The first frame is the source."""
+    """Answer one frame with one, until stdin ends. The first frame is the source."""
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
@@ -107,7 +107,7 @@ def _send(answer: dict[str, Any]) -> None:
 
 
 def _graded(source: bytes, sample: bytes, limits: Limits) -> dict[str, Any]:
-    """`{"answer": text}` as the child wrote it, or `{"failed": reason}`."""
+    """Grade a sample in a child. Returns `{"answer": text}` as the child wrote it, or `{"failed": reason}`."""
     deadline = time.monotonic() + limits.time_s
     supervisor = os.getpid()
     read_end, write_end = os.pipe()

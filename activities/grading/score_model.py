@@ -103,7 +103,7 @@ class _Busy(Exception):
 
 
 def _body(response: HTTPResponse, limit_s: float) -> bytes:
-    """All of the answer, in bounded time and space however slowly it drips."""
+    """Read the whole answer, in bounded time and space however slowly it drips."""
     deadline = time.monotonic() + limit_s
     found = bytearray()
     while piece := response.read1(1 << 16):

@@ -39,7 +39,7 @@ class WorkerCommand(Protocol):
 
 
 def ranks_command(folder: Path, key: ProcessKey) -> list[str]:
-    """One rank for each of the layout's, on this machine; several below a launcher."""
+    """Start one process for each rank of the layout, on this machine; several below a launcher."""
     assert isinstance(key, WorkerKey)
     num = key.layout.world_size
     launcher = ["megatron_worker.process.launcher", str(num)] if num > 1 else []
@@ -67,7 +67,7 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it lives; negative: the signal that ended it."""
+        """The exit status; None while it lives; negative: the signal that ended it."""
         return self._process.poll()
 
     def is_stopped(self) -> bool:
@@ -203,7 +203,7 @@ def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
 
 
 def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]:
-    """All living processes of a worker: the tree below `pid`, and every process that carries the worker's mark."""
+    """Find all living processes of a worker: the tree below `pid`, and every process that carries the worker's mark."""
     found: dict[int, psutil.Process] = {}
     if pid is not None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -22,8 +22,9 @@ _NOBODY = 65534
 
 
 def lift_processor_limit() -> None:
-    """Whoever started us may count the processor time of a step of his own, and raise his limit with each; ours stays
-    as he had it, for a whole dataset. What runs here has limits of its own for each row.
+    """Raise this process's limit of processor time to the hard one: it lasts for a whole dataset.
+
+    A confined parent raises its own limit with each step, and not ours. What runs here has limits for each row.
     """
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))

@@ -177,7 +177,7 @@ def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> N
 
 
 def check_ids(text: str, place: str, vocab_size: int) -> None:
-    """For a confined process: a tokenizer.json may have a hundred million bytes. Raises as `check_tokenizer` does."""
+    """Check token ids in a confined process: a tokenizer.json may have 100 MB. Raises as `check_tokenizer` does."""
     sign(place)
     try:
         largest = max(_token_ids(json_object(text, place)), default=0)

@@ -118,7 +118,7 @@ class Resolve:
 
 
 def _check_small_files(request: ModelRequest, host: HostContext, location: Location) -> ModelShape:
-    """All that can be said against a model before its weights are here."""
+    """Check a model by its small files, before its weights are fetched."""
     shape = read_shape(location)
     check_layout(request.layout, shape, request.engine)
     check_tokenizer(location, shape.vocab_size, host)

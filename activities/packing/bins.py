@@ -96,13 +96,13 @@ def _fill(part: list[int], free: int, window: deque[int], lengths: list[int]) ->
 
 
 def _best_one(by_length: list[tuple[int, int]], room: int) -> tuple[int, list[int]] | None:
-    """(what stays free, [k]): the unit that fills `room` best."""
+    """Find the unit that fills `room` best. Returns (tokens that stay free, [k])."""
     at = bisect_left(by_length, (room + 1, -1)) - 1
     return (room - by_length[at][0], [by_length[at][1]]) if at >= 0 else None
 
 
 def _best_pair(by_length: list[tuple[int, int]], room: int) -> tuple[int, list[int]] | None:
-    """(what stays free, [k, l]): the two units that fill `room` best."""
+    """Find the two units that fill `room` best. Returns (tokens that stay free, [k, l])."""
     best: tuple[int, list[int]] | None = None
     low, high = 0, len(by_length) - 1
     while low < high:
@@ -159,7 +159,7 @@ def pack(tokens: list[int], capacity: int) -> list[list[int]]:
 
 
 def next_fit(tokens: list[int], capacity: int) -> list[list[int]]:
-    """In order, each into the last bin, or a new one when that is full."""
+    """Put each item, in order, into the last bin, or into a new one when that is full."""
     bins: list[list[int]] = [[]]
     free = capacity
     for item, size in enumerate(tokens):

@@ -128,7 +128,7 @@ def _capacity(longest: int, request: PackRequest) -> int:
 
 
 def _steps(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
-    """Each step's units."""
+    """Cut the units into steps."""
     if request.whole:
         return iter([np.arange(len(tokens_U))])
     return islice(_endless(tokens_U, request), request.steps)

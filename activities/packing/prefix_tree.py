@@ -52,7 +52,7 @@ class TreeUnit(PackedBin):
 
 
 def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
-    """One unit of all sequences, in their order: a tree for each first token.
+    """Make one unit of all sequences, in their order: a tree for each first token.
 
     Raises:
         InvalidInput: there is none, one is empty, its arrays differ in length, or its first token is a target.

@@ -26,7 +26,7 @@ class StoredCheckpoint:
 
 
 def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint]:
-    """All checkpoints with a manifest, the newest last."""
+    """List the checkpoints that have a manifest, the newest last."""
     found = (_parse(info.key) for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
     return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 

@@ -59,7 +59,7 @@ class Deliver:
 
     @activity.defn(name="deliver")
     def deliver(self, request: DeliverRequest) -> Delivered:
-        """One attempt.
+        """Make one attempt at a delivery.
 
         Raises:
             NotDelivered: worth another attempt.
@@ -85,7 +85,7 @@ class Deliver:
 
     @activity.defn(name="give_up_delivery")
     def give_up(self, request: DeliverRequest) -> None:
-        """No more attempts are made."""
+        """Put on record that no more attempts are made."""
         store = self._host.store
         if _find(store, request) is not None:
             _write(store, request, _delivery(store, request).model_copy(update={"state": "failed"}))
@@ -106,7 +106,7 @@ class Deliver:
         return Attempt(at=at, status=status, problem=problem, retry_after_s=wait_s), status == HTTPStatus.GONE
 
     def _post(self, webhook: Webhook, notice: Notice, at: float) -> tuple[int, str | None]:
-        """Status and Retry-After of the answer. Its body is not read, and a redirect is an answer like others."""
+        """Returns status and Retry-After of the answer. Its body is not read; a redirect is an answer like others."""
         body, timestamp = notice.body(), int(at)
         signatures = (signature(key, notice.notice_id, timestamp, body) for key in webhook.keys(at))
         headers = {

@@ -87,8 +87,10 @@ class RunRecords:
 
     @activity.defn(name="begin", no_thread_cancel_exception=True)
     def begin(self, request: BeginRequest) -> Begun:
-        """Before anything else of a workflow is done: a start that was used before is refused, and so is one of a run
-        that has ended otherwise than the start says. Temporal lets anybody use a start again.
+        """Begin a run, before anything else of its workflow.
+
+        A start that was used before is refused, as Temporal lets anybody use one again, and so is one of a run that has
+        ended otherwise than the start says.
 
         A resumed run has no result until it ends again; the one that it had is kept beside.
         """

@@ -232,7 +232,7 @@ def _logprobs(choice: Choice, num_top: int, bytes_of: Callable[[int], bytes]) ->
 
 
 def _likeliest(logprobs: dict[str, float], num_top: int) -> list[TopLogprob]:
-    """In order. A sampler tells of the drawn token beside them, which may not be one."""
+    """The likeliest tokens, in order. Samplers list the drawn token beside them, which may not be one."""
     ordered = sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:num_top]
     return [
         TopLogprob(token=text, logprob=value, bytes=None if _NO_CHARACTER in text else list(text.encode()))

@@ -122,7 +122,7 @@ class Sampler:
     def sample(
         self, model: str, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, seed: int
     ) -> tuple[Completion, ...]:
-        """`n` samples; sample j is drawn with `seed + j`, so that it can be asked for alone: `n=1, seed=seed + j`."""
+        """Draw `n` samples, sample j with `seed + j`, so that it can be asked for alone: `n=1, seed=seed + j`."""
         body = {
             "model": model,
             "prompt": list(prompt_ids),
@@ -154,7 +154,7 @@ class Sampler:
         )
 
     def complete(self, request: CompletionRequest) -> CompletionResponse:
-        """A request as it is, and its answer as it is."""
+        """Pass on a request and its answer as they are."""
         body = request.model_dump(mode="json", exclude_none=True) | _PLAIN
         asked = 1 if isinstance(request.prompt, str) else len(request.prompt)
         num_tokens = _characters(request.prompt) + asked * request.n * request.max_tokens
@@ -179,7 +179,7 @@ class Sampler:
         return {card.id: card for card in answer.data}
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Repeating it is harmless; the same name from another folder is InvalidInput."""
+        """Load an adapter; again is harmless. The same name from another folder is InvalidInput."""
         try:
             self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         except InvalidInput:
@@ -188,7 +188,7 @@ class Sampler:
                 raise
 
     def unload_adapter(self, name: str) -> None:
-        """Repeating it is harmless."""
+        """Unload an adapter; again is harmless."""
         try:
             self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except InvalidInput:
@@ -254,7 +254,7 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
 
 
 def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
-    """At least as many as the tokens of a request's prompts."""
+    """Bound the number of tokens of a request's prompts by their characters."""
     return len(prompt) + sum(len(one) for one in prompt if isinstance(one, list | str))
 
 

@@ -129,7 +129,7 @@ class SamplerActivities:
 
     @activity.defn(name="sample")
     def sample(self, request: SampleRequest) -> Sampled:
-        """Every prompt's samples; what an earlier attempt has drawn is not drawn again.
+        """Draw every prompt's samples; what an earlier attempt has drawn is not drawn again.
 
         Raises:
             InvalidInput: the server refuses a prompt or the adapter, or sends what cannot be trained.
@@ -172,7 +172,7 @@ class SamplerActivities:
         return Proved(max_difference=compare(told, request.logprobs, request.probe, request.bound))
 
     def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: Parts) -> None:
-        """Each prompt's samples stand in the store before the thread takes another."""
+        """Draw the samples that are missing; a prompt's are in the store before its thread takes another prompt."""
         drawn = parts.known()
         missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
         if not missing:

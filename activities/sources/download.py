@@ -180,7 +180,7 @@ def _store_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Sourc
 
 
 def _visible(names: Iterable[str]) -> list[str]:
-    """One more than a dataset may have at most: a folder may hold anything, and is not read to its end."""
+    """Names that are not hidden, up to one more than a dataset may have: a folder is not read to its end."""
     return list(islice((name for name in names if not _is_hidden(name)), _MAX_FILES + 1))
 
 
@@ -190,7 +190,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _named(sources: dict[str, Source], uri: str) -> dict[str, Source]:
-    """The same, without the suffixes of compression."""
+    """Name sources without suffixes of compression. Raises InvalidInput for none, too many, or a name used twice."""
     place = next(iter(sources.values())).place if len(sources) == 1 else uri.partition("?")[0]
     if not sources:
         raise InvalidInput("there is nothing here", place)
@@ -289,7 +289,7 @@ def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> i
 
 
 def _bring_files(sources: dict[str, Source], scratch: Path, folder: Path, left: Allowance) -> int:
-    """Returns how many bytes they are."""
+    """Bring all files of a dataset. Returns their bytes."""
     before = left.decompressed
     for name, source in sources.items():
         size = _bring_file(source, scratch / "parts" / content_key(name), folder / name, left)

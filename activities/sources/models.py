@@ -45,7 +45,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> "HubId | None":
-        """None for what is no hub id."""
+        """Parse a hub id; None for what is none."""
         match = _HUB_ID.fullmatch(text)
         if match is None or ".." in text or "--" in match["repository"]:
             return None

@@ -192,7 +192,7 @@ def fetch(remote: Remote, folder: Path, left: Allowance) -> Path:
 
 
 def _go_on(remote: Remote, parts: PartMap, left: Allowance) -> None:
-    """One request, to the end of the file."""
+    """Make one request, and read to the end of the file."""
     with remote.open(parts.num_bytes, parts.content.validator) as piece:
         content = _Content(validator=piece.validator, total=piece.total)
         if piece.start != parts.num_bytes or content != parts.content:

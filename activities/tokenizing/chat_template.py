@@ -188,7 +188,7 @@ class ChatTemplate:
         raise Refused("the chat template changes its output with the contents, so trained spans cannot be known")
 
     def _is_unquoted(self, messages: list[Message]) -> bool:
-        """No message but an assistant's holds the header, which then need not be told from a quoted one."""
+        """True if no message but an assistant's holds the header, which then need not be told from a quoted one."""
         others = json.dumps([m.get("content") for m in messages if m["role"] != "assistant"], ensure_ascii=False)
         return bool(self._turns.header) and not self._control.search(others)
 

@@ -93,7 +93,7 @@ def batches_of(
 
 
 def _rows_of(batch: list[Example]) -> list[Example]:
-    """Every example alone, and both answers of a pair, one behind the other."""
+    """List the rows of examples: each alone, and both answers of a pair, one behind the other."""
     return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, Pair) else (one,))]
 
 
@@ -255,7 +255,7 @@ def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = Non
 
 
 def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """For rows without turns: the tokens before the first trained one, or the first few where there are none."""
+    """Prompts of rows without turns: the tokens before the first trained one, or the first few."""
     prompts: list[Prompt] = []
     rows = zip(block.start_R.tolist(), block.num_tokens_R.tolist(), _is_first_R(block.places), strict=True)
     for start, num_tokens, is_first in rows:

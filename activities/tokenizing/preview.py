@@ -117,7 +117,7 @@ def _row(kept: KeptRows, row: int, tokenizer: ModelTokenizer, budget: int) -> Pr
 
 
 def _pair_row(block: Block, pair: Pair, number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
-    """Both answers of a pair, the rejected one from its first token on: what stands before it is the chosen one's."""
+    """Show both answers of a pair; what stands before the rejected one is the chosen one's."""
     ends = np.cumsum(block.num_tokens_R).tolist()
     chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))
     trained_T = (block.weight_T > 0) & (block.position_T > 0)

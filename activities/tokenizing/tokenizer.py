@@ -223,7 +223,7 @@ def _tokenizer(data: bytes, place: str) -> "Tokenizer":
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and the like, as templates know them."""
+    """Read bos_token and the like, as templates know them."""
     values = {name: config.get(name) for name in _SPECIAL}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

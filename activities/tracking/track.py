@@ -136,7 +136,7 @@ class Track:
         raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
 
     async def _follow(self, lines: "RunLines", mode: Mode, tries: "Tries") -> Tracked:
-        """One attempt, from the first event on."""
+        """Follow a run in one attempt, from its first event on."""
         while mode == "offline" and not lines.asked_to_end.is_set() and not await self._read(lines.has_ended):
             await self._pause(lines)
         history: History | None = None

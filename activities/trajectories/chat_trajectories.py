@@ -118,7 +118,7 @@ class RememberedAnswers:
             self._found = dict(zip(wanted, found, strict=True))
 
     def get(self, answer_id: str) -> AnswerRecord | None:
-        """None for an id that this tenant was not given, and for an answer that is no longer kept."""
+        """The answer; None for an id that this tenant was not given, and for an answer that is no longer kept."""
         if answer_id not in self._found:
             self._found[answer_id] = recall(self._store, self._tenant, answer_id)
         return self._found[answer_id]
@@ -301,7 +301,7 @@ class Conversations:
 
 
 def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
-    """One answer behind the other, as long as each was asked for with the very ids of those before it."""
+    """Chain answers into sequences, as long as each was asked for with the very ids of those before it."""
     sequences: list[_Sequence] = []
     for turn in drawn:
         if not sequences or turn.asked[: len(sequences[-1].ids)] != sequences[-1].ids:

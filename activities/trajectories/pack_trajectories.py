@@ -239,7 +239,7 @@ def plan_steps(
     tokens_U: NDArray[np.int64],
     bin_tokens: int,
 ) -> Iterable[list[list[int]]]:
-    """Every optimizer step's bins.
+    """Plan the bins of every optimizer step.
 
     Args:
         steps: the groups of each step.

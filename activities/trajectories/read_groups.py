@@ -84,7 +84,7 @@ class GroupsRead:
 
 
 def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
-    """Every line's place and group.
+    """Parse a file's groups. Yields each line's place and group.
 
     Raises:
         InvalidInput: a line is no group; says where in it.
