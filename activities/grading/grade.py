@@ -13,7 +13,7 @@ from temporalio import activity
 
 from activities.confined import calls as confined
 from activities.confined.fork_server import sign
-from activities.formats.rows import Row, rows_of
+from activities.formats.rows import rows_of
 from activities.grading.open_grader import GradeAll, GraderMeans, open_grader
 from activities.host_context import HostContext, Parts
 from shared.contract import Artifact, Frozen
@@ -183,11 +183,8 @@ def sampled_items(folder: Path) -> Iterator[tuple[str, SampledItem]]:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.jsonl"))
     for name in names:
         for row in rows_of(folder / name, name):
-            yield row.place, _sampled_item(row)
-
-
-def _sampled_item(row: Row) -> SampledItem:
-    try:
-        return SampledItem.model_validate(row.fields)
-    except ValidationError as error:
-        raise InvalidInput(first_rule(error), row.place) from error
+            try:
+                item = SampledItem.model_validate(row.fields)
+            except ValidationError as error:
+                raise InvalidInput(first_rule(error), row.place) from error
+            yield row.place, item

@@ -188,7 +188,7 @@ class Location:
         """Raises InvalidInput when the file is missing, or larger than such files are."""
         if name not in self.files:
             raise InvalidInput(f"the folder has no {name}", self.store.uri)
-        most = max_bytes_of(name)
+        most = _MAX_BYTES.get(name, _MAX_CONFIG_BYTES)
         data = self.store.read_range(name, 0, most + 1)
         if len(data) > most:
             raise InvalidInput(f"too large: more than {most:,} bytes", self.place(name))
@@ -204,11 +204,6 @@ def json_object(data: bytes | str, place: str) -> dict[str, Any]:
         return _object.validate_json(data)
     except ValidationError as error:
         raise InvalidInput(f"not valid: {first_rule(error)}", place) from error
-
-
-def max_bytes_of(name: str) -> int:
-    """The largest size of a file of this name that is read whole."""
-    return _MAX_BYTES.get(name, _MAX_CONFIG_BYTES)
 
 
 Check = Callable[[Location], object]
