@@ -386,7 +386,7 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
     migrate.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
-    eviction = IdleEviction(harbour.settings, rows, Temporal(harbour.settings), inference.waiting)
+    eviction = IdleEviction(harbour.settings, rows, Temporal(harbour.settings), inference.leases.waiting)
 
     async def again_and_again(work: Callable[[], Awaitable[object]]) -> None:
         while True:
@@ -507,22 +507,22 @@ async def test_a_model_that_samplers_refuse_is_named(harbour: Harbour) -> None:
         await harbour.inference().chat("default", greedy("broken"))
 
 
-async def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> None:
-    inference = harbour.inference()
-    listed = {model.id: model for model in await inference.models("default")}
+def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> None:
+    published = PublishedModels(harbour.store)
+    listed = {model.id: model for model in published.list("default")}
     assert {"north", "south"} <= set(listed)
     assert (listed["north"].root, listed["north"].version, listed["north"].parent) == ("north:v2", 2, BASE)
     assert (listed["north"].created, listed["north"].owned_by) == (int(CREATED_AT), "default")
-    assert (await inference.model("default", "north:v1")).model_dump() == {
+    assert published.show("default", "north:v1").model_dump() == {
         **listed["north"].model_dump(),
         "id": "north:v1",
         "root": "north:v1",
         "version": 1,
     }
-    assert await inference.models("other") == []
+    assert published.list("other") == []
     for unknown in ("north:v3", "north:v0", "north:v01", "../default/adapters/north", "", "north:v1/claims"):
         with pytest.raises(NotFound):
-            await inference.model("default", unknown)
+            published.show("default", unknown)
 
 
 def test_a_version_on_its_way_is_not_the_newest_yet(harbour: Harbour) -> None:
