@@ -9,7 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's rescaling: frequencies of long wavelengths are divided by `factor`, others kept or interpolated."""
+    """Llama 3.1's rescaling (Grattafiori et al. 2024, arXiv:2407.21783, section 3.4, and its released code).
+
+    Frequencies of long wavelengths are divided by `factor`, short ones kept, those between interpolated.
+    """
 
     factor: float
     low_freq_factor: float
@@ -57,11 +60,8 @@ def rotary_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the frequencies in radians a position, [head_dim / 2] float32."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency = 1.0 / (rope.theta**exponent)
-    return frequency if rope.scaling is None else _llama3(frequency, rope.scaling)
-
-
-def _llama3(frequency: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1's rescaling (Grattafiori et al. 2024, arXiv:2407.21783, section 3.4, and its released code)."""
+    if (scaling := rope.scaling) is None:
+        return frequency
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * frequency / scaling.factor + kept * frequency

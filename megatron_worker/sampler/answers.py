@@ -12,8 +12,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from megatron_worker.sampler.adapters import Adapter, load_adapter
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
 from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket
 from shared.chat.completions import (
     MAX_SAMPLES,
@@ -90,10 +89,8 @@ class Answers:
         return ModelList(data=[self._card(self._base, None), *cards])
 
     def _card(self, adapter: Adapter, parent: str | None) -> ModelCard:
-        length = self._limits.max_model_len
-        return ModelCard(
-            id=adapter.name, created=self._created, root=adapter.folder, parent=parent, max_model_len=length
-        )
+        name, folder, length = adapter.name, adapter.folder, self._limits.max_model_len
+        return ModelCard(id=name, created=self._created, root=folder, parent=parent, max_model_len=length)
 
     def load(self, body: bytes) -> str:
         request = _parse(LoadAdapterRequest, body)

@@ -21,8 +21,10 @@ from torch import Tensor
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
-from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
+from megatron_worker.tensors.safetensors_files import TensorFiles, check_names, model_files, refuse_unknown, single_file
 from shared.errors import InvalidInput
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
 
 BLOCK = 128
 _SCORED = 64  # prompt tokens whose logits are held at a time
@@ -302,3 +304,54 @@ def _fused(
     weight_OI = torch.cat([weights.pop(f"{module}.weight") for module in modules])
     biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
     return FusedLinear(name, own, weight_OI, torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter in memory: its folder may go away. Without `lora_weights`: the model alone."""
+
+    name: str
+    folder: str
+    lora_weights: Mapping[str, LoraWeights]
+
+
+def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
+    """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
+    lora = peft_format.read_config(folder)
+    path = folder / peft_format.WEIGHTS
+    parts = {linear.name: _targeted(linear, lora) for linear in decoder.linears}
+    with single_file(path) as files:
+        check_names(files, {_name(p, ab) for own in parts.values() for p in own for ab in "AB"}, path)
+        lora_weights = {
+            x.name: _lora_weights(x, parts[x.name], lora, files, decoder) for x in decoder.linears if parts[x.name]
+        }
+    return Adapter(name, str(folder), lora_weights)
+
+
+def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
+    return [p for p in linear.parts if p.name.split(".")[-2] in lora.targets]
+
+
+def _name(part: TensorSlice, matrix: str) -> str:
+    return f"{peft_format.PREFIX}{part.name.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def _lora_weights(
+    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, files: TensorFiles, decoder: Decoder
+) -> LoraWeights:
+    num_outputs, num_inputs = linear.weight_OI.shape
+    a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
+    b_OR = torch.zeros(num_outputs, len(targeted) * lora.rank)
+    row = 0
+    for part in linear.parts:
+        if part in targeted:
+            columns = slice((first := targeted.index(part) * lora.rank), first + lora.rank)
+            a_RI[columns] = _read_matrix(files, part, "A", (lora.rank, num_inputs))
+            b_OR[row : row + part.shape[0], columns] = _read_matrix(files, part, "B", (part.shape[0], lora.rank))
+        row += part.shape[0]
+    return LoraWeights(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
+
+
+def _read_matrix(files: TensorFiles, part: TensorSlice, matrix: str, shape: tuple[int, ...]) -> Tensor:
+    name = _name(part, matrix)
+    return files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)

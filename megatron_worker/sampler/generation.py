@@ -19,8 +19,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_worker.sampler.adapters import Adapter
-from megatron_worker.sampler.decoder import BLOCK, Cache, Decoder, LoraWeights, Prefilled
+from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, LoraWeights, Prefilled
 from megatron_worker.sampler.drawing import Drawn, draw, uniform
 from shared.chat.completions import Sampling
 

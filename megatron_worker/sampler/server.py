@@ -118,14 +118,10 @@ class _Exchange(BaseHTTPRequestHandler):
             return True
 
     def _send(self, status: int, answer: BaseModel | str) -> None:
-        if isinstance(answer, str):
-            self._send_bytes(status, "text/plain", answer.encode())
-        else:
-            self._send_bytes(status, "application/json", answer.model_dump_json().encode())
-
-    def _send_bytes(self, status: int, kind: str, body: bytes) -> None:
+        is_text = isinstance(answer, str)
+        body = (answer if isinstance(answer, str) else answer.model_dump_json()).encode()
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", "text/plain" if is_text else "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("x-request-id", secrets.token_hex(8))
         if self.close_connection:

@@ -5,7 +5,6 @@ on with is scored by the weights that it began with, in the same turns, so that 
 """
 
 from pathlib import Path
-from typing import assert_never
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from megatron_worker.engine import Engine, Outputs
 from megatron_worker.training.batches import NO_UNITS, PackedBatches
-from shared.contract import Artifact
 from shared.jobs.job import Reference
 from shared.jobs.packed import Ints
 
@@ -80,14 +78,11 @@ def score_reference(
         folder: of the reference adapter, if it is one.
         trained: the slot to make active again, None where the base itself is trained.
     """
-    match reference:
-        case "base":
-            engine.set_adapter(None)
-        case Artifact():
-            assert folder is not None
-            engine.load_adapter(REFERENCE, folder, None, trainable=False)
-        case _:
-            assert_never(reference)
+    if reference == "base":
+        engine.set_adapter(None)
+    else:
+        assert folder is not None
+        engine.load_adapter(REFERENCE, folder, None, trainable=False)
     for data, whose in scored:
         data.put("ref_logprob_N", score(engine, data, whose, temperature))
     engine.set_adapter(trained)

@@ -42,11 +42,6 @@ class ExpressionError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Name:
-    name: str
-
-
-@dataclass(frozen=True)
 class _Apply:
     """Take `arity` values from the stack, put `function` of them back."""
 
@@ -55,7 +50,7 @@ class _Apply:
     arity: int
 
 
-_Step = float | _Name | _Apply
+_Step = float | str | _Apply  # a number, a name, or a function of what stands before it
 _Token = tuple[str, str, int]  # its kind (number, name, end, or the sign itself), its text, its place
 
 # Of a sign between two operands: how tightly it binds, and how tightly its right operand's signs must.
@@ -72,7 +67,7 @@ class Expression:
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(step.name for step in self.steps if isinstance(step, _Name))
+        return frozenset(step for step in self.steps if isinstance(step, str))
 
     def value(self, values: Mapping[str, float]) -> float:
         """Compute the value in float64.
@@ -85,8 +80,8 @@ class Expression:
             match step:
                 case float():
                     stack.append(step)
-                case _Name(name):
-                    stack.append(float(values[name]))
+                case str():
+                    stack.append(float(values[step]))
                 case _Apply(symbol, function, arity):
                     arguments = stack[-arity:]
                     del stack[-arity:]
@@ -165,7 +160,7 @@ class _Parser:
             case "name" if self._next[0] == "(":
                 self._call(token, depth)
             case "name":
-                self.steps.append(_Name(text))
+                self.steps.append(text)
             case "(":
                 self.operand_and_signs(0, depth + 1)
                 self.expect(")")

@@ -88,14 +88,6 @@ class PackedBin:
     ref_logprob_N: Floats
     sequence_N: Ints
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_id_T)
-
-    @property
-    def num_targets(self) -> int:
-        return len(self.label_N)
-
 
 class UnitsWriter:
     """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last."""
@@ -207,14 +199,6 @@ class Units:
         if len(offsets) != header.num_units + 1:
             raise CorruptArtifact("token_offsets.bin does not match units.json", str(folder))
         return np.diff(offsets).astype(np.int64)
-
-    @property
-    def unit_tokens(self) -> Ints:
-        """Return the tokens of every unit, [num_units] int64."""
-        return np.diff(self.token_offsets)
-
-    def token_ids(self, unit: int) -> Ints:
-        return np.array(self._maps["token_id"][self.token_offsets[unit] : self.token_offsets[unit + 1]])
 
     def read_bin(self, units: Ints) -> PackedBin:
         """Concatenate units into one bin, shifting their indices."""

@@ -39,12 +39,12 @@ class StoredCount:
     num_bytes: int
 
 
+@dataclass(frozen=True)
 class Ledger:
-    """A tenant's account."""
+    """A tenant's account of stored bytes."""
 
-    def __init__(self, store: ObjectStore, tenant: str) -> None:
-        self._store = store
-        self._tenant = tenant
+    _store: ObjectStore
+    _tenant: str
 
     def count(self) -> StoredCount:
         """Count uploads, published adapters and models, and what runs have downloaded."""

@@ -125,7 +125,7 @@ def test_a_pair_is_as_long_as_its_prompt_and_both_answers_and_is_dropped_beyond(
         ]
         shared = next(k for k, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
         with Units(tmp_path / "units") as units:
-            assert units.unit_tokens[pair] == sum(map(len, ids)) - shared
+            assert np.diff(units.token_offsets)[pair] == sum(map(len, ids)) - shared
     with pytest.raises(InvalidInput, match=r"1 of 3 rows would be lost.*rows.jsonl:3"):
         tokenize(tmp_path, chatml, *rows, max_tokens=60, max_lost_fraction=0.1)
     with pytest.raises(ValidationError, match="pairs are never cut"):

@@ -110,7 +110,7 @@ def trained_sequences(stack: Stack, run_id: str, step: str) -> list[list[tuple[i
         found: dict[tuple[int, int], list[tuple[int, np.float32]]] = {}
         for unit in range(units.header.num_units):
             table = units.read_bin([unit])
-            for n in range(table.num_targets):
+            for n in range(len(table.label_N)):
                 row = int(table.label_N[n]), table.old_logprob_N[n]
                 found.setdefault((unit, int(table.sequence_N[n])), []).append(row)
     return list(found.values())

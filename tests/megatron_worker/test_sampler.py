@@ -21,8 +21,7 @@ from activities.sampling.client import Sampler
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.adapters import Adapter, load_adapter
-from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
 from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width
 from megatron_worker.training.probe import probe
 from shared.chat.completions import CompletionResponse, Sampling

@@ -70,7 +70,7 @@ def test_a_step_of_shared_trees_is_the_step_of_groups_apart(model: Path, tmp_pat
     with Units(tmp_path / "units") as units:
         plan = Plan(tmp_path / "plan")
         bins = [to_batch(units.read_bin(each), torch.device("cpu")) for each in plan.bins(0)]
-        shared_tokens = int(units.unit_tokens.sum())
+        shared_tokens = int(units.token_offsets[-1])
     apart = [split_tree(rows, BIN_TOKENS) for rows in rows_of(groups, run)]
     apart_tokens = sum(unit.num_tokens for trees in apart for unit in trees)
     print(f"tokens packed: {shared_tokens} shared, {apart_tokens} apart")

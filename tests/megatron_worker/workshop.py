@@ -38,7 +38,7 @@ def write_plan(folder: Path, units: Path, steps: list[list[list[int]]], bin_toke
     for bins in steps:
         writer.append_step([np.array(b, dtype=np.int64) for b in bins])
     with Units(units) as read:
-        writer.close(read.unit_tokens)
+        writer.close(np.diff(read.token_offsets))
 
 
 @dataclass

@@ -34,8 +34,8 @@ def test_bins_are_units_with_shifted_indices(tmp_path: Path, written: list[Unit]
     assert header.num_units == len(written) and header.num_tokens == sum(len(ids) for ids, _ in written)
     order = random.sample(range(len(written)), len(written))
     with Units(tmp_path) as read:
-        np.testing.assert_array_equal(read.unit_tokens, [len(ids) for ids, _ in written])
-        np.testing.assert_array_equal(Units.read_lengths(tmp_path), read.unit_tokens)
+        np.testing.assert_array_equal(np.diff(read.token_offsets), [len(ids) for ids, _ in written])
+        np.testing.assert_array_equal(Units.read_lengths(tmp_path), np.diff(read.token_offsets))
         packed = read.read_bin(np.array(order, dtype=np.int64))
     at = targets_at = 0
     for unit in order:
@@ -48,7 +48,7 @@ def test_bins_are_units_with_shifted_indices(tmp_path: Path, written: list[Unit]
         np.testing.assert_array_equal(packed.label_N[targets], expected["label"])
         np.testing.assert_array_equal(packed.weight_N[targets], expected["weight"])
         at, targets_at = tokens.stop, targets.stop
-    assert packed.num_tokens == at and packed.num_targets == targets_at
+    assert len(packed.token_id_T) == at and len(packed.label_N) == targets_at
     assert not packed.advantage_N.any() and not packed.ref_logprob_N.any()
 
 
