@@ -88,6 +88,14 @@ class PackedBin:
     ref_logprob_N: Floats
     sequence_N: Ints
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_id_T)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.label_N)
+
 
 class UnitsWriter:
     """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last."""
