@@ -23,6 +23,7 @@ from benchmarks.machine import accelerator, provenance
 from megatron_worker.engine import Outputs
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.head.logprobs import score_targets, whole_vocabulary
+from shared.settings import KernelPolicy
 
 CASES = ("score", "frozen", "trained")
 # Products of [N, H] with [H, V] that a case cannot do without: what utilisation is counted by.
@@ -33,7 +34,7 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def ways() -> dict[str, Logprobs]:
     """How to come from hidden states, weight and labels to a sum of log-probabilities: what is installed."""
-    found = {
+    found: dict[str, Logprobs] = {
         "kernel": functools.partial(_ours, "strict"),
         "torch": functools.partial(_ours, "torch"),
         "log_softmax": _log_softmax,
@@ -45,7 +46,7 @@ def ways() -> dict[str, Logprobs]:
     return found
 
 
-def _ours(which: str, hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor) -> Tensor:
+def _ours(which: KernelPolicy, hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor) -> Tensor:
     with policy(which):
         scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(len(weight_VH)))
     assert scores.logprob_N is not None

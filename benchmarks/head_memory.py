@@ -36,6 +36,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
         match way:
             case "longshore":
                 scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(vocab_size))
+                assert scores.logprob_N is not None
                 return -scores.logprob_N.sum()
             case "linear_cross_entropy":
                 return torch.nn.functional.linear_cross_entropy(hidden_NH, weight_VH, label_N, reduction="sum")
@@ -49,6 +50,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
     began = time.perf_counter()
     loss = run()
     loss.backward()
+    assert hidden_NH.grad is not None
     return {
         "way": way,
         "torch": torch.__version__,

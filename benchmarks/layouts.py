@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def details(rows: list[Row], model: str, objective: str) -> str:
     return table(["ranks", "layout", "trained", *COLUMNS, "resumes"], lines)
 
 
-def quotient(found: dict[str, float], what: str) -> float:
+def quotient(what: str, found: dict[str, float]) -> float:
     """A layout's error by one rank's."""
     return found[what] / found[f"one_rank_{what}"]
 
@@ -132,9 +133,9 @@ def rounding_summary(rows: list[Row]) -> str:
                 if found:
                     cells = [MODELS[model], name, TRAINABLES[trainable]]
                     for what in ("logprob", "gradient"):
-                        worst = max(found, key=lambda x, what=what: quotient(x, what))
+                        worst = max(found, key=partial(quotient, what))
                         cells += [figure(worst[f"one_rank_{what}"]), figure(worst[what])]
-                        cells.append(f"{quotient(worst, what):.2f} of {worst['bound']:.2f}")
+                        cells.append(f"{quotient(what, worst):.2f} of {worst['bound']:.2f}")
                     lines.append(cells)
     head = ["one rank", "layout", "quotient of bound"]
     return table(
@@ -148,7 +149,7 @@ def rounding_details(rows: list[Row], model: str) -> str:
     lines = []
     for row in of_rows(rows, model):
         found = row["bfloat16"]
-        cells = [f"{quotient(found[k], 'logprob'):.2f}, {quotient(found[k], 'gradient'):.2f}" for k in keys]
+        cells = [f"{quotient('logprob', found[k]):.2f}, {quotient('gradient', found[k]):.2f}" for k in keys]
         lines.append([str(row["ranks"]), row["layout"], f"{min(found[k]['bound'] for k in keys):.2f}", *cells])
     return table(["ranks", "layout", "least bound", *keys], lines)
 

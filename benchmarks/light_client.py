@@ -24,15 +24,15 @@ class LightClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for _, writer in self._idle:
+        for _reader, writer in self._idle:
             writer.close()
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body. Raises OSError, asyncio.IncompleteReadError when the server hangs up."""
         while self._idle:
-            connection = self._idle.pop()
+            reader, writer = self._idle.pop()
             with suppress(ConnectionError, asyncio.IncompleteReadError):  # the server closed it while it was idle
-                return await self._ask(*connection, path)
+                return await self._ask(reader, writer, path)
         return await self._ask(*await asyncio.open_connection(self._host, self._port), path)
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> tuple[int, bytes]:

@@ -28,7 +28,7 @@ from benchmarks.random_model import RandomFsdp, RandomMegatron, Sizes, described
 from shared.jobs.job import Full
 from shared.jobs.layout import Layout
 
-ENGINES = {"megatron": RandomMegatron, "fsdp": RandomFsdp}
+ENGINES: dict[str, type[RandomMegatron] | type[RandomFsdp]] = {"megatron": RandomMegatron, "fsdp": RandomFsdp}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 BYTES_A_WEIGHT = {"full": 16, "base": 4}
 WIDE = Sizes(hidden=1024, layers=0, heads=16, kv_heads=8, head_dim=64, ffn=3072, vocab=32_000, tied=True)

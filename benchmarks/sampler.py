@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,8 +33,16 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 128
 def make_model(folder: Path, hidden: int) -> Path:
     layers, head_dim = (2, 16) if hidden == 64 else (4, 64)
     heads = hidden // head_dim
-    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": max(1, heads // 2)}
-    return make_tiny_model(folder, ["a benchmark"], vocab_size=512, head_dim=head_dim, **sizes)
+    return make_tiny_model(
+        folder,
+        ["a benchmark"],
+        vocab_size=512,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 2),
+        head_dim=head_dim,
+    )
 
 
 def prompts(num: int) -> list[tuple[int, ...]]:
@@ -48,7 +57,8 @@ class Ours:
         ready = folder / "ready.json"
         command = [sys.executable, "-m", "megatron_worker.sampler", "--model", str(model), "--ready-file", str(ready)]
         process = subprocess.Popen([*command, "--served-model-name", "model", "--slots", str(slots)])
-        stack.callback(lambda: (process.terminate(), process.wait()))
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
         while not ready.exists():
             assert process.poll() is None
             time.sleep(0.05)
@@ -90,7 +100,8 @@ class Theirs:
 
 
 def measure(contestants: dict[str, Ours | Theirs], num_groups: int, size: int, rounds: int) -> dict[str, dict]:
-    groups, best = prompts(num_groups), {}
+    groups = prompts(num_groups)
+    best: dict[str, dict[str, float]] = {}
     num_tokens = num_groups * size * NEW_TOKENS
     for turn in range(rounds + 1):
         for name, contestant in contestants.items():
@@ -127,7 +138,7 @@ def main() -> None:
         figures.append({"hidden": hidden, "tokens_per_s": speed})
         print(json.dumps(figures[-1]), flush=True)
     hardware = {"machine": platform.machine(), "cpus": os.cpu_count()}
-    result = {"benchmark": "sampler", "commit": commit(), "hardware": hardware}
+    result: dict[str, Any] = {"benchmark": "sampler", "commit": commit(), "hardware": hardware}
     result |= {"groups": arguments.groups, "group_size": arguments.group_size, "figures": figures}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -17,9 +17,9 @@ Client and stack share the cores.
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -424,7 +424,7 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
                 found.setdefault(_role(command), []).append(value(process))
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    return {role: statistics.fsum(values) for role, values in sorted(found.items())}
+    return {role: math.fsum(values) for role, values in sorted(found.items())}
 
 
 def _role(command: Sequence[str]) -> str:

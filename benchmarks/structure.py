@@ -130,7 +130,8 @@ def longest_chain(graph: Graph) -> list[str]:
         others = (o for o in sorted(graph[node]) if o not in circle or circle.get(o) != circle.get(node))
         return (node, *max((below(other) for other in others), key=len, default=()))
 
-    return list(max((below(node) for node in sorted(graph)), key=len))
+    longest = max((below(node) for node in sorted(graph)), key=len)
+    return list(longest)
 
 
 def _reached(node: str, graph: Graph) -> set[str]:

@@ -17,6 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -136,9 +137,9 @@ def contestants(model: Path, dtype: str, rows: list[list[int]]) -> dict[str, lis
         engine.optim_step(Adam(), 1e-4, float(sums["weight"]))
 
     return {
-        "transformers_padded": [lambda b=b: reference_step(peft_model, optimizer, b) for b in padded],
-        "transformers_packed": [lambda b=b: reference_step(peft_model, optimizer, b) for b in packed],
-        "longshore": [lambda b=b: ours(b) for b in map(our_batch, bins)],
+        "transformers_padded": [partial(reference_step, peft_model, optimizer, batch) for batch in padded],
+        "transformers_packed": [partial(reference_step, peft_model, optimizer, batch) for batch in packed],
+        "longshore": [partial(ours, batch) for batch in map(our_batch, bins)],
     }
 
 

@@ -41,7 +41,7 @@ from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, descr
 from megatron_worker.engine import Batch, LossFunction, Norms
 from megatron_worker.losses import loss_function
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
-from shared.jobs.job import Adam, CrossEntropy, Lora, Reinforce
+from shared.jobs.job import Adam, CrossEntropy, Dtype, Lora, Reinforce
 from shared.jobs.layout import Layout
 
 SMALL = Sizes(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=32_000)
@@ -110,11 +110,11 @@ def native_bins(groups: Sequence[Sequence[SequenceRow]], bin_tokens: int, device
 
 def native_step(rank: TrainerRank, name: str, bins: list[Batch], loss: LossFunction) -> tuple[float, Norms]:
     """What the runner does in a step."""
-    engine, total, weight = rank.engine, 0.0, 0.0
+    engine, total, weight = rank.engine, *(torch.zeros((), dtype=torch.float64) for _ in range(2))
     with rank.adapter(name):
         for _batch, sums in engine.forward_backward_all(bins, loss):
             total, weight = total + sums["loss"].double(), weight + sums["weight"].double()
-        reduced = engine.reduce({"loss": torch.as_tensor(total), "weight": torch.as_tensor(weight)})
+        reduced = engine.reduce({"loss": total, "weight": weight})
         return reduced["loss"], engine.optim_step(Adam(), RATE, reduced["weight"])
 
 
@@ -139,12 +139,16 @@ def _input(row: SequenceRow, entropy: bool) -> ForwardInput:
     return ForwardInput(row.token_ids, positions, target_logprobs=True, entropy=entropy)
 
 
+def _logprobs(outputs: Sequence[ForwardOutput]) -> Tensor:
+    return torch.cat([output.target_logprob_P for output in outputs if output.target_logprob_P is not None])
+
+
 def cross_entropy(_: Sequence[SequenceRow], outputs: Sequence[ForwardOutput]) -> Tensor:
-    return -torch.cat([output.target_logprob_P for output in outputs]).sum()
+    return -_logprobs(outputs).sum()
 
 
 def reinforce(rows: Sequence[SequenceRow], outputs: Sequence[ForwardOutput]) -> Tensor:
-    logprob_N = torch.cat([output.target_logprob_P for output in outputs])
+    logprob_N = _logprobs(outputs)
     old_N, advantage_N = (
         torch.from_numpy(np.concatenate([column[row.target_mask] for column, row in columns])).to(logprob_N)
         for columns in ([(row.old_logprob, row) for row in rows], [(row.advantage, row) for row in rows])
@@ -208,7 +212,7 @@ def _timed(step: Step, device: torch.device) -> dict[str, float]:
     return {clock: read() - began[clock] for clock, read in CLOCKS.items()}
 
 
-def start(sizes: Sizes, dtype: str) -> TrainerRank:
+def start(sizes: Sizes, dtype: Dtype) -> TrainerRank:
     with tempfile.TemporaryDirectory() as folder:
         return TrainerRank(RandomMegatron(write_config(Path(folder), sizes), Layout(), dtype))
 
@@ -223,7 +227,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    large, dtype = (QWEN3_8B, LARGE) if on_cuda else (SMALL, MEDIUM), "bfloat16" if on_cuda else "float32"
+    large = (QWEN3_8B, LARGE) if on_cuda else (SMALL, MEDIUM)
+    dtype: Dtype = "bfloat16" if on_cuda else "float32"
     sizes, amount = (TINY, LITTLE) if options.tiny else large
     rank = start(sizes, dtype)
     results = [measure(rank, case, amount, options.bin_tokens, options.rounds) for case in CASES]

@@ -33,7 +33,7 @@ GRADER = StringCheckGrader(
 )
 
 # The sizes of a model that can do it, and the options of three runs, each of which goes on from what the last one made.
-MODEL = {
+MODEL: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 192, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_dim": 32},
     "single_digits": True,
 }

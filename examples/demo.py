@@ -27,7 +27,14 @@ MODELS = ROOT / "models"  # opened to runs by name: nothing else of a stack's ro
 DATA = Path(__file__).parent / "data"
 NUM_SHOWN = 5
 
-MODEL = {"vocab_size": 1024, "hidden_size": 192, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_dim": 32}
+MODEL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 192,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "head_dim": 32,
+}
 COMMON = [
     *("--max-tokens", "128", "--bin-tokens", "1024", "--schedule", "linear", "--warmup", "10"),
     *("--samples", "8", "--sample-tokens", "24"),

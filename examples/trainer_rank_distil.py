@@ -55,6 +55,7 @@ def train_step(rank: TrainerRank, batch: list[list[int]], k: int, learning_rate:
     asked = [ForwardInput(ids, labels=top.id_PK) for ids, top in zip(own, taught, strict=True)]
     loss = torch.zeros((), device=rank.facts.device)
     for output, top in zip(rank.forward(asked), taught, strict=True):
+        assert output.label_logprob_PK is not None  # it was asked for
         loss = loss + divergence(top.logprob_PK, output.label_logprob_PK)
     rank.backward(loss)
     total += loss.detach().cpu()

@@ -50,7 +50,8 @@ def sample(rank: TrainerRank, sequences: list[list[int]], generator: torch.Gener
     for _ in range(COMPLETION_TOKENS):
         inputs = [ForwardInput(ids, positions=[len(ids) - 1], logits=True) for ids in sequences]
         with torch.no_grad():
-            logits_SV = torch.cat([output.logit_PV for output in rank.forward(inputs)]).cpu()
+            outputs = rank.forward(inputs)
+        logits_SV = torch.cat([output.logit_PV for output in outputs if output.logit_PV is not None]).cpu()
         logprobs_SV = logits_SV.log_softmax(dim=-1)
         chosen_S1 = torch.multinomial(logprobs_SV.exp(), 1, generator=generator)
         drawn_TS.append(logprobs_SV.gather(1, chosen_S1)[:, 0])
@@ -82,6 +83,7 @@ def train_step(
 
 
 def clipped_loss(output: ForwardOutput, old_T: Tensor, advantage: float) -> Tensor:
+    assert output.target_logprob_P is not None  # it was asked for
     ratio_T = (output.target_logprob_P - old_T).exp()
     return -torch.minimum(ratio_T * advantage, ratio_T.clamp(1 - CLIP, 1 + CLIP) * advantage).sum()
 

@@ -68,11 +68,13 @@ def train_step(rank: TrainerRank, batch: Sequence[ForwardInput], learning_rate: 
     """The mean negative log-likelihood of a token; all ranks go by the same sums."""
     total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for micro_batch in rank.forward_micro_batches([[example] for example in batch]):
-        logprobs = [output.target_logprob_P for (output,) in micro_batch.outputs]
-        loss = -sum((logprob_P.sum() for logprob_P in logprobs), start=torch.zeros((), device=rank.facts.device))
+        loss = torch.zeros((), device=rank.facts.device)
+        for (output,) in micro_batch.outputs:
+            assert output.target_logprob_P is not None  # it was asked for
+            loss = loss - output.target_logprob_P.sum()
+            count += len(output.target_logprob_P)
         rank.backward(loss)
         total += loss.detach().cpu()
-        count += sum(len(logprob_P) for logprob_P in logprobs)
     sums = rank.reduce({"loss": total, "tokens": count})
     rank.optim_step(Adam(), learning_rate, denominator=sums["tokens"])
     return sums["loss"] / sums["tokens"]
