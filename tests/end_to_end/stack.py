@@ -1,20 +1,25 @@
 """A whole Longshore on this machine, as a user starts it, and the processes of it that tests kill."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
+from temporalio.client import Client
 
+from service.cli.main import main
+from service.dev.connection import Connection
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import HostPaths
+from tests import forks
 
 T = TypeVar("T")
 # Where something hangs, it is noticed; a machine that is shared with others may be ten times slower than a quiet one.
@@ -44,6 +49,12 @@ class Stack:
         self._environment = {**os.environ, "LONGSHORE_ROOT": str(root), **opened, **settings}
 
     def cli(self, *arguments: str, timeout_s: float = PATIENCE_S + 60, check: bool = True) -> Answer:
+        """`longshore` with these arguments. Of commands that start or stop the stack it is the user's own program."""
+        answer = self._started(arguments, timeout_s) if arguments[0] == "dev" else self._forked(arguments, timeout_s)
+        assert not check or answer.code == 0, answer
+        return answer
+
+    def _started(self, arguments: Sequence[str], timeout_s: float) -> Answer:
         done = subprocess.run(
             [LONGSHORE, *arguments],
             env=self._environment,
@@ -53,9 +64,10 @@ class Stack:
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
         )
-        answer = Answer(done.returncode, done.stdout, done.stderr)
-        assert not check or answer.code == 0, answer
-        return answer
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    def _forked(self, arguments: Sequence[str], timeout_s: float) -> Answer:
+        return Answer(*forks.captured(main, ["longshore", *arguments], self._environment, self.root, timeout_s))
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living processes of this stack whose command line holds all of the words."""
@@ -70,6 +82,18 @@ class Stack:
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         return found
+
+    def most_attempts(self, run_id: str) -> int:
+        """How often a run tried the activity that it tried most often."""
+
+        async def ask(address: str) -> int:
+            history = await (await Client.connect(address)).get_workflow_handle(run_id).fetch_history()
+            starts = (event.activity_task_started_event_attributes for event in history.events)
+            return max(start.attempt for start in starts)
+
+        connection = Connection.read(self.root)
+        assert connection is not None
+        return asyncio.run(ask(connection.temporal_address))
 
     @property
     def host_paths(self) -> HostPaths:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,9 +55,9 @@ GOOD = chat(("user", "How many crates?"), ("assistant", "Seven."))
 def test_a_dataset_that_cannot_be_used(
     stack: Stack, tiny_model: Path, tmp_path: Path, rows: list[object], words: list[str]
 ) -> None:
-    began = time.monotonic()
-    assert_refused(submit(stack, tiny_model, jsonl(tmp_path / "data.jsonl", rows)), *words)
-    assert time.monotonic() - began < 30, "a user's mistake is not retried"
+    answer = submit(stack, tiny_model, jsonl(tmp_path / "data.jsonl", rows))
+    assert_refused(answer, *words)
+    assert stack.most_attempts(answer.json["run_id"]) == 1, "a user's mistake is not retried"
 
 
 def unknown_family(model: Path) -> None:

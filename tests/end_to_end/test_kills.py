@@ -3,9 +3,7 @@
 Kills at random moments: tests/chaos.
 """
 
-import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,18 +144,8 @@ def test_cancel_frees_the_worker_and_resume_gives_the_same_bits(
     run_id = _submit(stack, sft_options)
     wait_until(lambda: mid_step(stack, run_id), "mid-step", every_s=0.01)
     stack.cli("cancel", run_id)
-    asked = time.time()
-    cancelled = wait_until(
-        lambda: (
-            [json.loads(line) for line in _log_lines(stack, run_id) if '"event":"cancelled"' in line]
-            or (stack.cli("get", run_id, "--json").json["status"] == "cancelled")
-        ),
-        "the cancelled event",
-    )
-    if isinstance(cancelled, list):  # steps last milliseconds here: one has ended by the time that the CLI answers
-        assert cancelled[0]["time"] - asked < 5
     ended = stack.cli("watch", run_id, "--json", "--timeout", "600", check=False)
-    assert ended.code == 103
+    assert ended.code == 103 and ended.json["steps"] < 60, "it was stopped before its last step"
     checkpoints = stack.cli("checkpoints", run_id, "--json").json
     assert checkpoints
     stack.cli("resume", run_id)

@@ -10,7 +10,7 @@ import torch
 from examples import trainer_rank_distil, trainer_rank_grpo, trainer_rank_sft
 from megatron_worker.trainer_rank import Snapshot, start
 from shared.jobs.job import Lora
-from tests.megatron_worker.launch import torchrun
+from tests.megatron_worker.launch import fork_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHATS = EXAMPLES / "data" / "harbour_train.jsonl"
@@ -64,7 +64,7 @@ def test_sft_learns_answers_and_two_ranks_learn_the_same(model, tmp_path, capsys
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
     assert (tmp_path / "alone" / "adapter_model.safetensors").exists()
     arguments[2] = str(tmp_path / "two")
-    both = lines(torchrun("examples.trainer_rank_sft", *arguments, num_ranks=2), "loss")
+    both = lines(fork_ranks("examples.trainer_rank_sft", *arguments, num_ranks=2), "loss")
     assert both == pytest.approx(losses, rel=1e-4)
 
 

@@ -46,7 +46,7 @@ def check_a_fault_of_one_rank(control: WorkerRanks) -> None:
             control.agree_on(ValueError("here alone"), patience=timedelta(seconds=1))
         except ValueError as error:
             assert str(error) == "here alone"
-            assert 0.9 < time.monotonic() - began < 10
+            assert time.monotonic() - began > 0.9, "it waits for the other as long as it may"
             return
         raise AssertionError("a fault of one rank was taken for everybody's")
     time.sleep(1.5)

@@ -48,7 +48,7 @@ Bins = list[Batch]
 class Trial(BaseModel):
     model: Path
     layout: Layout
-    faults: tuple[str, ...] = ()
+    faults: dict[str, str] = {}  # and in what each must show: weights, or history, of one kind or of both
     rounds: bool = False  # in bfloat16, too
 
     @property
@@ -296,13 +296,20 @@ def fault(name: str) -> Iterator[None]:
         setattr(owner, attribute, original)
 
 
-def run_with_fault(name: str, trial: Trial, out: Path) -> None:
-    for kind in KINDS:
+def kinds_shown(shows_in: str) -> list[str]:
+    """In which kinds of training a fault must show."""
+    return [kind for kind in KINDS if kind in shows_in] or list(KINDS)
+
+
+def run_with_fault(name: str, shows_in: str, trial: Trial, out: Path) -> None:
+    for kind in kinds_shown(shows_in):
         with fault(name):
             engine = start(trial.model, trial.layout, kind)
             history = train(engine, kind, 0, 1)
-            engine.save(out / kind / "middle")
-            note(engine, out / kind / "history.json", history + train(engine, kind, 1, 2))
+            if "weights" in shows_in:
+                engine.save(out / kind / "middle")
+            else:
+                note(engine, out / kind / "history.json", history + train(engine, kind, 1, 2))
 
 
 def main() -> None:
@@ -314,8 +321,8 @@ def main() -> None:
             go_on(trial.model, trial.layout, single / kind / "middle", kind, out / kind / "from-single")
         if trial.rounds:
             run_rounded(trial.model, trial.layout, single / "rounded", out / "bfloat16")
-        for name in trial.faults:
-            run_with_fault(name, trial, out / "faults" / name)
+        for name, shows_in in trial.faults.items():
+            run_with_fault(name, shows_in, trial, out / "faults" / name)
         if number == 0:
             refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
             fail_to_save(trial.model, trial.layout, out)

@@ -10,7 +10,7 @@ from shared.jobs.events import Evaluated, Offloaded, Probed, Started, Step, Succ
 from shared.jobs.job import Checkpointing, Full, Job, JobPlan, Lora, PackedData
 from shared.jobs.layout import Layout
 from tests.megatron_worker.engines import furthest
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, checkpoint, do, plan, weights_sha256
 from tests.megatron_worker.test_megatron_job import worker as worker  # a fixture
 from tests.megatron_worker.test_megatron_job import workshop as workshop  # a fixture
@@ -80,7 +80,7 @@ def on_two_ranks(workshop, job: Job) -> Path:
     """Where the log is of a job done by hand."""
     path, into = workshop.root / f"{job.plan.run_id}.json", workshop.root / f"{job.plan.run_id}-by-hand"
     path.write_text(job.model_dump_json())
-    run_ranks("megatron_worker", "--once", str(path), "--into", str(into), num_ranks=2)
+    fork_ranks("megatron_worker", "--once", str(path), "--into", str(into), num_ranks=2)
     log = next(into.rglob("log.jsonl"))
     assert next(e for e in read_log(log) if isinstance(e, Started)).world_size == 2
     return log

@@ -13,7 +13,7 @@ from shared.errors import InvalidInput
 from shared.jobs.layout import Layout
 from tests.megatron_worker import fsdp_ranks
 from tests.megatron_worker.engines import checkpoint_bytes, furthest, start
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.rows import distinct_model
 
 WORLDS = [2, 3]  # three divides none of the model's sizes but one
@@ -34,7 +34,7 @@ def results(tmp_path_factory):
     (single / "damaged" / "adapter_model.safetensors").write_bytes(data[:-100])
     for world in WORLDS:
         arguments = [str(model), str(out / str(world)), str(single)]
-        run_ranks("tests.megatron_worker.fsdp_ranks", *arguments, num_ranks=world, timeout_s=500)
+        fork_ranks("tests.megatron_worker.fsdp_ranks", *arguments, num_ranks=world, timeout_s=500)
         for kind in KINDS:
             folder = out / str(world) / kind
             fsdp_ranks.go_on(model, Layout(), folder / "middle", kind, folder / "to-single")

@@ -22,7 +22,7 @@ from megatron_worker.head.kernels import Scan, add_weight_gradient, scan
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
 from megatron_worker.head.workspace import Blocks, blocks_for, scan_bytes
 from shared.errors import InvalidInput
-from tests.megatron_worker.launch import REPOSITORY, run_ranks
+from tests.megatron_worker.launch import REPOSITORY, fork_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.test_head import gradient_of_both, reference
 
@@ -299,7 +299,7 @@ def test_two_ranks_with_a_shard_each_agree_with_one():
     """Over gloo (two ranks may not share one device with NCCL): maxima, rows and top-k with ties, merged."""
     if DEVICE == "cuda":
         pytest.skip("this test's ranks run on the CPU, interpreted, and Triton is not interpreted in this session")
-    assert run_ranks("tests.megatron_worker.kernel_ranks", num_ranks=2).count("agrees") == 2
+    assert fork_ranks("tests.megatron_worker.kernel_ranks", num_ranks=2).count("agrees") == 2
 
 
 @pytest.mark.parametrize(("num_targets", "top_k", "workspace_bytes"), [(40, 0, 1 << 20), (40, 7, 1 << 20), (70, 40, 1)])

@@ -12,7 +12,7 @@ from shared.jobs.events import Evaluated, Saved, Step, Succeeded
 from shared.jobs.job import Adam, Checkpointing, Evaluation, Full, Job, Lora, Schedule
 from shared.jobs.layout import Layout
 from tests.megatron_worker.differences import furthest
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import launch_ranks
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 NUM_STEPS = 3
@@ -47,7 +47,7 @@ def do(workshop: Workshop, name: str, layout: Layout, fields: dict[str, object],
     job = workshop.job(name, plan, start)
     path = workshop.root / f"{name}.json"
     path.write_text(job.model_dump_json())
-    run_ranks("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=200)
+    launch_ranks("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=200)
     assert isinstance(read_log(job.log_path)[-1], Succeeded), read_log(job.log_path)[-1]
     return job
 

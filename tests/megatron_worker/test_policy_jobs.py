@@ -30,8 +30,8 @@ from shared.jobs.job import (
     Schedule,
 )
 from shared.jobs.packed import UnitsWriter
-from tests.megatron_worker.test_runner import adapter_sha256, checkpoint, do, failure, losses, new_worker
 from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
 COLUMNS = ("token_id", "hidden_index", "label", "weight", "advantage", "old_logprob", "sequence")

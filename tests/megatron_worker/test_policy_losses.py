@@ -4,7 +4,6 @@ The reference works on plain lists, a token at a time, sequences as the papers w
 difference: nothing of the code under test, nor of autograd, is in it.
 """
 
-import dataclasses
 import math
 
 import numpy as np
@@ -14,121 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.losses.divergence import divergence
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import Sums
 from shared.contract import Artifact
-from shared.jobs.job import CISPO, DRO, GSPO, PPO, Kl, Loss, PolicyLoss, Reinforce
+from shared.jobs.job import CISPO, DRO, GSPO, PPO, Kl, PolicyLoss, Reinforce
 from shared.jobs.loss_presets import PRESETS, preset
-from tests.megatron_worker.training.test_batches import a_batch
-
-ROWS = dict[str, np.ndarray]
-
-
-def rows(seed: int, num_targets: int, spread: float = 0.4, constant_advantage: bool = False) -> ROWS:
-    """Columns of a bin, float64: about one target in five masked, sequences of any length, in no order."""
-    random = np.random.default_rng(seed)
-    sequence = random.integers(0, max(1, num_targets // 3), num_targets)
-    logprob = -random.exponential(1.5, num_targets)
-    advantage = random.normal(size=num_targets)
-    if constant_advantage:
-        advantage = random.normal(size=num_targets)[sequence]
-    return {
-        "logprob": logprob,
-        "old": logprob + random.normal(scale=spread, size=num_targets),
-        "ref": logprob + random.normal(scale=spread, size=num_targets),
-        "sampler": logprob + random.normal(scale=spread, size=num_targets),
-        "entropy": random.exponential(2.0, num_targets),
-        "advantage": advantage,
-        "weight": np.where(random.random(num_targets) < 0.2, 0.0, random.choice([0.5, 1.0], num_targets)),
-        "sequence": sequence,
-    }
-
-
-def as_batch(columns: ROWS, dtype: torch.dtype = torch.float64) -> tuple[Scores, Batch, torch.Tensor]:
-    """The same as tensors; the last is the leaf to look for the gradient at."""
-    tensor = {name: torch.tensor(values, dtype=dtype) for name, values in columns.items() if name != "sequence"}
-    logprob_N = tensor["logprob"].requires_grad_()
-    batch = dataclasses.replace(
-        a_batch(weight=tensor["weight"]),
-        advantage_N=tensor["advantage"],
-        old_logprob_N=tensor["old"],
-        ref_logprob_N=tensor["ref"],
-        sampler_logprob_N=tensor["sampler"],
-        sequence_N=torch.tensor(columns["sequence"], dtype=torch.int64),
-    )
-    return Scores(logprob_N, tensor["entropy"]), batch, logprob_N
-
-
-def ours(loss: Loss, columns: ROWS) -> tuple[float, float, np.ndarray]:
-    """Loss, normaliser, gradient by the log-probabilities."""
-    scores, batch, logprob_N = as_batch(columns)
-    sums = loss_function(loss).sums(scores, batch)
-    sums.loss.backward()
-    return sums.loss.item(), sums.weight.item(), logprob_N.grad.numpy()
-
-
-def k(estimator: str, log_p: float, log_q: float) -> float:
-    d = log_p - log_q
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
-
-
-def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray) -> tuple[float, float]:
-    """Loss and normaliser of a bin. `frozen`: log-probabilities where a formula stops the gradient."""
-    live = [n for n in range(len(logprob)) if c["weight"][n] > 0]
-    sequences = {s: [n for n in live if c["sequence"][n] == s] for s in {int(c["sequence"][n]) for n in live}}
-    value = {}
-    for members in sequences.values():
-        mass = sum(c["weight"][n] for n in members)
-        mean_log_ratio = sum(c["weight"][n] * (frozen[n] - c["old"][n]) for n in members) / mass
-        for n in members:
-            a = c["advantage"][n]
-            if loss.kl is not None and loss.kl.placement == "reward":
-                a -= loss.kl.coefficient * k(loss.kl.estimator, c["old"][n], c["ref"][n])
-            r = math.exp(logprob[n] - c["old"][n])
-            match loss:
-                case Reinforce():
-                    v = -r * a
-                case PPO():
-                    v = min(r * a, min(max(r, 1 - loss.clip_low), 1 + loss.clip_high) * a)
-                    if loss.dual_clip is not None and a < 0:
-                        v = max(v, loss.dual_clip * a)
-                    v = -v
-                case CISPO():
-                    low = 0.0 if loss.clip_low is None else 1 - loss.clip_low
-                    v = -min(max(math.exp(frozen[n] - c["old"][n]), low), 1 + loss.clip_high) * a * logprob[n]
-                case GSPO():
-                    s = math.exp(mean_log_ratio) * math.exp(logprob[n] - frozen[n])
-                    v = -min(s * a, min(max(s, 1 - loss.clip_low), 1 + loss.clip_high) * a)
-                case DRO():
-                    v = (a - loss.beta * (logprob[n] - c["old"][n])) ** 2 / (2 * loss.beta) - a * a / (2 * loss.beta)
-            if loss.truncated_importance is not None:
-                v *= min(math.exp(c["old"][n] - c["sampler"][n]), loss.truncated_importance)
-            if loss.kl is not None and loss.kl.placement == "loss":
-                v += loss.kl.coefficient * k(loss.kl.estimator, logprob[n], c["ref"][n])
-            value[n] = v - loss.entropy_coefficient * c["entropy"][n]
-    match loss.aggregation:
-        case "token_mean":
-            return sum(c["weight"][n] * value[n] for n in live), sum(c["weight"][n] for n in live)
-        case "sequence_mean":
-            means = [
-                sum(c["weight"][n] * value[n] for n in m) / sum(c["weight"][n] for n in m) for m in sequences.values()
-            ]
-            return sum(means), len(sequences)
-        case "constant_length":
-            return sum(c["weight"][n] * value[n] for n in live) / loss.constant, len(sequences)
-
-
-def reference_gradient(loss: PolicyLoss, columns: ROWS, step: float = 1e-6) -> np.ndarray:
-    def at(n: int, by: float) -> float:
-        moved = columns["logprob"].copy()
-        moved[n] += by
-        return reference(loss, columns, moved, columns["logprob"])[0]
-
-    return np.array([(at(n, step) - at(n, -step)) / (2 * step) for n in range(len(columns["logprob"]))])
-
+from tests.megatron_worker.policy_reference import ROWS, as_batch, k, ours, reference, reference_gradient, rows
 
 TERMS = {
     "plain": {},

@@ -35,7 +35,7 @@ from shared.jobs.job import (
 )
 from shared.jobs.layout import Layout
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.rows import Row, bin_of, random_rows
 from tests.megatron_worker.test_megatron_job import new_worker
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
@@ -335,23 +335,30 @@ def natural(workshop: Workshop, job: Job) -> tuple[float, ...]:
     return tuple(logprob_TV.gather(1, ids[0, 1:, None])[:, 0].tolist())
 
 
+ON_RANKS = {"temperature": 0.7, "probe": PROBE}
+
+
+@pytest.fixture(scope="module")
+def alone(workshop: Workshop) -> Job:
+    job = a_job(workshop, "alone", **ON_RANKS)
+    new_worker(workshop.root).do_one(job)
+    return job
+
+
 TWO_RANKS = [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)]
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS, ids=lambda layout: layout.label)
-def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, layout: Layout):
+def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, alone: Job, layout: Layout):
     """At a temperature of their own; and what they leave is probed to the same numbers."""
-    changes = {"temperature": 0.7, "probe": PROBE}
-    single = a_job(workshop, f"one-{layout.label}", **changes)
-    double = a_job(workshop, f"two-{layout.label}", layout=layout, **changes)
-    new_worker(workshop.root).do_one(single)
+    double = a_job(workshop, f"two-{layout.label}", layout=layout, **ON_RANKS)
     path = workshop.root / f"{layout.label}.json"
     path.write_text(double.model_dump_json())
-    run_ranks("megatron_worker", "--once", str(path), "--into", str(workshop.root / layout.label), num_ranks=2)
+    fork_ranks("megatron_worker", "--once", str(path), "--into", str(workshop.root / layout.label), num_ranks=2)
     log = next((workshop.root / layout.label).rglob("log.jsonl"))
     theirs = [e.metrics for e in read_log(log) if isinstance(e, Step)]
-    for ours, other in zip(steps(single), theirs, strict=True):
+    for ours, other in zip(steps(alone), theirs, strict=True):
         assert set(ours) == set(other)
         for name in set(ours) - {"step_s", "tokens_per_s", "memory_bytes"}:
             assert other[name] == pytest.approx(ours[name], rel=2e-4, abs=2e-5), name
-    assert probed(log) == pytest.approx(probed(single.log_path), abs=1e-4)
+    assert probed(log) == pytest.approx(probed(alone.log_path), abs=1e-4)

@@ -16,8 +16,8 @@ from shared.jobs.events import Evaluated, Saved
 from shared.jobs.job import DPO, PPO, Checkpointing, CrossEntropy, Evaluation, Full, Job, JobPlan, PackedData, Schedule
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_policy_jobs import PlainLoop, metrics_of
-from tests.megatron_worker.test_runner import adapter_sha256, do, failure, losses
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE
+from tests.megatron_worker.tiny_jobs import adapter_sha256, do, failure, losses
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
 # Two epochs of three steps over eight pairs, two bins each.

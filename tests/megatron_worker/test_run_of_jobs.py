@@ -8,7 +8,7 @@ import pytest
 from shared.jobs.events import Saved, Started, Step, Succeeded
 from shared.jobs.job import Checkpointing, Full, Job, JobPlan, PackedData, Schedule
 from shared.jobs.packed import Plan
-from tests.megatron_worker.test_runner import adapter_sha256, checkpoint, do, failure, losses
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
 CONSTANT = Schedule(kind="constant", learning_rate=0.05, warmup_steps=4)

@@ -406,9 +406,7 @@ def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):
     with socket.create_connection(("127.0.0.1", int(ours.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(0.3)
-    began = time.monotonic()
-    sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)
-    assert time.monotonic() - began < 30  # all 900 would take minutes
+    sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)  # all 900 would outlast this test's time
 
 
 def test_a_cancelled_ticket_leaves_its_slots(place):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from megatron_worker.process.process_group import start_group
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import fork_ranks
 
 Trial = TypeVar("Trial", bound=BaseModel)
 
@@ -20,7 +20,7 @@ Trial = TypeVar("Trial", bound=BaseModel)
 def run_trials(module: str, out: Path, trials: Sequence[BaseModel], num_ranks: int, timeout_s: float) -> None:
     """All of them in one launch. Results go below `out`."""
     arguments = json.dumps([trial.model_dump(mode="json") for trial in trials])
-    run_ranks(f"tests.megatron_worker.{module}", str(out), arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    fork_ranks(f"tests.megatron_worker.{module}", str(out), arguments, num_ranks=num_ranks, timeout_s=timeout_s)
 
 
 def given_trials(kind: type[Trial]) -> Iterator[tuple[Trial, Path]]:

@@ -27,6 +27,7 @@ from activities.sources.download import Download
 from activities.tokenizing.preview import PreviewDataset
 from service.apis.listening import config
 from service.app import create_app
+from service.cli.main import main
 from service.database.engine import open_database
 from service.host import connect, control_workers
 from service.rebuild import rebuild
@@ -34,6 +35,7 @@ from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from shared.storage.artifacts import seal, upload
 from shared.storage.paths import published_version, version_claim
 from shared.storage.store import ObjectStore, open_store
+from tests import forks
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
 from workflows.services.scheduled import ScheduledRunWorkflow
@@ -100,7 +102,8 @@ class Service:
         return {**os.environ, "LONGSHORE_API_URL": self.url, "LONGSHORE_API_KEY": KEY}
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
-        return longshore(*arguments, env=self.environment | environment, cwd=self.settings.root_path)
+        env, cwd = self.environment | environment, self.settings.root_path
+        return Answer(*forks.captured(main, ["longshore", *arguments], env, cwd, timeout_s=60))
 
 
 def put_versions(
@@ -202,7 +205,10 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    root = tmp_path_factory.mktemp("service")
+    return settings_below(tmp_path_factory.mktemp("service"), temporal_address)
+
+
+def settings_below(root: Path, temporal_address: str) -> Settings:
     return Settings(
         root=root,
         temporal_address=temporal_address,
@@ -221,8 +227,6 @@ def service(settings: Settings) -> Iterator[Service]:
 @pytest.fixture
 def cli(service: Service, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
     """The command, in this process: tests/service/test_cli.py starts it as users do, for seconds each time."""
-    from service.cli.main import main
-
     for name, value in service.environment.items():
         monkeypatch.setenv(name, value)
 
@@ -255,6 +259,10 @@ def sft(**changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def acme(service: Service) -> str:
     """The key of another tenant's admin."""
+    return key_of_acme(service)
+
+
+def key_of_acme(service: Service) -> str:
     with service.http() as api:
         made = api.post("/tenants", json={"tenant": "acme", "title": "Acme"})
         assert made.status_code == 201, made.text

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook as Verifier
 from shared.runs.requests import RunRecord
 from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.paths import RunKeys
-from tests.service.apis.native.test_webhooks import Receiver, receiving
+from tests.service.apis.native.webhook_stack import Receiver, receiving
 from tests.service.conftest import Answer, Cli, Service, sft, wait_until
 
 

@@ -36,10 +36,11 @@ from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
 from tests.end_to_end.stack import started as whole_stack
 from tests.end_to_end.victims import a_rank, kill, sampler
-from tests.service.apis.native import test_schedules, test_webhooks
+from tests.service.apis.native import schedule_stack, webhook_stack
 from tests.workflows import test_rl
-from tests.workflows.leases import test_serving
-from tests.workflows.test_sft import Stack, eventually, failure_of, has_checkpoint, started
+from tests.workflows.leases.harbour import started as started_harbour
+from tests.workflows.leases.test_serving import questions_and_a_kill
+from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
 
@@ -87,8 +88,8 @@ async def record_serving(address: str) -> None:
     """Users' questions: two at once, a sampler killed, another question, an idle time."""
     with tempfile.TemporaryDirectory() as root:
         model = make_tiny_model(Path(root) / "model", CORPUS)
-        async with test_serving.started(address, model, Path(root)) as harbour:
-            await test_serving.questions_and_a_kill(harbour)
+        async with started_harbour(address, model, Path(root)) as harbour:
+            await questions_and_a_kill(harbour)
             mine = f'TaskQueue = "{harbour.settings.control_queue}"'
             ended = [workflow async for workflow in harbour.client.list_workflows(mine)]
             by_type = {workflow.workflow_type: workflow.id for workflow in ended}
@@ -147,7 +148,7 @@ async def record_rl(address: str) -> None:
 async def record_scheduled(address: str) -> None:
     """A schedule's two actions: a run to its end, and none for data that has not changed."""
     with tempfile.TemporaryDirectory() as root:
-        async with test_schedules.started(address, Path(root)) as stack:
+        async with schedule_stack.started(address, Path(root)) as stack:
             await stack.create("nightly")
             await stack.result((await stack.trigger("nightly", 1)).run_id)
             await stack.settled("nightly")
@@ -157,18 +158,18 @@ async def record_scheduled(address: str) -> None:
             skipped, started = [execution.id async for execution in found][:2]
             await _write(stack.client, "scheduled", started)
             await _write(stack.client, "scheduled_skipped", skipped)
-            await stack.schedules.delete(test_schedules.TENANT, "nightly")
+            await stack.schedules.delete(schedule_stack.TENANT, "nightly")
 
 
 async def record_webhook(address: str) -> None:
     """Two webhooks: one takes the notice at the third attempt, the other is gone."""
-    with tempfile.TemporaryDirectory() as root, test_webhooks.receiving() as busy, test_webhooks.receiving() as gone:
+    with tempfile.TemporaryDirectory() as root, webhook_stack.receiving() as busy, webhook_stack.receiving() as gone:
         busy.answers, gone.answers = [500, 503], [410]
-        async with test_webhooks.started(address, Path(root)) as stack:
+        async with webhook_stack.started(address, Path(root)) as stack:
             for receiver in (busy, gone):
                 choice = WebhookChoice(url=receiver.url)
-                made = await stack.webhooks.create(test_webhooks.TENANT, None, choice)
-            notice = await stack.tell(test_webhooks.status("succeeded"))
+                made = await stack.webhooks.create(webhook_stack.TENANT, None, choice)
+            notice = await stack.tell(webhook_stack.status("succeeded"))
             await stack.ended(made.id)
             await stack.client.get_workflow_handle(notice.notice_id).result()
             await _write(stack.client, "webhook", notice.notice_id)

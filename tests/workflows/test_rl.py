@@ -35,9 +35,9 @@ from shared.runs.status import StepRequest, StepStatus
 from shared.settings import DownloadSettings, QuotaSettings, Settings
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
+from tests.workflows.stack import Stack, eventually
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
-from tests.workflows.test_sft import Stack, eventually
 from workflows import rl
 from workflows.rl import RLWorkflow
 from workflows.services.single_activity import TrackWorkflow

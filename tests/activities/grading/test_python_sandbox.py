@@ -210,11 +210,9 @@ def test_a_hostile_grader_fails_its_sample_alone(name: str, place: Place) -> Non
     lines, message = HOSTILE[name]
     source = do("if item.get('good'): return 0.5", lines)
     with place.sandbox(source) as sandbox:
-        started = time.monotonic()
         with pytest.raises(NotGraded) as failed:
             sandbox.grade({}, {})
         assert message in str(failed.value) and len(str(failed.value)) < 4100
-        assert time.monotonic() - started < 10
         assert len(processes_of(place.folder)) == 2, "launcher and supervisor; no child is left"
         assert sandbox.grade({}, {"good": True}) == 0.5
 

@@ -1,16 +1,13 @@
 """Jobs on a real worker process: what stands in the store, what is left on the disk, and what is answered."""
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.hosts.progress import ProgressReport
-from activities.hosts.run_job import JobRequest, JobResult, RunJob
 from activities.hosts.worker_process import processes_of
 from activities.records.checkpoints import (
     FindCheckpoint,
@@ -21,70 +18,23 @@ from activities.records.checkpoints import (
     stored_checkpoints,
 )
 from shared.contract import Fence
-from shared.errors import CorruptArtifact, StoreUnavailable, WorkerLost
-from shared.jobs.events import Cancelled, Probed, Step, Succeeded
+from shared.errors import CorruptArtifact, WorkerLost
+from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan, Reinforce
-from shared.runs.status import CheckpointRef
-from shared.settings import S3Settings, Settings
+from shared.settings import Settings
 from shared.storage.artifacts import find, read_manifest
-from shared.storage.paths import RunKeys
-from shared.storage.store import LocalStore, open_store, open_uri
+from shared.storage.store import open_store
+from tests.activities.hosts.running_jobs import KEYS, Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.conftest import S3Server
-from tests.workflows.stand_in import artifact, job_plan, read_events, wait_until
+from tests.workflows.stand_in import artifact, read_events, wait_until
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
-
-KEYS = RunKeys("r1")
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     with Host(tmp_path) as host:
         yield host
-
-
-def plan_for(host: Host, tmp_path: Path, **changes: int) -> JobPlan:
-    return job_plan(artifact(host.store, tmp_path / "any", "any", x_json="{}"), **changes)
-
-
-class Running:
-    """The run_job activity in a thread."""
-
-    def __init__(self, host: Host, lease: HeldLease, plan: JobPlan, **changes):
-        self.environment = ActivityEnvironment()
-        self.result: JobResult | None = None
-        self.error: BaseException | None = None
-        grant = lease.grant
-        fields = {"fence": grant.fence, "worker_id": grant.worker_id, "cancel_grace_s": 20.0, **changes}
-        request = JobRequest(plan=plan, **fields)
-        activity = RunJob(host.pool, host.store, lease.notebook)
-
-        def work() -> None:
-            try:
-                self.result = self.environment.run(activity.run_job, request)
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=work, daemon=True)
-        self.thread.start()
-
-    def ended(self) -> JobResult:
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        if self.error:
-            raise self.error
-        assert self.result is not None
-        return self.result
-
-
-def weights(host: Host, checkpoint: CheckpointRef | None, s3: S3Settings | None = None) -> bytes:
-    assert checkpoint is not None
-    store, key = open_uri(checkpoint.artifact.uri, s3 or S3Settings())
-    return store.get_bytes(f"{key}/weights/adapter_model.safetensors")
-
-
-def steps(events) -> list[int]:
-    return [event.step for event in events if isinstance(event, Step)]
 
 
 def test_a_job_ends_with_everything_in_the_store_and_nothing_on_the_disk(host: Host, tmp_path: Path) -> None:
@@ -358,71 +308,6 @@ def test_progress_is_told_at_once_and_then_seldom(tmp_path: Path) -> None:
     assert 2 <= len(told) <= 2 + took_s / 2, "the first, and one every two seconds of about four"
     assert told[0].step < 150
     assert [report.step for report in told] == sorted({report.step for report in told})
-
-
-class Leaky(LocalStore):
-    """A store that is away while it is told to be."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.is_away = False
-
-    def put_bytes(self, key: str, data: bytes) -> None:
-        self._answer()
-        super().put_bytes(key, data)
-
-    def put_file(self, key: str, path: Path) -> None:
-        self._answer()
-        super().put_file(key, path)
-
-    def _answer(self) -> None:
-        if self.is_away:
-            raise StoreUnavailable("the store is away")
-
-
-@pytest.fixture
-def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Leaky]]:
-    monkeypatch.setattr("activities.hosts.uploader._PAUSE_S", 0.05)
-    with Host(tmp_path, step_s=0.02) as host:
-        host.store = store = Leaky(tmp_path / "store")
-        yield host, store
-
-
-def test_a_store_that_comes_back_finds_the_job_further_on(leaky: tuple[Host, Leaky], tmp_path: Path) -> None:
-    host, store = leaky
-    plan = plan_for(host, tmp_path, num_steps=100, every_steps=2, keep=2)
-    with HeldLease(host, plan, epoch=1) as lease:
-        job = Running(host, lease, plan)
-        wait_until(lambda: find_newest(store, "r1").checkpoint, "a checkpoint")
-        store.is_away = True
-        time.sleep(0.3)  # what had been answered lands
-        outputs = host.paths.worker(lease.grant.worker_id).outputs("r1", "000001", Fence(epoch=1))
-        before = wait_until(lambda: find_newest(store, "r1").checkpoint, "the last one before")
-        time.sleep(1.0)
-        assert find_newest(store, "r1").checkpoint == before
-        store.is_away = False
-        result = job.ended()
-        assert (result.outcome, result.step) == ("succeeded", 100)
-        assert not outputs.exists()
-    assert weights(host, result.checkpoint) == adapter_bytes(7, 100)
-    assert steps(read_events(store, "r1")[0]) == list(range(1, 101))
-
-
-def test_a_store_that_stays_away_ends_the_job_without_a_process_left(
-    leaky: tuple[Host, Leaky], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("activities.hosts.uploader._PATIENCE_S", 0.5)
-    host, store = leaky
-    plan = plan_for(host, tmp_path, num_steps=1000)
-    lease = HeldLease(host, plan, epoch=1)
-    assert lease.grant
-    store.is_away = True
-    asked_at = time.monotonic()
-    with pytest.raises(StoreUnavailable, match="away"):
-        Running(host, lease, plan).ended()
-    assert time.monotonic() - asked_at < 5, "what waits does not lose patience one by one"
-    lease.ended()
-    assert host.worker_ids() == []
 
 
 def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_from(host: Host, tmp_path: Path) -> None:

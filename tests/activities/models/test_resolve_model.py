@@ -14,58 +14,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
-from temporalio.testing import ActivityEnvironment
 
-from activities.host_context import HostContext
 from activities.models.files import read_header
-from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.jobs.job import Lora
-from shared.jobs.layout import EngineName, Layout
+from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape
-from shared.runs.start import ModelRequest, ResolvedModel
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings
 from shared.storage import artifacts
 from shared.storage.store import open_store
+from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def config(tmp_path, tiny_model) -> Settings:
-    return Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path, tiny_model.parent)))
-
-
-@pytest.fixture
-def model(tiny_model, tmp_path) -> Path:
-    """A copy that a test may spoil."""
-    return Path(shutil.copytree(tiny_model, tmp_path / "a model"))
-
-
-def resolve(
-    config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron"
-) -> ResolvedModel:
-    request = ModelRequest(uri=str(uri), tenant="default", layout=layout or Layout(), engine=engine)
-    return ActivityEnvironment().run(Resolve(HostContext(config)).resolve_model, request)
-
-
-def stage(config: Settings, resolved: ResolvedModel | ResolvedAdapter) -> Path:
-    artifact = resolved.model if isinstance(resolved, ResolvedModel) else resolved.adapter
-    return artifacts.stage(artifact, config.root_path / "cache", config.s3)
-
-
-def refusal(config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron") -> str:
-    with pytest.raises(InvalidInput) as refused:
-        resolve(config, uri, layout, engine)
-    return str(refused.value)
-
-
-def edit(path: Path, **changes) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def names_of(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 # Where a model may be
@@ -406,164 +365,6 @@ def test_spoilt_headers_are_refused_or_whole(data) -> None:
         assert str(error).startswith("file: ")
     else:
         assert len(cut) == len(whole) and len(shapes) <= 3
-
-
-# Adapters
-
-
-@pytest.fixture
-def adapter(tmp_path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    sides = {"A": (4, 64), "B": (64, 4)}
-    tensors = {
-        f"base_model.model.model.layers.{layer}.self_attn.{linear}.lora_{side}.weight": np.zeros(shape, np.float32)
-        for layer in range(2)
-        for linear in ("q_proj", "o_proj")
-        for side, shape in sides.items()
-    }
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "q_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-SHAPE = ModelShape(
-    family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, ffn_size=192, vocab_size=512
-)
-
-
-def resolve_adapter(config: Settings, uri: str | Path, **wanted) -> ResolvedAdapter:
-    request = AdapterRequest(uri=str(uri), tenant="default", **{"shape": SHAPE, **wanted})
-    return ActivityEnvironment().run(Resolve(HostContext(config)).resolve_adapter, request)
-
-
-def adapter_refusal(config: Settings, uri: str | Path, **wanted) -> str:
-    with pytest.raises(InvalidInput) as refused:
-        resolve_adapter(config, uri, **wanted)
-    return str(refused.value)
-
-
-def test_an_adapter(config, adapter) -> None:
-    resolved = resolve_adapter(config, adapter)
-    assert resolved.lora == Lora(rank=4, alpha=8, targets=("q_proj", "o_proj"))
-    assert stage(config, resolved) == adapter.resolve()
-
-
-def test_an_adapter_of_experts_has_tensors_for_each(config, tmp_path) -> None:
-    experts = SHAPE.model_copy(update={"family": "qwen3_moe", "num_experts": 3, "expert_ffn_size": 32})
-    tensors = {
-        f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.up_proj.lora_{side}.weight": np.zeros(shape, "f4")
-        for layer in range(2)
-        for expert in range(3)
-        for side, shape in (("A", (4, 64)), ("B", (32, 4)))
-    }
-    (tmp_path / "experts").mkdir()
-    save_file(tensors, tmp_path / "experts" / "adapter_model.safetensors")
-    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "bias": "none"}
-    (tmp_path / "experts" / "adapter_config.json").write_text(json.dumps(lora))
-    resolved = resolve_adapter(config, tmp_path / "experts", shape=experts)
-    assert resolved.lora == Lora(rank=4, alpha=8, targets=("up_proj",))
-    assert "12 tensors; this model and these targets need 4" in adapter_refusal(config, tmp_path / "experts")
-
-
-def test_an_adapter_that_peft_wrote(config, tiny_model, tmp_path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
-    resolved = resolve_adapter(config, tmp_path / "peft")
-    assert resolved.lora == Lora(rank=8, alpha=16, targets=("q_proj", "down_proj"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"peft_type": "IA3"}, "peft_type"),
-        ({"r": 0}, "adapter_config.json: r = 0 "),
-        ({"r": 5}, "does not fit r=5"),
-        ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": "all-linear"}, "target_modules"),
-        ({"target_modules": ["q_proj"]}, "o_proj.lora_A.weight belongs to none of the adapter's target_modules"),
-        ({"target_modules": ["q_proj", "o_proj", "v_proj"]}, "8 tensors; this model and these targets need 12"),
-    ],
-)
-def test_an_adapter_that_cannot_be_used_names_its_field(config, adapter, changes, reason) -> None:
-    edit(adapter / "adapter_config.json", **changes)
-    assert reason in adapter_refusal(config, adapter)
-
-
-def test_an_adapter_of_another_rank_than_the_run_is_refused(config, adapter) -> None:
-    message = adapter_refusal(config, adapter, lora=Lora(rank=8, alpha=8, targets=("q_proj", "o_proj")))
-    assert "the adapter's rank is 4, 8 is asked for" in message
-
-
-def test_an_adapter_of_a_deeper_model_is_refused(config, adapter) -> None:
-    message = adapter_refusal(config, adapter, shape=SHAPE.model_copy(update={"num_layers": 1}))
-    assert "but the model has 1 layers" in message
-
-
-def test_a_missing_or_truncated_adapter_is_named(config, adapter) -> None:
-    weights = adapter / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert "adapter_model.safetensors: truncated" in adapter_refusal(config, adapter)
-    weights.unlink()
-    assert "the adapter has no adapter_model.safetensors" in adapter_refusal(config, adapter)
-    (adapter / "adapter_config.json").unlink()
-    assert "there is no such folder, or it is empty" in adapter_refusal(config, adapter)
-    assert "there is no such folder" in adapter_refusal(config, adapter / "gone")
-
-
-# What a run began with
-
-
-def resolve_for(config: Settings, uri: Path, run_id: str) -> ResolvedModel:
-    return ActivityEnvironment().run(
-        Resolve(HostContext(config)).resolve_model, ModelRequest(uri=str(uri), tenant="default", run_id=run_id)
-    )
-
-
-def flip_last_byte(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-
-def test_a_run_goes_on_with_the_model_that_it_began_with_alone(config, model) -> None:
-    began = resolve_for(config, model, "r1")
-    (model / "model.safetensors").touch()
-    assert resolve_for(config, model, "r1").model.sha256 == began.model.sha256
-    flip_last_byte(model / "model.safetensors")
-    with pytest.raises(InvalidInput, match=r"that the run began with: model\.safetensors changed") as refused:
-        resolve_for(config, model, "r1")
-    assert str(refused.value).startswith(f"{model}: this model is not")
-    assert resolve_for(config, model, "r2").model.sha256 != began.model.sha256, "a new run may begin with it"
-    flip_last_byte(model / "model.safetensors")
-    assert resolve_for(config, model, "r1").model.sha256 == began.model.sha256, "put back"
-    edit(model / "config.json", rope_theta=5e5)
-    (model / "generation_config.json").unlink(missing_ok=True)
-    with pytest.raises(InvalidInput, match=r"config\.json.* changed since; put the former files back"):
-        resolve_for(config, model, "r1")
-
-
-@pytest.mark.parametrize("role", ["initial_adapter", "reference"])
-def test_a_run_goes_on_with_the_adapters_that_it_began_with_alone(config, adapter, role) -> None:
-    resolve_adapter(config, adapter, run_id="r1", role=role)
-    flip_last_byte(adapter / "adapter_model.safetensors")
-    message = adapter_refusal(config, adapter, run_id="r1", role=role)
-    name = role.replace("_", " ")
-    assert f"this {name} is not the one that the run began with: adapter_model.safetensors changed" in message
-    resolve_adapter(config, adapter, run_id="r2", role=role)
-
-
-def test_a_damaged_record_of_the_beginning_is_told_as_such(config, model) -> None:
-    resolve_for(config, model, "r1")
-    (config.root_path / "store" / "runs" / "r1" / "began_with" / "model.json").write_bytes(b"{")
-    with pytest.raises(CorruptArtifact, match=r"began_with/model\.json: the file is damaged"):
-        resolve_for(config, model, "r1")
 
 
 def test_a_header_that_would_take_hundreds_of_its_bytes_is_refused_by_its_size() -> None:

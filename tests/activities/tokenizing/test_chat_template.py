@@ -281,10 +281,8 @@ def test_a_template_that_never_ends_is_stopped_and_the_row_named() -> None:
     endless = CHATML + "{% if messages[0]['content'] == 'forever' %}" + ENDLESS + "{% endif %}"
     with TemplateProcess(source(endless), "model", row_limit_s=1.5) as process:
         process.spans([chat(user("q"), assistant("a"))])
-        started = time.monotonic()
         with pytest.raises(InvalidInput, match=r"rows.jsonl:7: .*longer than 1.5 s"):
             process.spans([chat(user("forever"), assistant("a"))])
-        assert time.monotonic() - started < 15
     with pytest.raises(InvalidInput, match=r"model: .*longer than 0.3 s"):
         TemplateProcess(source(CHATML + ENDLESS), "model", row_limit_s=0.3)
 

@@ -2,190 +2,46 @@
 
 import asyncio
 import contextlib
-import json
-import logging
 import os
-import socket
-import struct
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.records.run_records import BeginRequest, RunRecords
-from activities.tracking.track import RunLines, Track, Tracked, TrackRequest, Tries
-from activities.tracking.wandb_process import Writer, WriterLost
-from activities.tracking.wandb_writer import STEP, Done, History, Line, Row, TrainStep, WriterStart
-from shared.contract import Fence
-from shared.jobs.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
-from shared.jobs.job import Lora
+from activities.tracking.track import RunLines, Track, Tracked, TrackRequest
+from activities.tracking.wandb_writer import STEP, Done, History, Line, Row, TrainStep
 from shared.runs.events import read_run_events
-from shared.runs.requests import DatasetSource, RLRun, RunRecord, SFTRun, Source, WandbRun
+from shared.runs.requests import RunRecord, Source, WandbRun
 from shared.runs.start import result_sha256
-from shared.runs.status import RunStatus, StepStatus
+from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
-from shared.storage.store import ObjectStore, open_store
-
-RUN = SFTRun(
-    model="file:///models/tiny",
-    dataset=DatasetSource(uri="file:///data.jsonl"),
-    trainable=Lora(rank=4),
-    steps=5,
-    batch_size=2,
-    learning_rate=0.002,
+from shared.storage.store import ObjectStore
+from tests.activities.tracking.test_track_outages import _processes, _writers
+from tests.activities.tracking.tracked_runs import (
+    FIRST,
+    RL_RUN,
+    RUN,
+    SECOND,
+    SUCCEEDED,
+    WHOLE_RUN,
+    end_run,
+    evaluated,
+    named,
+    place_in_wandb,
+    put_log,
+    put_train_step,
+    read_offline,
+    started,
+    step,
+    track,
+    track_all,
+    train_step,
 )
-FIRST = Fence(epoch=1)
-SECOND = Fence(epoch=2)
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(root=tmp_path)
-
-
-@pytest.fixture
-def store(settings: Settings) -> ObjectStore:
-    return open_store(settings.store, settings.s3)
-
-
-def started(fence: Fence, first_step: int) -> Started:
-    return Started(
-        seq=1,
-        time=1.0,
-        run_id="r",
-        job_id="000000",
-        fence=fence,
-        first_step=first_step,
-        num_steps=5,
-        device="cpu",
-        world_size=1,
-    )
-
-
-def step(number: int) -> Step:
-    metrics = {"loss": 1 / number, "learning_rate": 0.002, "tokens_per_s": 100.0 + number, "memory_bytes": 7e6}
-    return Step(seq=number + 1, time=float(number), step=number, metrics=metrics)
-
-
-def evaluated(number: int) -> Evaluated:
-    samples = (Sample(prompt="ahoy?", completion=f"ahoy {number}", reference="ahoy"),)
-    return Evaluated(seq=1, time=0.0, step=number, metrics={"loss": 3.0 - number / 10}, samples=samples)
-
-
-OFFLOADED = Offloaded(seq=8, time=8.0, device_bytes_before=10, device_bytes_after=0, host_bytes=10, duration_s=0.5)
-SUCCEEDED = Succeeded(seq=9, time=9.0, step=5, device="released")
-WHOLE_RUN = [started(FIRST, 0), evaluated(0), *map(step, range(1, 6)), evaluated(5), OFFLOADED, SUCCEEDED]
-
-
-def put_log(store: ObjectStore, run_id: str, fence: Fence, events: list[Event], job_id: str = "000000") -> None:
-    lines = "".join(event.model_dump_json() + "\n" for event in events)
-    store.put_bytes(RunKeys(run_id).log(job_id, fence), lines.encode())
-
-
-def end_run(store: ObjectStore, run_id: str) -> None:
-    store.put_bytes(RunKeys(run_id).result, b"{}")
-
-
-def track(activity: Track, run_id: str, run: SFTRun | RLRun = RUN) -> Tracked:
-    [tracked] = track_all(activity, [run_id], run)
-    return tracked
-
-
-def track_all(activity: Track, run_ids: list[str], run: SFTRun | RLRun = RUN) -> list[Tracked]:
-    """Follow runs side by side, and end the writer then."""
-
-    async def follow() -> list[Tracked]:
-        requests = [TrackRequest(run_id=run_id, run=run) for run_id in run_ids]
-        try:
-            return await asyncio.gather(*(ActivityEnvironment().run(activity.track, each) for each in requests))
-        finally:
-            await activity.close()
-
-    return asyncio.run(follow())
-
-
-RL_RUN = RLRun(model="file:///models/tiny", trainable=Lora(rank=4))
-
-
-def train_step(number: int, optimizer_step: int, **changes: object) -> StepStatus:
-    """A done step, with the worker's own numbers among its own."""
-    metrics = {"reward_mean": number / 10, "packing_factor": 2.5, "loss": 1 / optimizer_step, "tokens_per_s": 1.0}
-    fields = {"step": number, "key": f"k{number}", "groups": "file:///g", "state": "done", "metrics": metrics}
-    return StepStatus.model_validate(fields | {"optimizer_step": optimizer_step} | changes)
-
-
-def put_train_step(store: ObjectStore, run_id: str, record: StepStatus, steps: range, with_record: bool = True) -> None:
-    """The log of a step's job, whose optimizer steps these are, and its record."""
-    job_id = f"{record.step:06d}"
-    events = [started(FIRST, steps.start - 1).model_copy(update={"job_id": job_id}), *map(step, steps)]
-    put_log(store, run_id, FIRST, events, job_id)
-    if with_record:
-        store.put_bytes(RunKeys(run_id).step(record.step), record.model_dump_json().encode())
-
-
-def read_offline(folder: Path) -> tuple[dict, list[dict]]:
-    """The config and the history of the one offline run below a folder."""
-    from wandb.proto import wandb_internal_pb2
-
-    [file] = folder.rglob("*.wandb")
-    config: dict = {}
-    history = []
-    for data in read_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "run":
-            assert record.run.run_id == folder.name
-            assert record.run.job_type == folder.name.partition("-")[0], "the objective is named"
-            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        if record.WhichOneof("record_type") == "history":
-            items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            history.append(items)
-    return config, history
-
-
-def read_records(data: bytes) -> Iterator[bytes]:
-    """Records of a `.wandb` file: LevelDB's log format (blocks of 32 KiB, pieces with checksum, length and type) behind
-    a header of 7 bytes. wandb itself reads it in Go alone.
-    """
-    assert data[:4] == b":W&B"
-    offset, parts = 7, []
-    while offset < len(data):
-        if (1 << 15) - offset % (1 << 15) < 7:  # what is left of a block holds no piece
-            offset += (1 << 15) - offset % (1 << 15)
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, offset)
-        parts.append(data[offset + 7 : offset + 7 + length])
-        offset += 7 + length
-        if kind in (1, 4):  # a whole record, or the last piece of one
-            yield b"".join(parts)
-            parts = []
-
-
-def named(history: list[dict], name: str) -> dict[int, float]:
-    """One metric by step. A step that was written twice fails."""
-    found = [(int(row[STEP]), row[name]) for row in history if name in row]
-    assert len(dict(found)) == len(found), f"{name} was written twice for a step"
-    return dict(found)
-
-
-def place_in_wandb(folder: Path) -> tuple[str, str, str, list[str]]:
-    """Entity, project, name and tags of the one offline run below a folder."""
-    from wandb.proto import wandb_internal_pb2
-
-    [file] = folder.rglob("*.wandb")
-    for data in read_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "run":
-            return record.run.entity, record.run.project, record.run.display_name, list(record.run.tags)
-    raise AssertionError("no run was written")
 
 
 def test_offline_run_holds_every_metric_of_every_step(settings: Settings, store: ObjectStore) -> None:
@@ -404,109 +260,6 @@ def test_disabled_writes_nothing(settings: Settings, store: ObjectStore) -> None
     assert not (settings.root_path / "wandb").exists()
 
 
-@pytest.fixture
-def dead_port() -> Iterator[int]:
-    """A port that nobody listens on, and that nobody else gets."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]
-
-
-@pytest.fixture
-def hanging_port() -> Iterator[int]:
-    """A port that takes connections and never answers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        yield listener.getsockname()[1]
-
-
-@pytest.mark.parametrize("port", ["dead_port", "hanging_port"])
-def test_unreachable_wandb_is_a_warning_and_an_offline_run(
-    port: str,
-    request: pytest.FixtureRequest,
-    settings: Settings,
-    store: ObjectStore,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{request.getfixturevalue(port)}")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    put_log(store, "sft-6", FIRST, WHOLE_RUN)
-    end_run(store, "sft-6")
-    online = settings.model_copy(update={"wandb_mode": "online"})
-    begun = time.monotonic()
-    with caplog.at_level(logging.WARNING):
-        tracked = track(Track(HostContext(online), init_timeout_s=2.0, finish_timeout_s=30.0), "sft-6")
-    assert time.monotonic() - begun < 90, "W&B would try for hours"
-    assert tracked.warning is not None and "online" in tracked.warning
-    assert "sft-6" in caplog.text and "0" * 40 not in caplog.text
-    history = read_offline(settings.root_path / "wandb" / "sft-6")[1]
-    assert set(named(history, "train/loss")) == {1, 2, 3, 4, 5}
-    assert not _writers(), "a writer process was left behind"
-
-
-def _processes(recursive: bool = True) -> list[str]:
-    """The commands of all processes below this one, or of those that it started itself."""
-    found = []
-    for process in psutil.Process(os.getpid()).children(recursive=recursive):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(" ".join(process.cmdline()))
-    return found
-
-
-def _writers() -> list[str]:
-    """Processes below this one that belong to W&B, once they had a moment to end."""
-    deadline = time.monotonic() + 5
-    while found := [command for command in _processes() if "wandb" in command]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    return found
-
-
-def test_a_run_that_cannot_be_written_at_all_is_tried_again_later(
-    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB__SERVICE_WAIT", "not a number")  # wandb refuses its settings and ends
-    put_log(store, "sft-7", FIRST, WHOLE_RUN)
-    end_run(store, "sft-7")
-    with pytest.raises(ApplicationError, match="could not be written offline") as raised:
-        track(Track(HostContext(settings)), "sft-7")
-    assert not raised.value.non_retryable and raised.value.next_retry_delay
-
-
-def test_a_run_is_written_however_often_others_of_its_writer_get_no_answer(
-    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("activities.tracking.track.POLL_S", 0.01)
-    put_log(store, "sft-12", FIRST, WHOLE_RUN)
-    end_run(store, "sft-12")
-    activity = Track(HostContext(settings))
-
-    async def follow() -> Tracked:
-        following = None
-        try:
-            for _ in range(4):
-                async with (await activity._writer._running()).used() as hanging:
-                    writer = psutil.Process(hanging._process._process.pid)
-                    writer.suspend()
-                    following = following or asyncio.ensure_future(
-                        ActivityEnvironment().run(activity.track, TrackRequest(run_id="sft-12", run=RUN))
-                    )
-                    while len(list(hanging.folder.parent.iterdir())) < 2:  # noqa: ASYNC110 - the other has no event
-                        await asyncio.sleep(0.01)
-                    with pytest.raises(WriterLost, match="did not close"):
-                        await hanging.close(0.05)
-                    await asyncio.to_thread(writer.wait)
-            return await following
-        finally:
-            await activity.close()
-
-    assert asyncio.run(follow()).warning is None
-    assert set(named(read_offline(settings.root_path / "wandb" / "sft-12")[1], "train/loss")) == {1, 2, 3, 4, 5}
-
-
 def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
     settings: Settings, store: ObjectStore
 ) -> None:
@@ -536,17 +289,6 @@ def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
     assert asyncio.run(follow()).num_events == len(WHOLE_RUN)
 
 
-def test_only_tries_in_a_row_that_bring_nothing_new_are_counted() -> None:
-    tries = Tries()
-    for step in (1, 2, 3):
-        tries.opened(Done(step=step))
-        tries.failed(WriterLost("it did not write in time"))
-        assert tries.num_vain == 1
-    tries.opened(Done(step=3))
-    tries.failed(WriterLost("it did not write in time"))
-    assert tries.num_vain == 2
-
-
 def test_cancelled_activity_writes_what_is_there(settings: Settings, store: ObjectStore) -> None:
     put_log(store, "sft-8", FIRST, WHOLE_RUN)  # no result: the run's end never comes
     environment, activity = ActivityEnvironment(), Track(HostContext(settings))
@@ -563,33 +305,3 @@ def test_cancelled_activity_writes_what_is_there(settings: Settings, store: Obje
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(follow())
     assert set(named(read_offline(settings.root_path / "wandb" / "sft-8")[1], "train/loss")) == {1, 2, 3, 4, 5}
-
-
-async def test_a_writer_that_does_not_answer_is_ended_and_another_takes_its_place(tmp_path: Path) -> None:
-    start = WriterStart(
-        run_id="r",
-        name="r",
-        project="p",
-        kind="sft",
-        mode="offline",
-        folder=tmp_path,
-        init_timeout_s=5.0,
-        config={},
-    )
-    writer = Writer(tmp_path)
-    before = set(psutil.Process().children())
-    async with writer.opened(start) as run:
-        [process] = set(psutil.Process().children()) - before
-        process.suspend()
-        with pytest.raises(WriterLost, match="did not close within 1 s"):
-            await run.close(1.0)
-    async with writer.opened(start) as run:
-        await run.write([Row(values={STEP: n}) for n in range(1, 1000)])
-        await run.close(60.0)
-    await writer.close()
-    assert not process.is_running() and not _writers()
-    assert not _scratch(tmp_path)
-
-
-def _scratch(folder: Path) -> list[Path]:
-    return list(folder.glob(".writer-*"))

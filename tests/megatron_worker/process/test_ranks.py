@@ -8,11 +8,11 @@ import torch.distributed as dist
 from megatron_worker.process.faults import Fault, JobFailed, fault_of
 from megatron_worker.process.ranks import WorkerRanks
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, StoreUnavailable
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import fork_ranks
 
 
 def test_two_ranks_hear_of_each_others_faults():
-    assert run_ranks("tests.megatron_worker.control_ranks", num_ranks=2).count("agreed") == 2
+    assert fork_ranks("tests.megatron_worker.control_ranks", num_ranks=2).count("agreed") == 2
 
 
 def test_a_single_rank_needs_nobody():

@@ -11,6 +11,7 @@ from tests.end_to_end.stack import Stack
 
 PROCESS_BYTES = 8 << 30  # of addresses: torch maps about 4 GiB of them, and a control host 0.3
 STACK_BYTES = 6 << 30  # of memory, all processes together
+CONFINED_BYTES = 1 << 30  # of one that reads what a tenant gave
 NUM_PROCESSES = 40
 _LOOK_EVERY_S = 0.25
 

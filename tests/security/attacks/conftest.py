@@ -16,7 +16,7 @@ from shared.storage.artifacts import seal, upload
 from shared.storage.paths import published_version
 from shared.storage.store import LocalStore
 from tests.end_to_end.stack import Stack, started
-from tests.security.attacks.bounds import Bounds, bounded
+from tests.security.attacks.bounds import CONFINED_BYTES, Bounds, bounded
 from tests.security.attacks.tenants import Tenant
 from tests.workflows.published import publish
 
@@ -44,7 +44,7 @@ def stack(
         "LONGSHORE_RATE_LIMIT__BURST": "10000",
         "LONGSHORE_CPU_THREADS": "1",
         "LONGSHORE_WORKER_IDLE_S": "5",
-        "LONGSHORE_CONFINED__MEMORY_BYTES": str(1 << 30),
+        "LONGSHORE_CONFINED__MEMORY_BYTES": str(CONFINED_BYTES),
         "HF_HOME": str(hub_home),
     }
     with started(tmp_path_factory.mktemp("attacked"), **settings) as stack:

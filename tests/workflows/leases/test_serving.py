@@ -5,8 +5,7 @@ import json
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,17 @@ from activities.sampling.client import Sampler
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import SamplerLeaseRequest
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters
-from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
 from service.apis.openai.chat import chunks_of
 from service.database import migrate
 from service.database.engine import Database
-from service.host import connect, serve
-from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.eviction import IdleEviction
 from service.inference.published_models import PublishedModels
-from service.inference.questions import Inference
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from service.temporal import Temporal
 from shared.chat.answer_records import recall
-from shared.chat.completions import CompletionRequest, CompletionResponse, SamplerReady
+from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
@@ -46,86 +41,21 @@ from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.runs.requests import RLRun, RunRecord
 from shared.runs.serving import CompleteRequest, ServedSampler, ServeRequest, ServingStart
 from shared.runs.start import RunTiming
-from shared.settings import QuotaSettings, SamplingSettings, ServingSettings, Settings
-from shared.storage.artifacts import find, seal, upload
-from shared.storage.paths import HostPaths, published_version
-from shared.storage.store import ObjectStore, open_store
-from tests.megatron_worker.sampler_process import write_adapter
+from shared.settings import QuotaSettings, SamplingSettings, ServingSettings
+from shared.storage.artifacts import find
+from shared.storage.paths import published_version
 from tests.service.conftest import KEY, serving
+from tests.workflows.leases.harbour import IDLE_S, Harbour, started, there_is
 from tests.workflows.published import BASE, CREATED_AT, publish
 from workflows import policies
 from workflows.leases.serving import ServingWorkflow
 
-IDLE_S = 4.0
 NUM_TOKENS = 24
-TARGETS = ("q_proj", "v_proj", "down_proj")
 MESSAGES = [
     {"role": "system", "content": "You count crates."},
     {"role": "user", "content": [{"type": "text", "text": "How many crates "}, {"type": "text", "text": "are there?"}]},
 ]
 PLAIN = [{"role": "system", "content": "You count crates."}, {"role": "user", "content": "How many crates are there?"}]
-
-
-@dataclass(frozen=True)
-class Harbour:
-    """A store in which `north` has two versions and `south` one, all beside one model, and a stack to ask them."""
-
-    settings: Settings
-    store: ObjectStore
-    model: Path
-    artifact: Artifact
-    adapters: dict[str, Path]
-    client: Client
-
-    def inference(self, **changes: Any) -> Inference:
-        settings = self.settings.model_copy(update=changes)
-        published, temporal = PublishedModels(self.store), Temporal(settings)
-        models = ArtModels(self.store, published, UntrainedModels(settings, temporal))
-        return Inference(settings, self.store, published, models, temporal, FairShare("questions", 16, 10))
-
-    def samplers(self) -> list[str]:
-        """The ids of sampler processes."""
-        return [folder.name for folder in HostPaths(self.settings.root_path).workers.glob("*")]
-
-    def ready(self) -> SamplerReady:
-        [sampler] = self.samplers()
-        file = HostPaths(self.settings.root_path).worker(sampler).ready
-        return SamplerReady.model_validate_json(file.read_bytes())
-
-
-def settings_of(root: Path, temporal_address: str) -> Settings:
-    name = f"s-{uuid.uuid4().hex[:6]}"
-    return Settings(
-        root=root,
-        temporal_address=temporal_address,
-        shape=name,
-        control_queue=f"control-{name}",
-        cpu_threads=1,
-        worker_idle_s=0,
-        heartbeat_timeout_s=10,
-        serving=ServingSettings(idle_s=IDLE_S, patience_s=150, max_model_len=2048, slots=4),
-    )
-
-
-@asynccontextmanager
-async def started(temporal_address: str, model: Path, folder: Path) -> AsyncIterator[Harbour]:
-    """Hosts of a shape of their own, in this process; samplers are processes."""
-    settings = settings_of(folder / "root", temporal_address)
-    store = open_store(settings.store, settings.s3)
-    shutil.copytree(model, folder / "tiny")
-    seal(folder / "tiny")
-    artifact = upload(open_store((folder / "given").as_uri(), settings.s3), "tiny", folder / "tiny")
-    adapters = {
-        id: write_adapter(folder / id, model, seed, TARGETS) for seed, id in enumerate(["north:v1", "north", "south"])
-    }
-    assert [publish(store, path, id.partition(":")[0], artifact) for id, path in adapters.items()] == [1, 2, 1]
-    stopped = asyncio.Event()
-    hosts = [asyncio.create_task(serve(role, settings, stopped)) for role in ("control", "sampler")]
-    try:
-        yield Harbour(settings, store, model, artifact, adapters, await connect(settings))
-    finally:
-        stopped.set()
-        await asyncio.gather(*hosts)
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +201,7 @@ async def test_a_sampler_that_is_killed_over_a_question_is_replaced(harbour: Har
     assert said(answer) == said(await inference.chat("default", long))
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, None])
+@pytest.mark.parametrize("waits_s", [0.0, 0.01, 0.1, 1.0, None])
 async def test_a_caller_that_leaves_takes_the_question_back(harbour: Harbour, waits_s: float | None) -> None:
     """However far it has come: being started, given to a host, drawn. None: it is surely known to Temporal."""
     inference = harbour.inference()
@@ -573,15 +503,3 @@ async def questions_and_a_kill(harbour: Harbour) -> None:
     await inference.chat("default", greedy("north"))
     mine = f'TaskQueue = "{harbour.settings.control_queue}" AND ExecutionStatus = "Running"'
     await there_is(lambda: harbour.client.count_workflows(mine), lambda found: found.count == 0)
-
-
-async def there_is(look: Any, is_enough: Any = bool, timeout_s: float = 60) -> Any:
-    """Poll until what is seen is enough."""
-    for _ in range(int(timeout_s / 0.05)):
-        seen = look()
-        if asyncio.iscoroutine(seen):
-            seen = await seen
-        if is_enough(seen):
-            return seen
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"not within {timeout_s} s: {seen}")

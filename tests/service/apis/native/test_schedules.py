@@ -1,158 +1,40 @@
 """Schedules on a real Temporal server: what they start, what they leave out and why, and what a kill leaves of them."""
 
 import asyncio
-import json
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 from temporalio import activity
-from temporalio.client import Client, ScheduleIntervalSpec, ScheduleUpdate, ScheduleUpdateInput
+from temporalio.client import ScheduleIntervalSpec, ScheduleUpdate, ScheduleUpdateInput
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords
-from activities.sources.download import Download, DownloadRequest
+from activities.sources.download import Download
 from service.accounts.access import Access
 from service.accounts.principals import Principal
-from service.automation.schedule_views import ActionView, Backfill, ScheduleView
+from service.automation.schedule_views import ActionView, Backfill
 from service.automation.schedules import Schedules
-from service.backend import Backend
-from service.database import migrate
-from service.database.engine import open_database
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
-from service.host import connect, control_workers
-from service.temporal import Temporal
+from service.host import control_workers
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import DatasetSource, RunRecord, SFTRun
-from shared.runs.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction, ScheduledRun, schedule_id
-from shared.runs.status import RunStatus
-from shared.settings import DownloadSettings, QuotaSettings, Settings
-from shared.storage.paths import RunKeys, last_scheduled, published_version, schedule_record
-from shared.storage.store import LocalStore, ObjectStore, open_store
+from shared.runs.requests import SFTRun
+from shared.runs.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun, schedule_id
+from shared.settings import QuotaSettings
+from shared.storage.paths import RunKeys, published_version, schedule_record
+from shared.storage.store import LocalStore
+from tests.service.apis.native.schedule_stack import TENANT, Stack, accepting, stack_run, started
 from tests.service.apis.native.test_webhooks import eventually
 from tests.service.conftest import put_versions
-from tests.service.stand_in import FAILS, SUCCEEDS, WAITS, StandIn
+from tests.service.stand_in import FAILS, WAITS, StandIn
 from workflows.policies import service_queue
 from workflows.services.scheduled import ScheduledRunWorkflow
-
-TENANT = "schedulers"  # whose schedules no other test has on the Temporal server that they share
-
-
-@dataclass
-class Stack:
-    """A tenant's schedules, the service that they belong to, and a host with stand-in runs."""
-
-    settings: Settings
-    store: ObjectStore
-    backend: Backend
-    temporal: Temporal
-    client: Client
-    tenant: str = TENANT
-
-    @property
-    def schedules(self) -> Schedules:
-        return self.backend.schedules
-
-    def data(self, name: str, text: str = "one") -> str:
-        """A file of rows; its URI."""
-        path = self.settings.root_path / "data" / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"text": text}) + "\n")
-        return path.as_uri()
-
-    async def create(self, name: str, seed: int = SUCCEEDS, **changes: object) -> ScheduleView:
-        """A schedule whose own times are far away."""
-        run = {
-            "kind": "sft",
-            "name": name,
-            "model": "m",
-            "dataset": {"uri": self.data(name)},
-            "steps": 4,
-            "batch_size": 2,
-            "seed": seed,
-        }
-        given = {"name": name, "run": run, "cron": "0 2 1 1 *", **changes}
-        return await self.schedules.create(self.tenant, "key-1", ScheduledRun.model_validate(given))
-
-    async def acted(self, name: str, number: int, *settled: str) -> tuple[ActionView, ...]:
-        """The actions, newest first, when so many are there, and each in a state of `settled`."""
-
-        async def look() -> tuple[ActionView, ...] | None:
-            actions = (await self.schedules.show(self.tenant, name)).actions
-            return actions if [a.state in (settled or ("started",)) for a in actions] == [True] * number else None
-
-        return await eventually(look, f"{number} actions of {name}")
-
-    async def trigger(self, name: str, number: int, *settled: str) -> ActionView:
-        """The action of one more trigger, which is the `number`-th."""
-        await self.schedules.trigger(self.tenant, name)
-        return (await self.acted(name, number, *(settled or ("started", "skipped", "failed"))))[0]
-
-    async def result(self, run_id: str | None) -> RunStatus:
-        assert run_id is not None
-
-        async def look() -> RunStatus | None:
-            key = RunKeys(run_id).result
-            return RunStatus.model_validate_json(self.store.get_bytes(key)) if self.store.head(key) else None
-
-        return await eventually(look, f"the end of {run_id}")
-
-    def record(self, run_id: str | None) -> RunRecord:
-        assert run_id is not None
-        return RunRecord.model_validate_json(self.store.get_bytes(RunKeys(run_id).record))
-
-    async def settled(self, name: str) -> None:
-        """Its workflows have ended, so that the next action overlaps with none."""
-
-        async def look() -> bool:
-            async with self.temporal.client() as client:
-                known = await client.get_schedule_handle(schedule_id(self.tenant, name)).describe()
-            return not known.info.running_actions
-
-        await eventually(look, f"{name} is idle")
-
-
-@asynccontextmanager
-async def started(address: str, root: Path, serves: bool = True) -> AsyncIterator[Stack]:
-    settings = Settings(
-        root=root,
-        temporal_address=address,
-        control_queue=f"control-{root.name}",
-        download=DownloadSettings(file_roots=(root / "data",)),
-    )
-    store, temporal = open_store(settings.store, settings.s3), Temporal(settings)
-    backend = Backend(settings, store, open_database(settings))
-    migrate.upgrade(backend.database)
-    record = RunRecords(HostContext(settings))
-    client = await connect(settings)
-    activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
-    async with (
-        control_workers(client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
-        AsyncExitStack() as service,
-    ):
-        if serves:
-            await service.enter_async_context(accepting(backend))
-        yield Stack(settings, store, backend, temporal, client)
-    backend.database.close()
-
-
-@asynccontextmanager
-async def accepting(backend: Backend) -> AsyncIterator[None]:
-    """The service answers schedules' workflows."""
-    serving = asyncio.create_task(backend.scheduled_runs.serve())
-    try:
-        yield
-        assert not serving.done(), serving
-    finally:
-        serving.cancel()
-        await asyncio.wait([serving])
 
 
 @pytest.fixture(scope="module")
@@ -413,73 +295,6 @@ async def test_what_temporal_refuses_is_not_on_record(stack: Stack) -> None:
         await stack.create("wrong", run=stack_run(foreign))
 
 
-def stack_run(uri: str) -> dict[str, object]:
-    return {"kind": "sft", "model": "m", "dataset": {"uri": uri}, "steps": 1, "batch_size": 1}
-
-
-def accepting_alone(root: Path, store: ObjectStore) -> tuple[AcceptRequest, Backend]:
-    """Run sft-1 of a schedule, whose data was brought; and a service without Temporal, to be asked to accept it."""
-    settings = Settings(root=root, download=DownloadSettings(file_roots=(root / "data",)), cpu_threads=6)
-    (root / "data").mkdir()
-    (root / "data" / "rows.jsonl").write_text('{"text": "one"}\n')
-    source = DatasetSource(uri=(root / "data" / "rows.jsonl").as_uri())
-    scheduled = ScheduledRun(name="s", run=stack_run(source.uri), cron="@daily")
-    brought = Download(HostContext(settings)).download(
-        DownloadRequest(run_id="sft-1", tenant="default", split="train", source=source)
-    )
-    action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
-    backend = Backend(settings, store, open_database(settings))
-    migrate.upgrade(backend.database)
-    return AcceptRequest(action=action, run_id="sft-1", dataset=brought.dataset), backend
-
-
-async def test_accepting_again_is_the_same_run(tmp_path: Path) -> None:
-    """As when the host dies before its answer arrives: then the run's own data is not `unchanged`."""
-    request, backend = accepting_alone(tmp_path, LocalStore(tmp_path / "store"))
-    accept = backend.scheduled_runs.accept_scheduled
-    first, second = await accept(request), await accept(request)
-    assert first == second
-    assert first.start is not None and first.start.tenant == TENANT and first.start.threads_per_rank == 6
-    third = await accept(request.model_copy(update={"run_id": "sft-2"}))
-    assert third.start is None and third.reason == "the dataset is the one that sft-1 had"
-    backend.database.close()
-
-
-class OvertakingStore(LocalStore):
-    """Just after somebody found no record of a run, an earlier attempt accepts it."""
-
-    earlier: Callable[[], object] | None = None
-
-    def get_bytes(self, key: str) -> bytes:
-        try:
-            return super().get_bytes(key)
-        except NotFound:
-            earlier, self.earlier = self.earlier, None
-            if earlier is not None and key == RunKeys("sft-1").record:
-                earlier()
-            raise
-
-
-@pytest.mark.parametrize("has_next", [False, True])
-async def test_an_attempt_that_was_given_up_may_have_accepted_the_run(tmp_path: Path, has_next: bool) -> None:
-    """It went on beyond its time. Then the data is its run's own, also where another run of that data came after it."""
-    store = OvertakingStore(tmp_path / "store")
-    request, backend = accepting_alone(tmp_path, store)
-    accept, loop = backend.scheduled_runs.accept_scheduled, asyncio.get_running_loop()
-
-    def accept_earlier() -> None:
-        asyncio.run_coroutine_threadsafe(accept(request), loop).result(60)
-        if has_next:
-            last = LastScheduled(run_id="sft-2", dataset_sha256=request.dataset.sha256)
-            store.put_bytes(last_scheduled(TENANT, "s"), last.model_dump_json().encode())
-
-    store.earlier = accept_earlier
-    decision = await accept(request)
-    assert decision.start is not None and decision == await accept(request)
-    assert store.head(RunKeys("sft-1").record) and [*store.list(f"{RunKeys('sft-1').prefix}/dataset")]
-    backend.database.close()
-
-
 async def test_a_run_that_the_sweep_was_first_to_start_is_not_started_twice(stack: Stack) -> None:
     """A service that starts up sees the record before the schedule's workflow has started the run."""
     settings = stack.settings.model_copy(update={"control_queue": f"{stack.settings.control_queue}-swept"})
@@ -565,29 +380,3 @@ async def test_a_service_that_is_away_is_waited_for(temporal_address: str, tmp_p
             assert (action.state, action.at) == ("started", waiting.at)
             assert (await stack.result(action.run_id)).state == "succeeded"
         await stack.schedules.delete(TENANT, "patient")
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"cron": None}, "exactly one of cron and every_s"),
-        ({"every_s": 60}, "exactly one of cron and every_s"),
-        ({"cron": "* * * * * *"}, "five fields"),
-        ({"cron": "@every 1s"}, "five fields"),
-        ({"cron": "CRON_TZ=Asia/Tokyo 0 2 * *"}, "five fields"),
-        ({"cron": None, "every_s": 5}, "greater than or equal to 60"),
-        ({"timezone": "Mars/Olympus"}, "no time zone"),
-        ({"continues": True}, "has a name"),
-        ({"run": {"kind": "rl", "model": "m"}}, "makes its own rollouts"),
-    ],
-)
-def test_schedules_that_are_refused(changes: dict, rule: str) -> None:
-    given = {"name": "s", "run": stack_run("file:///x"), "cron": "0 2 * * *"} | changes
-    with pytest.raises(ValueError, match=rule):
-        ScheduledRun.model_validate(given)
-
-
-def test_a_backfill_is_bounded() -> None:
-    for end in (1.0, 33 * 86_400.0):
-        with pytest.raises(ValueError, match="31 days"):
-            Backfill(begin=2.0, end=end)

@@ -2,193 +2,46 @@
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks.webhooks import WebhookVerificationError
-from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, retry_after_s
 from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice, Webhooks
-from service.database.engine import Database, open_database
-from service.database.migrate import upgrade
 from service.database.tables import OutboxRow
 from service.errors import Conflict
 from service.host import connect, control_workers
 from service.runs.rows import notice_of
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import RunRecord, SFTRun, Source
-from shared.runs.status import Problem, RunStatus, State
-from shared.runs.webhooks import Delivery, Notice, Webhook
+from shared.runs.status import Problem
+from shared.runs.webhooks import Notice, Webhook
 from shared.settings import Settings, WebhookSettings
 from shared.storage.paths import webhook_record
-from shared.storage.store import LocalStore, ObjectStore, open_store
+from shared.storage.store import open_store
+from tests.service.apis.native.webhook_stack import (
+    TENANT,
+    TOKEN,
+    Received,
+    Receiver,
+    SlowStore,
+    Stack,
+    eventually,
+    receiving,
+    record,
+    started,
+    status,
+)
 from workflows.policies import webhook_retry
 from workflows.services.webhook import WebhookWorkflow
-
-TENANT = "acme"
-TOKEN = "canary-in-a-path"
-
-
-@dataclass
-class Received:
-    path: str
-    headers: dict[str, str]
-    body: bytes
-
-
-@dataclass
-class Receiver:
-    """Answers with `answers` in turn, then 200; a redirect leads to /elsewhere."""
-
-    url: str
-    answers: list[int] = field(default_factory=list)
-    retry_after: str | None = None
-    received: list[Received] = field(default_factory=list)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: "_Server"
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        receiver = self.server.receiver
-        receiver.received.append(Received(self.path, dict(self.headers), body))
-        status = receiver.answers.pop(0) if receiver.answers else 200
-        self.send_response(status)
-        if status == 302:
-            self.send_header("location", "/elsewhere")
-        if status >= 400 and receiver.retry_after is not None:
-            self.send_header("retry-after", receiver.retry_after)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_) -> None: ...
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    receiver: Receiver
-
-
-@contextmanager
-def receiving() -> Iterator[Receiver]:
-    server = _Server(("127.0.0.1", 0), _Handler)
-    server.receiver = Receiver(f"http://127.0.0.1:{server.server_port}/{TOKEN}?v=1")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield server.receiver
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class SlowStore(LocalStore):
-    """What is read is old before it is used."""
-
-    def get_bytes(self, key: str) -> bytes:
-        data = super().get_bytes(key)
-        time.sleep(0.2)
-        return data
-
-
-@dataclass
-class Stack:
-    """Webhooks of a service, the host that tells them, and the outbox."""
-
-    settings: Settings
-    store: ObjectStore
-    webhooks: Webhooks
-    database: Database
-    temporal: Temporal
-    client: Client
-
-    async def deliveries(self, webhook_id: str) -> tuple[Delivery, ...]:
-        return await self.webhooks.deliveries(TENANT, webhook_id, 20)
-
-    async def ended(self, webhook_id: str, number: int = 1) -> tuple[Delivery, ...]:
-        """Deliveries, when so many have been made, and none is pending."""
-
-        async def look() -> tuple[Delivery, ...] | None:
-            found = await self.deliveries(webhook_id)
-            return found if len(found) == number and all(d.state != "pending" for d in found) else None
-
-        return await eventually(look, f"{number} deliveries")
-
-    async def tell(self, status: RunStatus, before: State | None = "running", api: str = "native") -> Notice:
-        """A change of a run's state, as the index leaves it in the outbox."""
-        notice = notice_of(record(api), status, before)
-        assert notice is not None
-        await self.put(notice)
-        await self.webhooks.send_outbox(self.database)
-        return notice
-
-    async def put(self, notice: Notice) -> None:
-        row = OutboxRow(
-            id=notice.notice_id,
-            tenant=notice.tenant,
-            type=notice.type,
-            run_id=notice.data["id"],
-            payload=notice.data,
-            created_at=notice.created_at,
-        )
-        await self.database.writing(lambda session: session.add(row))
-
-    async def num_waiting(self) -> int:
-        return await self.database.reading(lambda session: session.scalar(select(func.count(OutboxRow.id))))
-
-
-async def eventually(look: Callable[[], Awaitable], what: str, timeout_s: float = 20):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := await look():
-            return found
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"{what}: not within {timeout_s} s")
-
-
-def record(api: str = "native") -> RunRecord:
-    run = SFTRun(
-        model="m", dataset={"uri": "file:///d/train.jsonl"}, steps=4, batch_size=2, name="nightly", learning_rate=1e-4
-    )
-    source = Source(api=api, metadata={"team": "blue"})
-    return RunRecord(run_id="sft-01", tenant=TENANT, run=run, source=source, created_at=1.0)
-
-
-def status(state: State, **changes: object) -> RunStatus:
-    return RunStatus(run_id="sft-01", state=state, step=4, **changes)
-
-
-@asynccontextmanager
-async def started(address: str, root: Path) -> AsyncIterator[Stack]:
-    settings = Settings(
-        root=root,
-        temporal_address=address,
-        control_queue=f"control-{root.name}",
-        webhooks=WebhookSettings(allow_private_addresses=True, timeout_s=5, first_retry_s=0.05),
-    )
-    store, temporal, database = open_store(settings.store, settings.s3), Temporal(settings), open_database(settings)
-    await asyncio.to_thread(upgrade, database)
-    client = await connect(settings)
-    deliver = Deliver(HostContext(settings))
-    activities = [deliver.deliver, deliver.give_up]
-    async with control_workers(client, settings.control_queue, activities, [WebhookWorkflow]):
-        yield Stack(settings, store, Webhooks(settings, store, temporal), database, temporal, client)
-    database.close()
 
 
 @pytest.fixture(scope="module")

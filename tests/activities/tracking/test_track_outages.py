@@ -1,0 +1,174 @@
+"""Runs that cannot be written: W&B is away, a writer dies or does not answer."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+
+from activities.host_context import HostContext
+from activities.tracking.track import Track, Tracked, TrackRequest, Tries
+from activities.tracking.wandb_process import Writer, WriterLost
+from activities.tracking.wandb_writer import STEP, Done, Row, WriterStart
+from shared.settings import Settings
+from shared.storage.store import ObjectStore
+from tests.activities.tracking.tracked_runs import (
+    FIRST,
+    RUN,
+    WHOLE_RUN,
+    end_run,
+    named,
+    put_log,
+    read_offline,
+    track,
+)
+
+
+@pytest.fixture
+def dead_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else gets."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.fixture
+def hanging_port() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("port", ["dead_port", "hanging_port"])
+def test_unreachable_wandb_is_a_warning_and_an_offline_run(
+    port: str,
+    request: pytest.FixtureRequest,
+    settings: Settings,
+    store: ObjectStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{request.getfixturevalue(port)}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    put_log(store, "sft-6", FIRST, WHOLE_RUN)
+    end_run(store, "sft-6")
+    online = settings.model_copy(update={"wandb_mode": "online"})
+    with caplog.at_level(logging.WARNING):
+        tracked = track(Track(HostContext(online), init_timeout_s=2.0, finish_timeout_s=30.0), "sft-6")
+    assert tracked.warning is not None and "online" in tracked.warning
+    assert "sft-6" in caplog.text and "0" * 40 not in caplog.text
+    history = read_offline(settings.root_path / "wandb" / "sft-6")[1]
+    assert set(named(history, "train/loss")) == {1, 2, 3, 4, 5}
+    assert not _writers(), "a writer process was left behind"
+
+
+def _processes(recursive: bool = True) -> list[str]:
+    """The commands of all processes below this one, or of those that it started itself."""
+    found = []
+    for process in psutil.Process(os.getpid()).children(recursive=recursive):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+def _writers() -> list[str]:
+    """Processes below this one that belong to W&B, once they had a moment to end."""
+    deadline = time.monotonic() + 5
+    while found := [command for command in _processes() if "wandb" in command]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_a_run_that_cannot_be_written_at_all_is_tried_again_later(
+    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "not a number")  # wandb refuses its settings and ends
+    put_log(store, "sft-7", FIRST, WHOLE_RUN)
+    end_run(store, "sft-7")
+    with pytest.raises(ApplicationError, match="could not be written offline") as raised:
+        track(Track(HostContext(settings)), "sft-7")
+    assert not raised.value.non_retryable and raised.value.next_retry_delay
+
+
+def test_a_run_is_written_however_often_others_of_its_writer_get_no_answer(
+    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("activities.tracking.track.POLL_S", 0.01)
+    put_log(store, "sft-12", FIRST, WHOLE_RUN)
+    end_run(store, "sft-12")
+    activity = Track(HostContext(settings))
+
+    async def follow() -> Tracked:
+        following = None
+        try:
+            for _ in range(4):
+                async with (await activity._writer._running()).used() as hanging:
+                    writer = psutil.Process(hanging._process._process.pid)
+                    writer.suspend()
+                    following = following or asyncio.ensure_future(
+                        ActivityEnvironment().run(activity.track, TrackRequest(run_id="sft-12", run=RUN))
+                    )
+                    while len(list(hanging.folder.parent.iterdir())) < 2:  # noqa: ASYNC110 - the other has no event
+                        await asyncio.sleep(0.01)
+                    with pytest.raises(WriterLost, match="did not close"):
+                        await hanging.close(0.05)
+                    await asyncio.to_thread(writer.wait)
+            return await following
+        finally:
+            await activity.close()
+
+    assert asyncio.run(follow()).warning is None
+    assert set(named(read_offline(settings.root_path / "wandb" / "sft-12")[1], "train/loss")) == {1, 2, 3, 4, 5}
+
+
+def test_only_tries_in_a_row_that_bring_nothing_new_are_counted() -> None:
+    tries = Tries()
+    for step in (1, 2, 3):
+        tries.opened(Done(step=step))
+        tries.failed(WriterLost("it did not write in time"))
+        assert tries.num_vain == 1
+    tries.opened(Done(step=3))
+    tries.failed(WriterLost("it did not write in time"))
+    assert tries.num_vain == 2
+
+
+async def test_a_writer_that_does_not_answer_is_ended_and_another_takes_its_place(tmp_path: Path) -> None:
+    start = WriterStart(
+        run_id="r",
+        name="r",
+        project="p",
+        kind="sft",
+        mode="offline",
+        folder=tmp_path,
+        init_timeout_s=5.0,
+        config={},
+    )
+    writer = Writer(tmp_path)
+    before = set(psutil.Process().children())
+    async with writer.opened(start) as run:
+        [process] = set(psutil.Process().children()) - before
+        process.suspend()
+        with pytest.raises(WriterLost, match="did not close within 1 s"):
+            await run.close(1.0)
+    async with writer.opened(start) as run:
+        await run.write([Row(values={STEP: n}) for n in range(1, 1000)])
+        await run.close(60.0)
+    await writer.close()
+    assert not process.is_running() and not _writers()
+    assert not _scratch(tmp_path)
+
+
+def _scratch(folder: Path) -> list[Path]:
+    return list(folder.glob(".writer-*"))

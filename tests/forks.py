@@ -1,0 +1,79 @@
+"""Programs of tests as forks of a process that has imported what they need: a start takes a moment instead of seconds.
+
+For tests of what a program does. Where it matters how it is started, a test starts it as users and hosts do.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+_FORKS = multiprocessing.get_context("forkserver")
+IMPORTED = [__name__, "service.cli.client", "service.cli.commands.runs", "service.cli.commands.submit"]
+"""Modules that all forks have at once. Whoever starts other programs adds what these import."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A call in a process of its own, with its own argv, environment and folder. Its output goes to files."""
+
+    call: Callable[[], object]
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: Path
+    stdout: Path
+    stderr: Path
+
+    def __call__(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.cwd)
+        for number, path in ((1, self.stdout), (2, self.stderr)):
+            with path.open("ab") as file:
+                os.dup2(file.fileno(), number)
+        sys.argv = [*self.argv]
+        self.call()
+
+
+def run(programs: Sequence[Program], timeout_s: float) -> list[int]:
+    """Run them beside each other until all have ended, or one has failed: then the others are killed.
+
+    Returns:
+        Their exit statuses.
+    """
+    _FORKS.set_forkserver_preload(IMPORTED)
+    processes: list[BaseProcess] = [_FORKS.Process(target=program) for program in programs]
+    try:
+        for process in processes:
+            process.start()
+        _wait_for(processes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [process.exitcode or 0 for process in processes]
+
+
+def captured(
+    call: Callable[[], object], argv: Sequence[str], environment: Mapping[str, str], cwd: Path, timeout_s: float
+) -> tuple[int, str, str]:
+    """Run one program; its exit status, what it wrote to stdout, and what to stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        [code] = run([Program(call, argv, environment, cwd, stdout, stderr)], timeout_s)
+        return code, stdout.read_text(), stderr.read_text()
+
+
+def _wait_for(processes: Sequence[BaseProcess], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while living := [process for process in processes if process.exitcode is None]:
+        if any(process.exitcode for process in processes):
+            return
+        if not wait([process.sentinel for process in living], max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"not ended after {timeout_s:g} s")

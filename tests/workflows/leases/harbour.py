@@ -1,0 +1,106 @@
+"""A store in which two names have versions beside one model, and hosts that answer questions to them."""
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client
+
+from service.accounts.limits import FairShare
+from service.host import connect, serve
+from service.inference.art_models import ArtModels, UntrainedModels
+from service.inference.published_models import PublishedModels
+from service.inference.questions import Inference
+from service.temporal import Temporal
+from shared.chat.completions import SamplerReady
+from shared.contract import Artifact
+from shared.settings import ServingSettings, Settings
+from shared.storage.artifacts import seal, upload
+from shared.storage.paths import HostPaths
+from shared.storage.store import ObjectStore, open_store
+from tests.megatron_worker.sampler_process import write_adapter
+from tests.workflows.published import publish
+
+IDLE_S = 4.0
+
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Harbour:
+    """A store in which `north` has two versions and `south` one, all beside one model, and a stack to ask them."""
+
+    settings: Settings
+    store: ObjectStore
+    model: Path
+    artifact: Artifact
+    adapters: dict[str, Path]
+    client: Client
+
+    def inference(self, **changes: Any) -> Inference:
+        settings = self.settings.model_copy(update=changes)
+        published, temporal = PublishedModels(self.store), Temporal(settings)
+        models = ArtModels(self.store, published, UntrainedModels(settings, temporal))
+        return Inference(settings, self.store, published, models, temporal, FairShare("questions", 16, 10))
+
+    def samplers(self) -> list[str]:
+        """The ids of sampler processes."""
+        return [folder.name for folder in HostPaths(self.settings.root_path).workers.glob("*")]
+
+    def ready(self) -> SamplerReady:
+        [sampler] = self.samplers()
+        file = HostPaths(self.settings.root_path).worker(sampler).ready
+        return SamplerReady.model_validate_json(file.read_bytes())
+
+
+def settings_of(root: Path, temporal_address: str) -> Settings:
+    name = f"s-{uuid.uuid4().hex[:6]}"
+    return Settings(
+        root=root,
+        temporal_address=temporal_address,
+        shape=name,
+        control_queue=f"control-{name}",
+        cpu_threads=1,
+        worker_idle_s=0,
+        heartbeat_timeout_s=10,
+        serving=ServingSettings(idle_s=IDLE_S, patience_s=150, max_model_len=2048, slots=4),
+    )
+
+
+@asynccontextmanager
+async def started(temporal_address: str, model: Path, folder: Path) -> AsyncIterator[Harbour]:
+    """Hosts of a shape of their own, in this process; samplers are processes."""
+    settings = settings_of(folder / "root", temporal_address)
+    store = open_store(settings.store, settings.s3)
+    shutil.copytree(model, folder / "tiny")
+    seal(folder / "tiny")
+    artifact = upload(open_store((folder / "given").as_uri(), settings.s3), "tiny", folder / "tiny")
+    adapters = {
+        id: write_adapter(folder / id, model, seed, TARGETS) for seed, id in enumerate(["north:v1", "north", "south"])
+    }
+    assert [publish(store, path, id.partition(":")[0], artifact) for id, path in adapters.items()] == [1, 2, 1]
+    stopped = asyncio.Event()
+    hosts = [asyncio.create_task(serve(role, settings, stopped)) for role in ("control", "sampler")]
+    try:
+        yield Harbour(settings, store, model, artifact, adapters, await connect(settings))
+    finally:
+        stopped.set()
+        await asyncio.gather(*hosts)
+
+
+async def there_is(look: Any, is_enough: Any = bool, timeout_s: float = 60) -> Any:
+    """Poll until what is seen is enough."""
+    for _ in range(int(timeout_s / 0.05)):
+        seen = look()
+        if asyncio.iscoroutine(seen):
+            seen = await seen
+        if is_enough(seen):
+            return seen
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"not within {timeout_s} s: {seen}")

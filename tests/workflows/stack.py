@@ -1,0 +1,182 @@
+"""A control host and stand-in GPU hosts on a real Temporal server, for tests of whole runs."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.api.enums.v1 import EventType
+from temporalio.client import (
+    Client,
+    WorkflowFailureError,
+    WorkflowHandle,
+)
+
+from activities.host_context import HostContext
+from activities.hosts.worker_pool import WorkerPool
+from activities.models.publish import Publish
+from activities.records.checkpoints import FindCheckpoint
+from activities.records.run_records import RunRecords
+from service.host import _end_idle_workers, connect, control_workers, gpu_workers
+from service.seals import seal_key
+from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.start import RunStart, RunTiming, result_sha256
+from shared.runs.status import RunStatus
+from shared.settings import Settings
+from shared.storage.paths import HostPaths, RunKeys
+from shared.storage.store import ObjectStore, open_store, open_uri
+from tests.ended import TELLS_WHERE_IT_STANDS, end
+from tests.workflows.stand_in import REPOSITORY, StandInCommand
+from tests.workflows.stand_in_activities import StandInData
+from workflows.services.single_activity import TrackWorkflow
+from workflows.sft import SFTWorkflow
+
+
+@dataclass
+class Stack:
+    """A control host and as many gpu hosts as a test starts, on queues of its own."""
+
+    client: Client
+    settings: Settings
+    store: ObjectStore
+    data: StandInData
+    exits: AsyncExitStack
+    pools: list[WorkerPool] = field(default_factory=list)
+
+    @property
+    def workers(self) -> Path:
+        return HostPaths(self.settings.root_path).workers
+
+    def worker_ids(self) -> list[str]:
+        return [folder.name for folder in self.workers.glob("*")]
+
+    async def add_gpu_host(self, step_s: float = 0.01) -> None:
+        """A host in this process."""
+        threads = self.exits.enter_context(ThreadPoolExecutor(4))
+        environment = {"PYTHONPATH": str(REPOSITORY)}
+        pool = WorkerPool(
+            HostPaths(self.settings.root_path), StandInCommand(step_s), environment, self.settings.worker_idle_s
+        )
+        self.exits.callback(pool.close)
+        self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
+        for worker in gpu_workers(self.client, self.settings, threads, pool, f"host-{uuid.uuid4().hex}"):
+            await self.exits.enter_async_context(worker)
+
+    def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> subprocess.Popen:
+        """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""
+        given = self.settings
+        environment = {
+            "PYTHONPATH": str(REPOSITORY),
+            "LONGSHORE_ROOT": str(root or given.root_path),
+            "LONGSHORE_STORE_URI": given.store,
+            "LONGSHORE_TEMPORAL_ADDRESS": given.temporal_address,
+            "LONGSHORE_SHAPE": given.shape,
+            "LONGSHORE_SEAL_KEY": seal_key(given).decode(),
+            "LONGSHORE_WORKER_IDLE_S": str(given.worker_idle_s),
+        }
+        command = [sys.executable, "-m", "tests.workflows.stand_in_host", str(step_s)]
+        environment = {**os.environ, **TELLS_WHERE_IT_STANDS, **environment}
+        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY)
+        self.exits.callback(end, process)
+        return process
+
+    async def start(
+        self,
+        run_id: str | None = None,
+        resumed: bool = False,
+        timing: RunTiming | None = None,
+        is_tracked: bool = True,
+        **run,
+    ):
+        run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
+        fields = {"steps": 20, "checkpoint_every": 5, "seed": 7, **run}
+        dataset = DatasetSource(uri=fields.pop("dataset", "file:///rows.jsonl"))
+        start = RunStart(
+            run_id=run_id,
+            run=SFTRun(name=run_id, model="tiny", dataset=dataset, batch_size=2, **fields),
+            timing=timing or RunTiming(heartbeat_timeout_s=4, host_pickup_timeout_s=4, cancel_grace_s=20),
+            shape=self.settings.shape,
+            **self.start_of(run_id, resumed),
+            is_tracked=is_tracked,
+        )
+        return await self.client.start_workflow(
+            SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
+        )
+
+    def start_of(self, run_id: str, resumed: bool) -> dict[str, Any]:
+        """What the service makes anew for every start."""
+        goes_on_from = result_sha256(self.store, run_id) if resumed else None
+        return {"start_id": uuid.uuid4().hex, "resumed": resumed, "goes_on_from": goes_on_from}
+
+    async def num_trackers(self, run_id: str) -> int:
+        return (await self.client.count_workflows(f'WorkflowId STARTS_WITH "{run_id}-track-"')).count
+
+    async def result(self, run_id: str) -> RunStatus:
+        return RunStatus.model_validate_json(await asyncio.to_thread(self.store.get_bytes, RunKeys(run_id).result))
+
+    def weights(self, status: RunStatus) -> bytes:
+        assert status.adapter is not None
+        store, key = open_uri(status.adapter, self.settings.s3)
+        return store.get_bytes(f"{key}/adapter_model.safetensors")
+
+
+@asynccontextmanager
+async def started(temporal_address: str, root: Path, **changes) -> AsyncIterator[Stack]:
+    name = uuid.uuid4().hex[:8]
+    settings = Settings(
+        root=root, temporal_address=temporal_address, shape=name, control_queue=f"control-{name}", **changes
+    )
+    client = await connect(settings)
+    store = open_store(settings.store, settings.s3)
+    data = StandInData(store, root / "scratch-data")
+    record = RunRecords(HostContext(settings))
+    async with AsyncExitStack() as exits:
+        activities = [
+            *data.all,
+            FindCheckpoint(HostContext(settings)).find_checkpoint,
+            Publish(HostContext(settings)).publish,
+            record.record_result,
+            record.begin,
+        ]
+        control = control_workers(client, settings.control_queue, activities, [SFTWorkflow, TrackWorkflow])
+        await exits.enter_async_context(control)
+        yield Stack(client, settings, store, data, exits)
+
+
+async def eventually(condition: Callable[[], Awaitable[object] | object], what: str, timeout_s: float = 30.0):
+    """Poll until the condition holds; its truthy answer is returned."""
+    for _ in range(int(timeout_s / 0.05)):
+        answer = condition()
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        if answer:
+            return answer
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"{what}: not within {timeout_s} s")
+
+
+async def has_checkpoint(handle: WorkflowHandle) -> bool:
+    return (await handle.query(SFTWorkflow.status)).checkpoint is not None
+
+
+async def failure_of(handle: WorkflowHandle) -> BaseException | None:
+    with pytest.raises(WorkflowFailureError) as caught:
+        await handle.result()
+    return caught.value.cause
+
+
+async def num_events(handle: WorkflowHandle) -> int:
+    return len([event async for event in handle.fetch_history_events()])
+
+
+async def num_failed_activities(handle: WorkflowHandle) -> int:
+    kinds = [event.event_type async for event in handle.fetch_history_events()]
+    return kinds.count(EventType.EVENT_TYPE_ACTIVITY_TASK_FAILED)
