@@ -61,6 +61,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="session")
+def fresh_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One to be disturbed, where nothing is found that was made on the other: samples and bins are found by content."""
+    with _shared:
+        yield _shared.enter_context(started(tmp_path_factory.mktemp("fresh"), **QUICK))
+
+
+@pytest.fixture(scope="session")
 def chat_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """256 one-turn chats about a harbour."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from tests.activities.groups import group, random_groups
-from tests.end_to_end.conftest import QUICK
-from tests.end_to_end.stack import Stack, started, wait_until
+from tests.end_to_end.stack import Stack, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -74,22 +73,22 @@ def test_every_step_trains_the_policy_on(undisturbed: list[dict]) -> None:
 
 
 def test_everything_is_killed_in_the_middle_and_the_last_adapter_has_the_same_bits(
-    tmp_path: Path, options: list[str], groups: Groups, undisturbed: list[dict]
+    fresh_stack: Stack, options: list[str], groups: Groups, undisturbed: list[dict]
 ) -> None:
     """N steps, every process killed while the next one trains, the stack started anew, N more."""
-    root = tmp_path / "killed"
-    with started(root, **QUICK) as stack:
-        run_id = stack.cli(*options).json["run_id"]
-        half = NUM_STEPS // 2
-        steps = [train(stack, run_id, groups, number) for number in range(1, half + 1)]
-        stack.cli("step", run_id, groups(half + 1), "--key", f"key-{half + 1}")
-        wait_until(lambda: _in_job(stack, run_id, half + 1), "the next step's job", every_s=0.01)
-        _kill_everything(stack)
-        stack.cli("dev", "--detach", "--root", str(root))
-        steps += [train(stack, run_id, groups, number) for number in range(half + 1, NUM_STEPS + 1)]
-        assert [step["state"] for step in steps] == ["done"] * NUM_STEPS
-        assert [weights(step) for step in steps] == [weights(step) for step in undisturbed]
-        assert stack.cli("get", run_id, "--json").json["policy_version"] == NUM_STEPS
+    stack = fresh_stack
+    run_id = stack.cli(*options).json["run_id"]
+    half = NUM_STEPS // 2
+    steps = [train(stack, run_id, groups, number) for number in range(1, half + 1)]
+    stack.cli("step", run_id, groups(half + 1), "--key", f"key-{half + 1}")
+    wait_until(lambda: _in_job(stack, run_id, half + 1), "the next step's job", every_s=0.01)
+    _kill_everything(stack)
+    stack.cli("dev", "--detach", "--root", str(stack.root))
+    steps += [train(stack, run_id, groups, number) for number in range(half + 1, NUM_STEPS + 1)]
+    assert [step["state"] for step in steps] == ["done"] * NUM_STEPS
+    assert [weights(step) for step in steps] == [weights(step) for step in undisturbed]
+    assert stack.cli("get", run_id, "--json").json["policy_version"] == NUM_STEPS
+    stack.cli("finish", run_id)
 
 
 def _in_job(stack: Stack, run_id: str, step: int) -> bool:

@@ -21,8 +21,7 @@ from shared.jobs.job import Lora, Reinforce
 from shared.runs.requests import RLRun
 from shared.runs.status import StepStatus
 from tests.activities.groups import random_groups, write_groups
-from tests.end_to_end.conftest import QUICK
-from tests.end_to_end.stack import Stack, started, wait_until
+from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
@@ -50,8 +49,8 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def _train(stack: Stack, model: Path, groups: list[str], done: Callable[[int], None]) -> list[StepStatus]:
-    """Every step to its end, one after the other; each is sent until it is accepted, and then once more."""
+def _train(stack: Stack, model: Path, groups: list[str], done: Callable[[int], None]) -> tuple[str, list[StepStatus]]:
+    """Every step of a run to its end, one after the other; each is sent until it is accepted, and then once more."""
     connection = Connection.read(stack.root)
     assert connection is not None
     run = RLRun(
@@ -71,35 +70,38 @@ def _train(stack: Stack, model: Path, groups: list[str], done: Callable[[int], N
             done(number + 1)
         # What is shown of a run is what was last seen of it while the host of its workflow is being started again.
         wait_until(lambda: client.run(run_id).policy_version == len(groups), "the run is shown at its last step")
-    return steps
+    return run_id, steps
 
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack, tiny_model: Path, groups: list[str]) -> list[StepStatus]:
-    return _train(stack, tiny_model, groups, lambda number: None)
+    run_id, steps = _train(stack, tiny_model, groups, lambda number: None)
+    stack.cli("finish", run_id)
+    return steps
 
 
 def test_every_accepted_step_is_trained_exactly_once(
-    tmp_path: Path,
+    fresh_stack: Stack,
     tiny_model: Path,
     groups: list[str],
     undisturbed: list[StepStatus],
     chance: random.Random,
 ) -> None:
     dying: list[threading.Timer] = []
-    with started(tmp_path / "killed", **QUICK) as stack:
 
-        def strike(number: int) -> None:
-            """Somewhere within the next step, once in a while."""
-            if number % _STEPS_A_KILL == _STEPS_A_KILL // 2:
-                timer = threading.Timer(chance.uniform(0, 1.5), kill, (stack, chance.choice(VICTIMS), 0))
-                timer.start()
-                dying.append(timer)
+    def strike(number: int) -> None:
+        """Somewhere within the next step, once in a while."""
+        if number % _STEPS_A_KILL == _STEPS_A_KILL // 2:
+            timer = threading.Timer(chance.uniform(0, 1.5), kill, (fresh_stack, chance.choice(VICTIMS), 0))
+            timer.start()
+            dying.append(timer)
 
-        steps = _train(stack, tiny_model, groups, strike)
-        for timer in dying:
-            timer.join()
-        records = [json.loads(path.read_text()) for path in sorted((stack.root / "store").glob("runs/*/steps/*.json"))]
+    run_id, steps = _train(fresh_stack, tiny_model, groups, strike)
+    for timer in dying:
+        timer.join()
+    fresh_stack.cli("finish", run_id)
+    paths = sorted((fresh_stack.root / "store" / "runs" / run_id / "steps").iterdir())
+    records = [json.loads(path.read_text()) for path in paths]
     assert len(dying) == len(range(_STEPS_A_KILL // 2, NUM_STEPS + 1, _STEPS_A_KILL))
     expected = [(n, "done", n, n) for n in range(1, NUM_STEPS + 1)]
     assert [(s.step, s.state, s.policy_version, s.optimizer_step) for s in steps] == expected
