@@ -10,7 +10,7 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 # Folders whose tests share a stack or a service.
-_TOGETHER = ("tests/end_to_end/", "tests/security/attacks/", "tests/security/")
+_TOGETHER = ("tests/end_to_end/", "tests/security/attacks/", "tests/security/", "tests/page/")
 # Those that take longest, in this order; then all others, by their names.
 _FIRST = (
     "tests/end_to_end/",

@@ -1,0 +1,129 @@
+"""One service for the whole folder, runs of every kind and state on it, and one Chromium."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tokenizers import Tokenizer
+
+from shared.settings import Settings
+from shared.storage import artifacts
+from shared.storage.artifacts import FileEntry, Manifest, refer
+from shared.storage.paths import RunKeys
+from tests.page import measured
+from tests.service.conftest import (
+    Service,
+    api,  # noqa: F401 - fixtures
+    key_of_acme,
+    polling,
+    postgres_server,  # noqa: F401
+    reaches,
+    serving,
+    settings_below,
+    started,
+    theirs,  # noqa: F401
+    wait_until,
+)
+from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+
+if TYPE_CHECKING:
+    from tests.page.guest import Browser, Guest
+
+QWEN = "file:///models/Qwen3-0.6B"
+_HERE = Path(__file__).parent
+_shared = ExitStack()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Stop all behind the last test of this folder: while Playwright lives, no other test's event loop runs."""
+    if nextitem is None or not nextitem.path.is_relative_to(_HERE):
+        _shared.close()
+
+
+@pytest.fixture(scope="session")
+def settings(temporal_address: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return settings_below(tmp_path_factory.mktemp("page"), temporal_address)
+
+
+@pytest.fixture(scope="session")
+def service(settings: Settings) -> Iterator[Service]:
+    with _shared:
+        service = _shared.enter_context(serving(settings))
+        _shared.enter_context(polling(settings))
+        yield service
+
+
+@pytest.fixture(scope="session")
+def acme(service: Service) -> str:
+    return key_of_acme(service)
+
+
+@pytest.fixture(scope="session")
+def browser(service: Service) -> Iterator["Browser"]:
+    """Behind the service: Temporal's client needs an event loop of its own before it answers."""
+    with _shared:
+        yield _shared.enter_context(_chromium())
+
+
+@contextmanager
+def _chromium() -> Iterator["Browser"]:
+    from tests.page.guest import CHROMIUM, sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def trained(service: Service, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Runs of every kind and state, by what they are for."""
+
+    def on_record(run_id: str) -> None:
+        """A workflow says that it has ended a moment before."""
+        wait_until(lambda: service.store.head(RunKeys(run_id).result), "its result is on record")
+
+    with service.http() as client:
+        runs = {
+            "sft": started(client, seed=SUCCEEDS, name="harbour-chat", model=QWEN, steps=240),
+            "failed": started(client, seed=FAILS, name="bad-rows", model=QWEN),
+            "running": started(client, seed=WAITS, name="night-shift", model=QWEN),
+            "evil": started(client, seed=SUCCEEDS, model=f"file:///models/{measured.XSS}"),
+            "rl": client.post("/runs/rl", json={"model": QWEN, "name": "arithmetic"}).json()["run_id"],
+        }
+        for name in ("sft", "evil"):
+            reaches(client, runs[name], "succeeded")
+            on_record(runs[name])
+        reaches(client, runs["failed"], "failed")
+        on_record(runs["failed"])
+        for name in ("sft", "evil"):
+            measured.sft_course(service.store, runs[name])
+        measured.finish(service.store, runs["sft"], tmp_path_factory.mktemp("adapter"))
+        tokenizer = tiny_model / "tokenizer.json"
+        entry = FileEntry(path="tokenizer.json", size=tokenizer.stat().st_size, sha256=artifacts.sha256_file(tokenizer))
+        model = refer(service.store, "models/imported/tiny", Manifest(files=(entry,), root=tiny_model.as_uri()))
+        ids = Tokenizer.from_file(str(tokenizer)).encode(f"How many crates? {measured.XSS} 42 crates.").ids
+        measured.rl_course(service.store, runs["rl"], model, ids)
+        client.post(f"/runs/{runs['rl']}/finish")
+        reaches(client, runs["rl"], "succeeded")
+        on_record(runs["rl"])
+        times = {"started_at": measured.BEGAN, "ended_at": measured.BEGAN + 214, "gpu_seconds": 171.0}
+        lost = {"trajectories": 32.0, "broken_trajectories": 3.0, "dropped_for_differs": 3.0}
+        measured.ended_as(service.store, runs["rl"], step=30, num_steps=30, epoch=1, metrics=lost, **times)
+    service.rebuild()
+    return runs
+
+
+@pytest.fixture
+def guest(browser: "Browser", service: Service, trained: dict[str, str]) -> Iterator["Guest"]:
+    """Signed in; whatever a test does, the browser must have had nothing to complain of, and have asked nobody else."""
+    from tests.page.guest import Guest
+
+    one = Guest(browser, service.url)
+    yield one
+    troubles = list(one.troubles)
+    one.context.close()
+    assert troubles == []

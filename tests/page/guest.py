@@ -1,0 +1,49 @@
+"""A real Chromium in front of a real service: what people see, press and read."""
+
+import os
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.service.conftest import KEY
+
+CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
+try:
+    from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright  # noqa: F401
+except ImportError:
+    pytest.skip("playwright is not installed", allow_module_level=True)
+if CHROMIUM is None:
+    pytest.skip("there is no chromium on this machine: apt-get install chromium", allow_module_level=True)
+
+expect.set_options(timeout=30_000)
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+SCREENSHOTS = os.environ.get("LONGSHORE_TEST_SCREENSHOTS")
+"""A folder for the pictures of docs/page.md: LONGSHORE_TEST_SCREENSHOTS=docs/images"""
+PICTURES = ("list_desktop_light.png", "rl_desktop_light.png", "list_phone_dark.png", "run_phone_dark.png")
+
+
+class Guest:
+    """A browser of its own, signed in, that notes what it should not have seen."""
+
+    def __init__(self, browser: Browser, url: str, key: str = KEY, **options) -> None:
+        self.context: BrowserContext = browser.new_context(base_url=url, **({"viewport": DESKTOP} | options))
+        self.context.set_default_timeout(30_000)
+        self.page: Page = self.context.new_page()
+        self.troubles: list[str] = []
+        self._origin = urlsplit(url).netloc
+        self.page.on("console", lambda said: said.type in ("error", "warning") and self.troubles.append(said.text))
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("request", self._note)
+        answer = self.context.request.post("/login", form={"key": key}, max_redirects=0)
+        assert answer.status == 303, answer.text()
+
+    def _note(self, request) -> None:
+        if urlsplit(request.url).netloc != self._origin and not request.url.startswith("data:"):
+            self.troubles.append(f"asked elsewhere: {request.url}")
+
+    @property
+    def overflow(self) -> int:
+        """Pixels by which the page is wider than the screen."""
+        return self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -1,0 +1,187 @@
+"""A run's page: what it says, shows, hands out and does."""
+
+import re
+import shutil
+from pathlib import Path
+
+from shared.contract import Fence
+from shared.jobs.events import Step
+from shared.settings import Settings
+from shared.storage.paths import RunKeys
+from tests.page import measured
+from tests.page.guest import Browser, Guest, expect
+from tests.service.conftest import Service, started
+from tests.service.stand_in import SUCCEEDS, WAITS
+
+
+def test_a_run_is_understood_at_a_glance(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto(f"/runs/{trained['sft']}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("harbour-chat")
+    glance = page.get_by_label("Summary")
+    for text in ("succeeded", "4 min 42 s", "harbour-chat v3", "step 240 of 240"):
+        expect(glance).to_contain_text(text)
+    for title in ("Loss", "Learning rate", "Gradient norm", "Throughput", "Device memory"):
+        expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
+    loss = page.locator("figure.chart").filter(has_text="held out").first
+    expect(loss.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"train 0\.\d+ at step 240"))
+    expect(loss.locator("line.restart")).to_have_count(1)  # where the second worker went on
+    loss.get_by_role("img").focus()
+    page.keyboard.press("ArrowRight")
+    expect(loss.locator(".tip")).to_contain_text("step 0")
+    page.keyboard.press("ArrowRight")
+    expect(loss.locator(".tip")).to_contain_text(re.compile(r"step 1\D*train \d"))
+    expect(page.locator("#timeline-body")).to_contain_text("worker lost: lease 2")
+    data = page.locator("#data-body")
+    for text in ("6,361", "26.2 %", "≤512", "92.1 %"):
+        expect(data).to_contain_text(text)
+    data.get_by_text("Rows dropped").click()
+    expect(data).to_contain_text("train.jsonl:88")
+
+
+def test_logs_are_searched(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto(f"/runs/{trained['sft']}#logs")
+    lines = page.locator("#log-lines > div")
+    expect(lines.last).to_contain_text("succeeded")
+    page.locator("#log-words").fill("CHECKPOINT")
+    expect(lines).to_have_count(1)
+    expect(lines.first.locator("mark")).to_have_text("checkpoint")
+    expect(page.locator("#log-count")).to_contain_text("1 of")
+
+
+def test_files_are_downloaded_to_the_byte(guest: Guest, service: Service, trained: dict[str, str]) -> None:
+    page, keys = guest.page, RunKeys(trained["sft"])
+    page.goto(f"/runs/{trained['sft']}")
+    with page.expect_download() as found:
+        page.get_by_role("link", name="Download the checkpoint of step 240").click()
+    assert found.value.suggested_filename == f"{trained['sft']}-e000002-a01-step-240.tar"
+    assert bytes(range(256)) * 300 in Path(found.value.path()).read_bytes()
+    page.get_by_text("Job file 000001, e000002-a01").click()
+    shown = page.locator("details[open] pre")
+    expect(shown).to_contain_text('"schema_version"')
+    exact = next(i.key for i in service.store.list(f"{keys.logs}/000001/e000002-a01/job.json"))
+    assert shown.inner_text() == service.store.get_bytes(exact).decode()
+    page.get_by_text("Worker's output 000001, e000001-a01").click()
+    expect(page.locator("#request-body")).to_contain_text("SIGKILL: the worker is gone")
+
+
+def test_two_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto(f"/runs/{trained['sft']}")
+    page.get_by_label("Compare with").select_option(trained["evil"])
+    expect(page.locator("#differences")).to_contain_text("fields of the request differ")
+    expect(page.get_by_role("rowheader", name="name", exact=True)).to_be_visible()
+    loss = page.locator("figure.chart").filter(has_text="held out").first
+    expect(loss.locator("path.other").first).to_be_attached()
+    expect(loss.locator(".legend i.dashed")).to_have_count(2)  # as their lines are
+    assert f"with={trained['evil']}" in page.url
+
+
+def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto(f"/runs/{trained['rl']}")
+    expect(page.locator("#facts")).to_contain_text(
+        re.compile(r"Trajectories dropped in the last step\s*3 of 32\s*differs 3")
+    )
+    for title in ("Reward", "Spread within groups", "KL", "Entropy", "Clipped tokens", "Length of answers"):
+        expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
+    expect(page.locator("figure.chart path.band")).to_have_count(1)
+    kl = page.locator("figure.chart").filter(has=page.get_by_role("img", name=re.compile("^KL:")))
+    expect(kl.locator(".latest")).to_have_text(re.compile(r"^0\.002"))  # to the reference
+    memory = page.locator("figure.chart").filter(has_text="Device memory")
+    expect(memory.locator("text", has_text="GiB")).to_have_text(["0 GiB", "0.5 GiB", "1 GiB"])
+    flat = """async () => {
+        const { Chart } = await import("/static/chart.js");
+        const chart = new Chart("none", { fromZero: true });
+        chart.draw({ series: [{ name: "share", color: 0, points: [[1, 0], [2, 0]] }] });
+        return [chart.bounds.low, chart.bounds.high];
+    }"""
+    assert page.evaluate(flat) == [0, 1]  # a share is never below zero
+    time_split = page.locator("figure.chart").filter(has_text="Where the time goes")
+    expect(time_split.locator("rect")).to_have_count(30 * 4 + 6)
+    samples = page.locator("#samples-body")
+    expect(samples).to_contain_text("How many crates?")
+    expect(samples).to_contain_text("42 crates.")
+    expect(samples).to_contain_text(re.compile(r"reward 0\.\d"))
+    slider = samples.get_by_role("slider", name="Step")
+    slider.focus()
+    page.keyboard.press("Home")
+    expect(samples).to_contain_text("train step 1")
+
+
+def test_what_others_wrote_is_shown_as_text(guest: Guest, api, trained: dict[str, str]) -> None:
+    page = guest.page
+    for path in ("/", f"/runs/{trained['evil']}", f"/runs/{trained['rl']}"):
+        page.goto(path)
+        expect(page.locator("main")).to_contain_text("<script>" if path != "/" else "harbour-chat")
+        assert page.locator("main img, main script").count() == 0
+        assert "owned" not in page.title()
+    page.goto(f"/runs/{trained['evil']}")
+    expect(page.locator("#samples-body pre").filter(has_text=measured.XSS).first).to_be_visible()
+
+
+def test_buttons_do_what_they_say(guest: Guest, api, trained: dict[str, str]) -> None:
+    page, run_id = guest.page, started(api, seed=WAITS, name="to-be-stopped")
+    page.goto(f"/runs/{run_id}")
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="No, go back").click()
+    assert api.get(f"/runs/{run_id}").json()["state"] == "running"
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#toast")).to_contain_text("pauses after the current step")
+    expect(page.get_by_label("Summary")).to_contain_text("paused")
+    page.get_by_role("button", name="Resume").click()
+    expect(page.get_by_label("Summary")).to_contain_text("succeeded")
+    expect(page.locator("#actions button")).to_have_count(0)
+    page.goto(f"/runs/{trained['running']}")
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Yes").click()
+    expect(page.get_by_label("Summary")).to_contain_text("cancelled")
+    page.goto(f"/runs/{trained['failed']}")
+    expect(page.get_by_role("alert")).to_contain_text("train.jsonl:3: no assistant turn")
+    expect(page.locator("#actions button")).to_have_count(1)  # resumed it would meet the same row again
+    page.get_by_role("button", name="Run again").click()
+    page.get_by_role("button", name="Yes").click()
+    page.wait_for_url(re.compile(rf"/runs/(?!{trained['failed']})sft-"))
+    expect(page.get_by_role("heading", level=1)).to_have_text("bad-rows")
+
+
+def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -> None:
+    run_id, page = started(api, seed=WAITS), guest.page
+    page.goto(f"/runs/{run_id}")
+    expect(page.locator("#chart-grid")).to_contain_text("Charts come with the first step")
+    for step, loss in ((1, 2.5), (2, 1.25)):
+        event = Step(seq=step, time=float(step), step=step, metrics={"loss": loss})
+        part = RunKeys(run_id).log_part("000001", Fence(epoch=1), step)
+        service.store.put_bytes(part, event.model_dump_json().encode() + b"\n")
+        expect(page.locator("figure.chart .latest")).to_have_text(str(loss))
+    expect(page.locator("#log-lines")).to_contain_text("step 2: loss 1.25")
+    api.post(f"/runs/{run_id}/cancel")
+    expect(page.get_by_label("Summary")).to_contain_text("cancelled")
+
+
+def test_examples_are_shown_with_the_trained_tokens_marked(
+    guest: Guest,
+    api,
+    tiny_model: Path,
+    settings: Settings,
+) -> None:
+    rows = settings.root_path.parent / "page_rows.jsonl"
+    rows.write_text('{"prompt": "Who climbs aboard? <b>", "completion": "The pilot."}\n')
+    model = settings.root_path.parent / "page_model"
+    shutil.copytree(tiny_model, model)
+    run_id = started(api, seed=SUCCEEDS, model=model.as_uri(), dataset={"uri": rows.as_uri()}, max_tokens=64)
+    page = guest.page
+    page.goto(f"/runs/{run_id}")
+    page.get_by_role("button", name="Preview examples").click()
+    shown = page.locator("#preview .spans-of-tokens")
+    expect(shown).to_contain_text("Who climbs aboard? <b>")
+    expect(shown.locator(".trained").first).to_contain_text("The pilot.")
+
+
+def test_a_run_that_there_is_not_says_so(browser: Browser, service: Service) -> None:
+    one = Guest(browser, service.url)
+    one.page.goto("/runs/sft-nothing")
+    expect(one.page.get_by_role("heading", level=1)).to_have_text("No such run")
+    assert [trouble for trouble in one.troubles if "404" not in trouble] == []
+    one.context.close()
