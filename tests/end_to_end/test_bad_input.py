@@ -57,7 +57,8 @@ def test_a_dataset_that_cannot_be_used(
 ) -> None:
     answer = submit(stack, tiny_model, jsonl(tmp_path / "data.jsonl", rows))
     assert_refused(answer, *words)
-    assert stack.most_attempts(answer.json["run_id"]) == 1, "a user's mistake is not retried"
+    if answer.code == 100:  # else it was refused before there was a run
+        assert stack.most_attempts(answer.json["run_id"]) == 1, "a user's mistake is not retried"
 
 
 def unknown_family(model: Path) -> None:
