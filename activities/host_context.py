@@ -20,7 +20,7 @@ from temporalio import activity
 from activities.confined import calls as confined
 from shared.contract import Artifact
 from shared.settings import Settings
-from shared.storage.artifacts import find, seal, stage, upload
+from shared.storage.artifacts import find, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
 
@@ -71,9 +71,8 @@ class HostContext:
             yield folder
 
     def keep(self, key: str, folder: Path) -> Artifact:
-        """Seal a folder and upload it as the artifact under `key`."""
-        seal(folder)
-        return upload(self.store, key, folder)
+        """Upload a scratch folder as the artifact under `key`. The store's copy is durable; the folder is not."""
+        return upload_files(self.store, key, folder, manifest_of(folder))
 
     def made_once(self, key: str, purpose: str, make: Callable[[Path], object]) -> Artifact:
         """The artifact under a key, made in a scratch folder where the store has none.

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,15 +47,15 @@ def measure(
         engine.train_full(Full())
     held = engine.memory().device_bytes
     there, host = plain_buffers(held, device)
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "plain": lambda: both_ways(there, host),
         "fresh": lambda: both_ways(torch.empty_like(there), fresh(host), there),
-        "offload": engine.offload,
-        "reload": engine.reload,
+        "offload": partial(engine.place, "host"),
+        "reload": partial(engine.place, "device"),
     }
-    first = timed(engine.offload, device)
+    first = timed(partial(engine.place, "host"), device)
     left = engine.memory()
-    engine.reload()
+    engine.place("device")
     rounds = [{name: timed(way, device) for name, way in ways.items()} for _ in range(repeats)]
     seconds = {
         clock: medians([{name: times[clock] for name, times in each.items()} for each in rounds]) for clock in CLOCKS

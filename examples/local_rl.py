@@ -211,9 +211,9 @@ def do_job(plan: JobPlan, worker: WorkerProcess) -> list[Event]:
         fence=_FENCE,
         log_path=str(outputs / "log.jsonl"),
         checkpoint_dir=str(outputs / "checkpoints"),
-        scratch_dir=str(worker.paths.scratch(plan.job_id, _FENCE)),
+        scratch_dir=str(worker.paths.scratch(plan.run_id, plan.job_id, _FENCE)),
     )
-    write_atomically(worker.paths.job(plan.job_id, _FENCE), job.model_dump_json(indent=1).encode())
+    write_atomically(worker.paths.job(plan.run_id, plan.job_id, _FENCE), job.model_dump_json(indent=1).encode())
     reader, events = LogReader(Path(job.log_path)), list[Event]()
     while not events or not isinstance(events[-1], Terminal):
         was_alive = worker.is_alive()

@@ -20,26 +20,27 @@ def end_job(
     job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks, archive: Callable[[], None]
 ) -> None:
     """Steps 2 to 7. The runner's own objects went when it returned. `archive` is called on rank 0."""
-    _free_device(job, warm, report, ranks)  # 2, 3
+    _free_device(job, outcome, warm, report, ranks)  # 2, 3
     ranks.barrier()  # 4
     if ranks.rank == 0:
         if Path(job.scratch_dir).exists():
             shutil.rmtree(job.scratch_dir)  # 5
         archive()  # 6
-        _conclude(outcome, warm, report)  # 7
+        _conclude(job, outcome, warm, report)  # 7
 
 
-def _free_device(job: Job, warm: WarmEngine, report: Report, ranks: WorkerRanks) -> None:
-    """Drop what the job made, then offload what the next job can use. A job that was refused has touched nothing."""
-    if not warm.in_use or warm.engine is None:
+def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks) -> None:
+    """Drop what the job made, then offload what later jobs can use. A refused job has touched nothing."""
+    if job.plan.run_id not in warm.in_hand or warm.dispatcher is None:
         collect_garbage()
         return
-    began, before = time.perf_counter(), warm.engine.memory()
-    warm.engine.drop_training_state()
+    engine = warm.dispatcher.engine
+    began, before = time.perf_counter(), engine.memory()
+    warm.give_back(job.plan, outcome.kept)
     collect_garbage()
     if job.plan.after == "offload":
-        warm.offload()
-        after = warm.engine.memory()
+        warm.offload(job.plan)
+        after = engine.memory()
         sums = ranks.total([before.device_bytes, after.device_bytes, after.host_bytes])
         report.emit(
             Offloaded,
@@ -48,11 +49,12 @@ def _free_device(job: Job, warm: WarmEngine, report: Report, ranks: WorkerRanks)
             host_bytes=sums[2],
             duration_s=time.perf_counter() - began,
         )
-    warm.put_back()
 
 
-def _conclude(outcome: Outcome, warm: WarmEngine, report: Report) -> None:
-    device = "held" if warm.on_device else "released"
+def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: Report) -> None:
+    """Say the last word. Of a job that ends beside others, its own part of the device is what counts."""
+    is_held = warm.on_device and (job.plan.after == "keep" or not warm.in_hand)
+    device = "held" if is_held else "released"
     match outcome.state:
         case "succeeded":
             report.emit(Succeeded, step=outcome.step, device=device)

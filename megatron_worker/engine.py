@@ -8,10 +8,11 @@ while its peers still have some gives empty ones: weights, or experts, may be sp
 Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +79,13 @@ class Batch:
             (lengths.cumsum(0) - 1).to(device),
             torch.zeros(len(sequences), dtype=torch.int64, device=device),
         )
+
+    @staticmethod
+    def chain(token_ids: Sequence[int], device: torch.device) -> "Batch":
+        """Make a bin of one sequence, every token but the first a target."""
+        token_id_T = torch.tensor(token_ids, device=device)
+        position_T = torch.arange(len(token_ids), device=device)
+        return Batch.to_score(token_id_T, position_T, position_T - 1, position_T[:-1], token_id_T[1:])
 
     @staticmethod
     def empty(device: torch.device) -> "Batch":
@@ -152,12 +160,31 @@ class Norms:
     clipped: bool
 
 
+Part = Literal["weights", "gradients", "optimizer"]
+Where = Literal["device", "host", "dropped"]
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of one part over all slots: on the device, and in declared host buffers."""
+
+    device: int = 0
+    host: int = 0
+
+    def __add__(self, other: "PartBytes") -> "PartBytes":
+        return PartBytes(self.device + other.device, self.host + other.host)
+
+
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: storages on the device, and declared host buffers that outlive a job."""
+    """Bytes: storages on the device, declared host buffers that outlive a job, and both by part.
+
+    On CUDA `device_bytes` is all that is allocated there, activations included.
+    """
 
     device_bytes: int
     host_bytes: int
+    parts: Mapping[Part, PartBytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,6 +220,10 @@ class Engine(Protocol):
 
     def set_adapter(self, name: str | None) -> None:
         """Use this slot in the following calls, or none."""
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
         ...
 
     def train_full(self, full: Full) -> None:
@@ -245,12 +276,29 @@ class Engine(Protocol):
         """Drop adapters, gradients and optimizer state. After `train_full` the base weights go too."""
         ...
 
-    def offload(self) -> None:
-        """Move the base weights to preallocated host buffers; every parameter's storage has size 0 afterwards."""
+    # Residency: a part that is not on the device has storages of size 0 there.
+    def place(
+        self,
+        everything: Where | None = None,
+        *,
+        weights: Where | None = None,
+        gradients: Where | None = None,
+        optimizer: Where | None = None,
+        slots: Collection[str | None] | None = None,
+    ) -> None:
+        """Move parts of some slots (None among them: the base), or of all: to the device, to the host, or give them up.
+
+        Bits are kept, but of what is dropped: the base is read again from its files, gradients are zero. Raises
+        ValueError where nothing else holds what is to be dropped.
+        """
         ...
 
-    def reload(self) -> None:
-        """Undo `offload`, to the bit."""
+    def training(self) -> AbstractContextManager[None]:
+        """Have the base and all of the active slot on the device in a `with` block, and afterwards all where it was."""
+        ...
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Have the base and the active slot's weights on the device in a `with` block, and no optimizer state."""
         ...
 
     def memory(self) -> Memory: ...

@@ -1,59 +1,71 @@
 """The one loop: a job from its inputs to its last checkpoint. What follows, the end of the job, is ending.py's.
 
-Every rank runs this file with the same job and takes the same turns.
+Every rank runs this file with the same job. A job is a generator, which yields between its passes: the worker may then
+do a pass of another one.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from megatron_worker.engine import Engine, LossFunction
+from megatron_worker.dispatch import Dispatcher
+from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.process.event_log import Report
 from megatron_worker.process.faults import Fault, JobFailed, fault_of
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.sums import reported
-from megatron_worker.training.batches import PackedBatches, Sums
-from megatron_worker.training.checkpoint import load_checkpoint, load_initial_checkpoint, read_state, save_checkpoint
+from megatron_worker.training.batches import PackedBatches
+from megatron_worker.training.checkpoint import (
+    Written,
+    go_on_from,
+    load_checkpoint,
+    load_initial_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts
-from megatron_worker.training.frozen_logprobs import bins_to_score, score, score_reference
-from megatron_worker.training.probe import check_probe, probe
 from megatron_worker.training.schedule import learning_rate
-from megatron_worker.warm_engine import WarmEngine
+from megatron_worker.warm_engine import Kept, WarmEngine, slots_of
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
-from shared.jobs.job import Full, Job, JobPlan, Lora, PackedData, reference_of, scores_old
-from shared.jobs.packed import Ints
-
-ADAPTER = "default"
+from shared.jobs.job import Full, Job, JobPlan, PackedData, is_policy_loss, reference_of, scores_old
 
 Folders = dict[Artifact, Path]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job came out, and the steps that were done by then. A fault belongs to `failed`."""
+    """How a job came out, and the steps that were done by then. A fault belongs to `failed`.
+
+    `kept`: the state that it left in its slots, where another job is expected to go on with it.
+    """
 
     state: Literal["succeeded", "failed", "cancelled"]
     step: int
     fault: Fault | None = None
+    kept: Kept | None = None
+
+
+Passes = Generator[None, None, Outcome]
 
 
 @dataclass
 class Work:
-    """What the steps of one job need. `done`: steps done; `saved`: the step of this attempt's newest checkpoint."""
+    """What the steps of one job need. `done`: steps done; `saved`: this attempt's newest checkpoint."""
 
     job: Job
     model_sha256: str
-    engine: Engine
+    dispatcher: Dispatcher
     data: PackedBatches
     loss: LossFunction
     evaluator: Evaluator
@@ -61,11 +73,32 @@ class Work:
     ranks: WorkerRanks
     cancelled: Callable[[], bool]
     done: int = 0
-    saved: int | None = None
+    saved: Written | None = None
 
     @property
     def plan(self) -> JobPlan:
         return self.job.plan
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether another job is expected to go on with what this one leaves."""
+        return self.plan.after == "keep" or is_policy_loss(self.plan.loss)
+
+    @property
+    def reference(self) -> Artifact | None:
+        """The adapter that the loss is against."""
+        reference = reference_of(self.plan.loss)
+        return reference if isinstance(reference, Artifact) else None
+
+    @property
+    def slot(self) -> str | None:
+        """What is trained: the run's own slot, None where the base is."""
+        return slots_of(self.plan.run_id, self.plan.trainable)[0]
+
+    @property
+    def reference_slot(self) -> str | None:
+        """What computes as the loss's reference: an adapter's slot, or the base."""
+        return None if self.reference is None else slots_of(self.plan.run_id, self.plan.trainable)[1]
 
     @property
     def step(self) -> int:
@@ -75,13 +108,13 @@ class Work:
 
 def run_job(
     job: Job, warm: WarmEngine, staging: Staging, report: Report, ranks: WorkerRanks, cancelled: Callable[[], bool]
-) -> Outcome:
-    """Do a job. A fault that all ranks know is an outcome; any other error is this rank's alone, and propagates."""
+) -> Passes:
+    """Do a job, a pass at a time. A fault that all ranks know is an outcome; any other error propagates."""
     work: Work | None = None
     with ExitStack() as open_files:
         try:
             work = prepare(job, warm, staging, report, ranks, cancelled, open_files)
-            return train(work)
+            return (yield from train(work))
         except JobFailed as failed:
             return Outcome("failed", work.step if work else job.plan.first_step, failed.fault)
 
@@ -98,23 +131,28 @@ def prepare(
     """Stage inputs, put the engine on the device, load what to go on from, report `started`."""
     plan = job.plan
     make_deterministic(plan)
-    folders = staging.fetch(job)
+    kept = warm.kept_for(job)
+    folders = staging.fetch(job, at_hand=(plan.initial_checkpoint, kept.reference) if kept else ())
     model_sha256 = staging.contents_sha256(plan.model)
     data, evaluator = ranks.agree(lambda: _open_data(plan, folders, open_files))
-    engine = _take_engine(warm, plan, folders, ranks)
-    ranks.agree(lambda: check_probe(plan.probe, engine.facts.vocab_size))
+    dispatcher = _take_engine(warm, plan, folders, kept, ranks)
+    ranks.agree(lambda: _check_probe(plan.probe, dispatcher.facts.vocab_size))
     loss = loss_function(plan.loss, plan.temperature)
-    work = Work(job, model_sha256, engine, data, loss, evaluator, report, ranks, cancelled)
-    # Two agreements: loading is collective, so no rank may come to it alone.
-    ranks.agree(lambda: _make_trainable(engine, job, folders))
-    ranks.agree(lambda: _score_reference(work, folders))
-    if job.needs_its_beginning and plan.initial_checkpoint is not None:
+    work = Work(job, model_sha256, dispatcher, data, loss, evaluator, report, ranks, cancelled)
+    load = partial(dispatcher.load_state, work.slot)
+    # Several agreements: loading is collective, so no rank may come to it alone.
+    if kept is None:
+        ranks.agree(lambda: _make_trainable(work, folders))
+    ranks.agree(lambda: _score_reference(work, folders, kept))
+    if kept is not None:
+        ranks.agree(lambda: go_on_from(kept.checkpoint, plan, model_sha256))
+    elif job.needs_its_beginning and plan.initial_checkpoint is not None:
         before = folders[plan.initial_checkpoint]
-        ranks.agree(lambda: load_initial_checkpoint(engine, plan, work.model_sha256, before))
+        ranks.agree(lambda: load_initial_checkpoint(load, plan, model_sha256, before))
     ranks.agree(lambda: _score_old(work, folders))
     if job.start is not None:
         checkpoint = folders[job.start]
-        work.done = ranks.agree(lambda: load_checkpoint(engine, plan, work.model_sha256, checkpoint))
+        work.done = ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, checkpoint))
     report.emit(
         Started,
         run_id=plan.run_id,
@@ -122,46 +160,53 @@ def prepare(
         fence=job.fence,
         first_step=work.step,
         num_steps=plan.first_step + plan.num_steps,
-        device=engine.facts.device_name,
+        device=dispatcher.facts.device_name,
         world_size=ranks.world_size,
     )
     return work
 
 
-def train(work: Work) -> Outcome:
+def train(work: Work) -> Passes:
     """The steps that are left, with evaluations and checkpoints between them."""
     try:
-        evaluated = evaluate(work)
-        while work.done < work.plan.num_steps and not work.cancelled():
-            metrics = train_step(work, work.done)
-            work.done += 1
-            work.report.emit(Step, step=work.step, metrics=metrics)
-            save_if_due(work)
-            evaluated = evaluate(work)
-        save(work)
+        with work.dispatcher.resident(work.slot):
+            evaluated = yield from _train(work)
         is_whole = work.done == work.plan.num_steps and evaluated
         if is_whole and work.plan.probe:
-            work.report.emit(Probed, step=work.step, logprobs=probe(work.engine, work.plan.probe))
+            work.report.emit(Probed, step=work.step, logprobs=work.dispatcher.probe(work.slot, work.plan.probe))
     except JobFailed:
         raise
     except Exception as error:
         raise work.ranks.agree_on(error) from None
-    return Outcome("succeeded" if is_whole else "cancelled", work.step)
+    if not is_whole:
+        return Outcome("cancelled", work.step)
+    assert work.saved is not None
+    kept = Kept(work.plan.trainable, work.saved, work.reference) if work.is_continued else None
+    return Outcome("succeeded", work.step, kept=kept)
+
+
+def _train(work: Work) -> Generator[None, None, bool]:
+    """Returns whether the last evaluation was made, if one was due."""
+    evaluated = evaluate(work)
+    while work.done < work.plan.num_steps and not work.cancelled():
+        yield
+        metrics = train_step(work, work.done)
+        work.done += 1
+        work.report.emit(Step, step=work.step, metrics=metrics)
+        save_if_due(work)
+        evaluated = evaluate(work)
+    save(work)
+    return evaluated
 
 
 def train_step(work: Work, step: int) -> dict[str, float]:
-    """One update, from this rank's share of the step's bins. Metrics are sums and means over all ranks.
+    """One update. Metrics are sums and means over all ranks.
 
     Raises:
         JobFailed: `not_finite`; no weight has changed since the step before.
     """
     began = time.perf_counter()
-    engine, facts = work.engine, work.engine.facts
-    sums = Sums(work.loss, facts.device)
-    batches = work.data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
-    for batch, found in engine.forward_backward_all(batches, work.loss):
-        sums.add(found, batch)
-    reduced = engine.reduce(sums.totals)
+    reduced = work.dispatcher.forward_backward(work.slot, work.data, step, work.loss)
     update = _update(work, step, reduced)
     duration_s = time.perf_counter() - began
     return {
@@ -169,21 +214,21 @@ def train_step(work: Work, step: int) -> dict[str, float]:
         **{name: value for name, value in reported(reduced).items() if name not in ("loss", "weight")},
         "step_s": duration_s,
         "tokens_per_s": reduced["tokens"] / duration_s,
-        "memory_bytes": float(work.ranks.largest([engine.memory().device_bytes])[0]),
+        "memory_bytes": float(work.ranks.largest([work.dispatcher.engine.memory().device_bytes])[0]),
     }
 
 
 def _update(work: Work, step: int, reduced: dict[str, float]) -> dict[str, float]:
     """Loss, learning rate and norm of one update. A step without a trained token is skipped: nothing to learn from."""
     if not reduced["weight"]:
-        work.engine.zero_grad()
+        work.dispatcher.zero_grad(work.slot)
         return {"skipped": 1.0}
     loss = reduced["loss"] / reduced["weight"]
     if not math.isfinite(loss):
         raise _not_finite(work.step, "the loss", loss)
     first, num_steps = work.plan.first_step, work.plan.num_steps
     rate = learning_rate(work.plan.schedule, first + step, first + num_steps)
-    norms = work.engine.optim_step(work.plan.optimizer, rate, reduced["weight"])
+    norms = work.dispatcher.optim_step(work.slot, work.plan.optimizer, rate, reduced["weight"])
     if not math.isfinite(norms.grad_norm):
         raise _not_finite(work.step, "the gradient's norm", norms.grad_norm)
     return {
@@ -207,24 +252,26 @@ def save_if_due(work: Work) -> None:
 
 def save(work: Work) -> None:
     """A checkpoint of what is done, unless it stands."""
-    if work.saved == work.done:
+    if work.saved is not None and work.saved.state.step == work.step:
         return
-    path, sha256 = save_checkpoint(work.engine, work.ranks, work.job, work.model_sha256, work.step)
-    work.saved = work.done
+    work.saved = save_checkpoint(
+        partial(work.dispatcher.save_state, work.slot), work.ranks, work.job, work.model_sha256, work.step
+    )
     if work.ranks.rank == 0:
-        work.report.emit(Saved, step=work.step, path=str(path), manifest_sha256=sha256)
+        work.report.emit(Saved, step=work.step, path=str(work.saved.path), manifest_sha256=work.saved.sha256)
 
 
 def evaluate(work: Work) -> bool:
     """Held-out metrics and samples of the weights as they are, if they are due now. False when a cancel cut in."""
     if not work.evaluator.is_due(work.done, work.plan.num_steps):
         return True
-    metrics = work.evaluator.metrics(work.engine, work.cancelled)
-    if metrics is None:
+    evaluator, dispatcher = work.evaluator, work.dispatcher
+    assert evaluator.data is not None
+    sums = dispatcher.evaluate(work.slot, evaluator.data, evaluator.loss_function, work.cancelled)
+    samples = sums and evaluator.samples(partial(dispatcher.greedy, work.slot), work.cancelled)
+    if sums is None or samples is None:
         return False
-    samples = work.evaluator.samples(work.engine, work.cancelled)
-    if samples is None:
-        return False
+    metrics = evaluator.metrics(sums)
     work.report.emit(Evaluated, step=work.step, metrics=metrics, samples=samples)
     return True
 
@@ -237,14 +284,16 @@ def make_deterministic(plan: JobPlan) -> None:
     torch.manual_seed(plan.seed)
 
 
-def _take_engine(warm: WarmEngine, plan: JobPlan, folders: Folders, ranks: WorkerRanks) -> Engine:
+def _take_engine(
+    warm: WarmEngine, plan: JobPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
+) -> Dispatcher:
     if plan.layout.world_size != ranks.world_size:
         place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
         raise JobFailed(fault_of(InvalidInput(message, place)))
     try:
-        return ranks.agree(lambda: warm.take(plan, folders[plan.model]))
+        return ranks.agree(lambda: warm.take(plan, folders[plan.model], kept))
     except JobFailed:
-        warm.discard()  # on every rank: an engine that some ranks have and others lack is of no use to the next job
+        warm.refuse(plan)
         raise
 
 
@@ -263,45 +312,47 @@ def _open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[
     return training, Evaluator(plan.evaluation, evaluated, prompts, folders[plan.model], loss)
 
 
-def _make_trainable(engine: Engine, job: Job, folders: Folders) -> None:
+def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    for place, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise InvalidInput(f"token {token_id} is outside the vocabulary of {vocab_size}", f"probe[{place}]")
+
+
+def _make_trainable(work: Work, folders: Folders) -> None:
     """Make the weights to train, fresh or from an adapter. A checkpoint to start from comes after, and into them."""
-    plan = job.plan
-    begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
-    match plan.trainable:
-        case Lora() as lora if plan.initial_adapter is not None and begins_here:
-            engine.load_adapter(ADAPTER, folders[plan.initial_adapter], lora, trainable=True)
-        case Lora() as lora:
-            engine.add_adapter(ADAPTER, lora, plan.seed)
-        case Full() if plan.initial_adapter is not None:
-            raise InvalidInput("full training does not start from an adapter", "initial_adapter")
-        case Full() as full:
-            engine.train_full(full)
+    plan = work.plan
+    begins_here = work.job.needs_its_beginning and plan.initial_checkpoint is None
+    starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
+    adapter = None if starts_from is None else folders[starts_from]
+    work.dispatcher.create_slot(work.slot, plan.trainable, plan.seed, adapter)
     # Whatever setting up drew from the generators, the steps begin at the seed.
     torch.manual_seed(plan.seed)
 
 
-def _score_reference(work: Work, folders: Folders) -> None:
+def _score_reference(work: Work, folders: Folders, kept: Kept | None) -> None:
     """Before any checkpoint is loaded: full training has the base as it was published only now."""
-    reference = reference_of(work.plan.loss)
-    if reference is None:
+    if reference_of(work.plan.loss) is None:
         return
-    folder = None if reference == "base" else folders[reference]
-    trained = ADAPTER if isinstance(work.plan.trainable, Lora) else None
-    scored = [(work.data, _turns(work, folders, 0))]
+    if work.reference is not None and (kept is None or kept.reference is None):
+        assert work.reference_slot is not None
+        work.dispatcher.load_frozen(work.reference_slot, folders[work.reference])
+    score = partial(
+        work.dispatcher.score, work.reference_slot, column="ref_logprob_N", temperature=work.plan.temperature
+    )
+    score(work.data, range(_done(work, folders), work.plan.num_steps))
     if (held_out := work.evaluator.wants_reference) is not None:
-        scored.append((held_out, bins_to_score(held_out, 0, 1, work.engine.facts.dp_rank, work.engine.facts.dp_size)))
-    score_reference(work.engine, scored, reference, folder, trained, work.plan.temperature)
+        score(held_out, range(1))
 
 
 def _score_old(work: Work, folders: Folders) -> None:
     """All but what the first step alone trains on: there the old policy is the policy itself (targets.py)."""
-    if scores_old(work.plan.loss):
-        whose, temperature = _turns(work, folders, 1), work.plan.temperature
-        work.data.put("old_logprob_N", score(work.engine, work.data, whose, temperature))
+    plan = work.plan
+    if scores_old(plan.loss):
+        steps = range(max(_done(work, folders), 1), plan.num_steps)
+        work.dispatcher.score(work.slot, work.data, steps, "old_logprob_N", plan.temperature)
 
 
-def _turns(work: Work, folders: Folders, first_step: int) -> list[Ints]:
-    """What is to be scored for the steps from `first_step` on that are not done."""
-    plan, start, facts = work.plan, work.job.start, work.engine.facts
-    done = 0 if start is None else read_state(folders[start]).step - plan.first_step
-    return bins_to_score(work.data, max(done, first_step), plan.num_steps, facts.dp_rank, facts.dp_size)
+def _done(work: Work, folders: Folders) -> int:
+    """Steps of this job that the checkpoint to go on from has behind it: nothing is scored for them."""
+    start = work.job.start
+    return 0 if start is None else read_state(folders[start]).step - work.plan.first_step

@@ -1,7 +1,8 @@
 """The resident worker: rank 0 watches the folder, every rank does the job that it broadcasts."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,22 +12,25 @@ from megatron_worker.process.faults import Fault
 from megatron_worker.process.job_queue import Claim, JobQueue
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
-from megatron_worker.runner import Outcome, run_job
+from megatron_worker.runner import Outcome, Passes, run_job
+from megatron_worker.training.checkpoint import RandomState, random_state, set_random_state
 from megatron_worker.warm_engine import BuildEngine, WarmEngine
 from shared.contract import Frozen
 from shared.jobs.job import Job
 from shared.storage.paths import WorkerPaths, write_atomically
 
-POLL_S = 0.05
+POLL_S, SOON_POLL_S = 0.05, 0.005  # the latter while another job may come soon
+SOON_S = 10.0
 KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out
 
 
 class Order(Frozen):
-    """What rank 0 tells the others. `stale`: why the job is refused."""
+    """What rank 0 tells the others: begin this job, or go on with that run's. `stale`: why the job is refused."""
 
-    kind: Literal["wait", "do", "leave"]
+    kind: Literal["wait", "begin", "go_on", "leave"]
     job: Job | None = None
     stale: str | None = None
+    run_id: str | None = None
 
 
 class CancelFlag:
@@ -44,76 +48,129 @@ class CancelFlag:
         return self._seen
 
 
+@dataclass
+class InHand:
+    """A job that has begun. `random_state`: where its passes draw on, while another job's are done."""
+
+    job: Job
+    passes: Passes
+    report: Report
+    archive: Callable[[], None]
+    random_state: RandomState = field(default_factory=random_state)
+
+
 class Worker:
-    """One process of the group, with its engine and what it needs for any job."""
+    """One process of the group, with its engine and what it needs for any job.
+
+    Several jobs may be in hand, of runs that train adapters on one engine: passes of theirs are done in turn, and each
+    ends in the bits in which it would end alone.
+    """
 
     def __init__(self, ranks: WorkerRanks, staging: Staging, build: BuildEngine) -> None:
         self._ranks = ranks
         self._staging = staging
         self._warm = WarmEngine(build)
+        self._in_hand: dict[str, InHand] = {}
+        self._last: str | None = None
 
     def serve(self, paths: WorkerPaths) -> None:
         """Do jobs until the folder's `stop` stands and no job is in hand."""
-        reader = QueueReader(paths) if self._ranks.rank == 0 else None
+        reader = QueueReader(paths, self._warm) if self._ranks.rank == 0 else None
         while True:
             order = self._next_order(reader)
-            if order.kind == "leave":
-                return
-            if order.job is not None:
-                self._do(order.job, order.stale, reader)
+            match order.kind:
+                case "leave":
+                    return
+                case "begin":
+                    assert order.job is not None
+                    self._begin_claimed(order.job, order.stale, reader)
+                    if not order.stale:  # what it takes, it has taken before another one is looked at
+                        self._advance(order.job.plan.run_id)
+                case "go_on":
+                    assert order.run_id is not None
+                    self._advance(order.run_id)
 
     def do_one(self, job: Job) -> Outcome:
         """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput when its log is in use."""
         report = Report(Path(job.log_path) if self._ranks.rank == 0 else None)
         return self.run(job, report)
 
-    def _next_order(self, reader: "QueueReader | None") -> Order:
-        order = reader.next_order() if reader else None
-        return Order.model_validate_json(self._ranks.broadcast(order.model_dump_json().encode() if order else None))
-
-    def _do(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
-        if reader is None:
-            self.run(job, Report(None), stale)
-        else:
-            self.run(job, reader.claim.report, stale, lambda: reader.queue.is_cancelled(job), reader.archive)
-
     def run(
         self,
         job: Job,
         report: Report,
-        stale: str | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         archive: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """A job from its inputs to its terminal event. `cancelled` and `archive` are asked on rank 0 alone."""
+        self._begin(job, report, cancelled, archive)
+        while (outcome := self._advance(job.plan.run_id)) is None:
+            pass
+        return outcome
+
+    def _next_order(self, reader: "QueueReader | None") -> Order:
+        order = reader.next_order(list(self._in_hand)) if reader else None
+        return Order.model_validate_json(self._ranks.broadcast(order.model_dump_json().encode() if order else None))
+
+    def _begin_claimed(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
+        claim = reader.claim if reader else None
+        report = claim.report if claim else Report(None)
+
+        def archive() -> None:
+            assert reader is not None and claim is not None
+            reader.queue.archive(claim.path)
+
         if stale:
             outcome = Outcome("failed", 0, Fault(kind="stale_fence", message=stale))
+            end_job(job, outcome, self._warm, report, self._ranks, archive)
         else:
-            flag = CancelFlag(self._ranks, cancelled)
-            outcome = run_job(job, self._warm, self._staging, report, self._ranks, flag)
-        end_job(job, outcome, self._warm, report, self._ranks, archive)
-        return outcome
+            self._begin(job, report, lambda: reader is not None and reader.queue.is_cancelled(job), archive)
+
+    def _begin(self, job: Job, report: Report, cancelled: Callable[[], bool], archive: Callable[[], None]) -> None:
+        flag = CancelFlag(self._ranks, cancelled)
+        passes = run_job(job, self._warm, self._staging, report, self._ranks, flag)
+        self._in_hand[job.plan.run_id] = InHand(job, passes, report, archive)
+
+    def _advance(self, run_id: str) -> Outcome | None:
+        """Do one pass of a job, the last of them with the job's end; then it is the last in line for the next."""
+        task = self._in_hand.pop(run_id)
+        if self._last != run_id:
+            set_random_state(task.random_state)
+        self._last = run_id
+        try:
+            next(task.passes)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            end_job(task.job, outcome, self._warm, task.report, self._ranks, task.archive)
+            return outcome
+        task.random_state = random_state()
+        self._in_hand[run_id] = task
+        return None
 
 
 class QueueReader:
-    """Rank 0's own: the queue, and the claim of the job in hand."""
+    """Rank 0's own: the queue, and the claim of the job that began last."""
 
-    def __init__(self, paths: WorkerPaths) -> None:
+    def __init__(self, paths: WorkerPaths, warm: WarmEngine) -> None:
         self.queue = JobQueue(paths)
         self.claim: Claim
+        self._warm = warm
         write_atomically(paths.ready, b"")
 
-    def next_order(self) -> Order:
-        """Wait for a job or `stop`; speak up now and then all the same."""
-        deadline = time.monotonic() + KEEP_ALIVE_S
-        while time.monotonic() < deadline:
-            if self.queue.should_leave():
-                return Order(kind="leave")
-            if (claim := self.queue.claim()) is not None:
-                self.claim = claim
-                return Order(kind="do", job=claim.job, stale=claim.stale)
-            time.sleep(POLL_S)
-        return Order(kind="wait")
+    def next_order(self, in_hand: Sequence[str]) -> Order:
+        """Begin a job that has come, or go on with the one that has waited longest; with none in hand, wait.
 
-    def archive(self) -> None:
-        self.queue.archive(self.claim.path)
+        Speaks up now and then all the same.
+        """
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < KEEP_ALIVE_S:
+            is_leaving = self.queue.should_leave()
+            if is_leaving and not in_hand:
+                return Order(kind="leave")
+            if not is_leaving and (claim := self.queue.claim(self._warm.accepts)) is not None:
+                self.claim = claim
+                return Order(kind="begin", job=claim.job, stale=claim.stale)
+            if in_hand:
+                return Order(kind="go_on", run_id=in_hand[0])
+            time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
+        return Order(kind="wait")

@@ -6,7 +6,15 @@ from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from temporalio.client import Client, Interceptor, WorkflowExecution, WorkflowFailureError, WorkflowHandle
+from temporalio.client import (
+    Client,
+    Interceptor,
+    WorkflowExecution,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
 from temporalio.common import Priority
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
@@ -179,6 +187,24 @@ def _tls(settings: Settings) -> TLSConfig | bool:
         )
     except OSError as error:
         raise InvalidInput(f"cannot be read: {error.strerror}", str(error.filename)) from error
+
+
+async def query(handle: WorkflowHandle[Any, Any], name: str, *arguments: Any, result_type: type[T] | None = None) -> T:
+    """Query a workflow.
+
+    Raises:
+        TemporalUnavailable: no host answers, or not well: its workflow task fails, as while hosts are replaced, or its
+            code is newer than the workflow's history.
+    """
+    try:
+        found: T = await handle.query(name, args=arguments, result_type=result_type, rpc_timeout=QUERY_PATIENCE)
+        return found
+    except RPCError as error:
+        if error.status in AWAY or error.status == RPCStatusCode.FAILED_PRECONDITION:
+            raise TemporalUnavailable(f"{handle.id} does not answer: is a control host up?") from error
+        raise
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
+        raise TemporalUnavailable(f"{handle.id} does not answer its {name}: {error}") from error
 
 
 @contextmanager

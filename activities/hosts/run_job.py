@@ -23,7 +23,7 @@ from shared.runs.status import CheckpointRef, Problem
 from shared.storage.paths import write_atomically
 from shared.storage.store import ObjectStore
 
-_POLL_S = 0.03
+_POLL_S = 0.01
 # A collective that hangs ends by torch's own timeouts; a process that was stopped never would.
 _SILENCE_S = 120.0
 
@@ -101,21 +101,21 @@ class _Attempt:
             fence=request.fence,
             log_path=str(self.outputs / "log.jsonl"),
             checkpoint_dir=str(self.outputs / "checkpoints"),
-            scratch_dir=str(worker.paths.scratch(request.plan.job_id, request.fence)),
+            scratch_dir=str(worker.paths.scratch(request.plan.run_id, request.plan.job_id, request.fence)),
             start=start.artifact if start else None,
         )
         self.reader = LogReader(Path(self.job.log_path))
         self.uploader = Uploader(store, self.job, start)
         self.progress = Progress(request.plan, request.fence, _steps_before(store, request.plan, start), signals)
         self.probe: tuple[float, ...] = ()
-        self.cancel = worker.paths.cancel(request.plan.job_id, request.fence)
+        self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.heard_at = time.monotonic()
 
     def run(self) -> JobResult:
         try:
             self.uploader.job()
-            path = self.worker.paths.job(self.request.plan.job_id, self.request.fence)
+            path = self.worker.paths.job(self.request.plan.run_id, self.request.plan.job_id, self.request.fence)
             write_atomically(path, self.job.model_dump_json(indent=1).encode())
             terminal = self._follow()
         except BaseException:

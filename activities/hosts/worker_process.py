@@ -78,8 +78,9 @@ class WorkerProcess:
         return self.paths.ready.exists()
 
     def serve(self, lease: LeaseMark) -> None:
-        """Make it a lease's worker: jobs of older fences are refused from now on."""
-        write_atomically(self.paths.lease, lease.model_dump_json().encode())
+        """Make it a lease's worker: jobs of other leases are refused from now on."""
+        shutil.rmtree(self.paths.leases, ignore_errors=True)
+        write_atomically(self.paths.lease(lease.run_id), lease.model_dump_json().encode())
         self.lease = lease
 
     def death_report(self) -> str:
@@ -193,7 +194,7 @@ def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
             continue
         if record is None and _is_new(folder):  # another host of this root is just making it: no process is in it yet
             continue
-        if record is not None and WorkerPaths(folder).lease.exists():
+        if record is not None and any(WorkerPaths(folder).leases.glob("*.json")):
             were.append(record.key)
         known = record is not None and _is_running(record.pid, record.started_at)
         end_processes(folder.name, record.pid if record is not None and known else None)

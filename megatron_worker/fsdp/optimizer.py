@@ -77,9 +77,9 @@ class Optimizer:
         for name, tensor in self.gathered(state).items():
             tensor.copy_(values.views[name])
 
-    def flats(self) -> list[Flat]:
-        """Every buffer of its own; the working weights are their owner's."""
-        return [*([] if self._masters is None else [self._masters]), self.grad, self.exp_avg, self.exp_avg_sq]
+    def states(self) -> list[Flat]:
+        """Every buffer of its own but the gradients; the working weights are their owner's."""
+        return [*([] if self._masters is None else [self._masters]), self.exp_avg, self.exp_avg_sq]
 
     def detach(self) -> None:
         """Freeze the parameters and let go of their gradients."""

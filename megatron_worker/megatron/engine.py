@@ -1,13 +1,14 @@
 """MegatronEngine: the Engine Protocol on megatron-core. It reads as the Protocol does; the parts are beside it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores, Where
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of, slices_of
@@ -153,14 +154,25 @@ class MegatronEngine:
     def drop_training_state(self) -> None:
         self._slots.drop_all()
 
-    def offload(self) -> None:
-        self._slots.offload()
+    def place(
+        self,
+        everything: Where | None = None,
+        *,
+        weights: Where | None = None,
+        gradients: Where | None = None,
+        optimizer: Where | None = None,
+        slots: Collection[str | None] | None = None,
+    ) -> None:
+        self._slots.residency.place(everything, weights=weights, gradients=gradients, optimizer=optimizer, slots=slots)
 
-    def reload(self) -> None:
-        self._slots.reload()
+    def training(self) -> AbstractContextManager[None]:
+        return self._slots.residency.training(self._slots.active)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        return self._slots.residency.scoring(self._slots.active)
 
     def memory(self) -> Memory:
-        return self._slots.memory()
+        return self._slots.residency.memory()
 
 
 def shape_of(architecture: Architecture) -> ModelShape:

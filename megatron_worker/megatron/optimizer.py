@@ -58,10 +58,10 @@ class Optimizer:
 
         return parameter.register_post_accumulate_grad_hook(accumulate)
 
-    def flats(self) -> list[Flat]:
-        """Every buffer of its own; the working weights are their owner's."""
+    def states(self) -> list[Flat]:
+        """Every buffer of its own but the gradients; the working weights are their owner's."""
         masters = [] if self.is_exact else [self.master]
-        return [*masters, self.grad, self.exp_avg, self.exp_avg_sq]
+        return [*masters, self.exp_avg, self.exp_avg_sq]
 
     def detach(self) -> None:
         """Freeze the parameters and let go of their gradients."""

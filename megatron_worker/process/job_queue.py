@@ -1,6 +1,7 @@
 """Rank 0's side of the worker's folder: claim a job, check its fence, see a cancel or stop, archive."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from pydantic import ValidationError
 
 from megatron_worker.process.event_log import Report
 from shared.errors import InvalidInput
-from shared.jobs.job import Job
+from shared.jobs.job import Job, JobPlan
 from shared.jobs.leases import LeaseMark
 from shared.storage.paths import WorkerPaths
 
@@ -31,22 +32,36 @@ class JobQueue:
         for folder in (paths.jobs, paths.claimed, paths.archive):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def claim(self) -> Claim | None:
-        """Take the job of the lowest name, by rename. Files that are still being written have other names."""
-        for path in sorted(self.paths.jobs.glob("[!.]*.json")):
-            claimed = self.paths.claimed / path.name
-            path.rename(claimed)
+    def claim(self, accepts: Callable[[JobPlan], bool] = lambda plan: True) -> Claim | None:
+        """Take the oldest job, by rename. Files that are still being written have other names.
+
+        Args:
+            accepts: whether the job may begin now; else it waits, and those behind it wait with it.
+        """
+        for path in sorted(self.paths.jobs.glob("[!.]*.json"), key=_age):
             try:
-                job = Job.model_validate_json(claimed.read_bytes())
+                job = Job.model_validate_json(path.read_bytes())
+            except ValidationError as error:
+                self._set_aside(self._take(path), error)
+                continue
+            if not accepts(job.plan):
+                return None
+            claimed = self._take(path)
+            try:
                 report = Report(Path(job.log_path))
-            except (ValidationError, InvalidInput) as error:
+            except InvalidInput as error:
                 self._set_aside(claimed, error)
                 continue
             return Claim(claimed, job, report, self._stale(job))
         return None
 
+    def _take(self, path: Path) -> Path:
+        claimed = self.paths.claimed / path.name
+        path.rename(claimed)
+        return claimed
+
     def is_cancelled(self, job: Job) -> bool:
-        return self.paths.cancel(job.plan.job_id, job.fence).exists()
+        return self.paths.cancel(job.plan.run_id, job.plan.job_id, job.fence).exists()
 
     def should_leave(self) -> bool:
         return self.paths.stop.exists()
@@ -56,11 +71,12 @@ class JobQueue:
 
     def _stale(self, job: Job) -> str | None:
         """Return why the current lease forbids this job. A worker without a lease, started by hand, takes any."""
-        if not self.paths.lease.exists():
+        if not self.paths.leases.exists():
             return None
-        lease = LeaseMark.model_validate_json(self.paths.lease.read_bytes())
-        if job.plan.run_id != lease.run_id:
-            return f"the job is of run {job.plan.run_id}, this worker is leased to {lease.run_id}"
+        try:
+            lease = LeaseMark.model_validate_json(self.paths.lease(job.plan.run_id).read_bytes())
+        except FileNotFoundError:
+            return f"run {job.plan.run_id} has no lease of this worker"
         if job.fence.is_older_than(lease.fence):
             return f"the job's fence {job.fence.label} is older than the lease's {lease.fence.label}"
         return None
@@ -69,3 +85,8 @@ class JobQueue:
         """Archive a file that is no job, or whose log is another attempt's: there is no log to report to."""
         print(f"{claimed.name} is set aside: {error}", file=sys.stderr, flush=True)
         claimed.rename(self.paths.archive / f"{claimed.name}.refused")
+
+
+def _age(path: Path) -> tuple[int, str]:
+    """Sort key: when the file was written, and its name where several were at once."""
+    return path.stat().st_mtime_ns, path.name

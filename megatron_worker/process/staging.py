@@ -1,5 +1,6 @@
 """A job's inputs as local folders, every hash checked. One rank of each machine fetches, the others find it done."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,9 @@ class Staging:
     s3: S3Settings
     ranks: WorkerRanks
 
-    def fetch(self, job: Job) -> dict[Artifact, Path]:
-        """Every input of the job. Raises JobFailed on all ranks when one of them cannot have one."""
-        wanted = artifacts_of(job)
+    def fetch(self, job: Job, at_hand: Collection[Artifact | None] = ()) -> dict[Artifact, Path]:
+        """Every input of the job but those at hand. Raises JobFailed on all ranks when one of them cannot have one."""
+        wanted = [artifact for artifact in artifacts_of(job) if artifact not in at_hand]
 
         def fetch_all() -> dict[Artifact, Path]:
             return {artifact: stage(artifact, self.cache, self.s3) for artifact in wanted}

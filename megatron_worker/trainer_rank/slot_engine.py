@@ -33,10 +33,6 @@ class SlotEngine(Engine, Protocol):
         """This rank's rows of the output embedding, [V, H]."""
         ...
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
-        ...
-
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and full float32 tensors of a slot, one at a time, on every rank. Collective."""
         ...

@@ -4,14 +4,16 @@ The worker never deletes a checkpoint: its host carries them into the store and 
 """
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import safetensors.torch
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
-from megatron_worker.engine import Engine
 from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
@@ -19,6 +21,10 @@ from shared.field_rules import first_rule
 from shared.jobs.job import Job, JobPlan
 from shared.storage.artifacts import seal
 from shared.storage.paths import fsync_folder, write_atomically
+
+RandomState = dict[str, Tensor]
+UseFolder = Callable[[Path], None]
+"""Writes weights and optimizer state into a folder, or reads them from it."""
 
 
 class CheckpointState(Frozen):
@@ -42,32 +48,41 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save_checkpoint(engine: Engine, ranks: WorkerRanks, job: Job, model_sha256: str, step: int) -> tuple[Path, str]:
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint as its writer knows it, the same on every rank. `sha256`: of its manifest."""
+
+    path: Path
+    sha256: str
+    state: CheckpointState
+    random_state: RandomState
+
+
+def save_checkpoint(save: UseFolder, ranks: WorkerRanks, job: Job, model_sha256: str, step: int) -> Written:
     """Write the checkpoint of `step`; durable on return. All ranks call it.
 
     It grows in the job's scratch folder, so that `checkpoint_dir` (on the same file system) holds whole ones only.
-
-    Returns:
-        its path, and on rank 0 its manifest's SHA-256 (elsewhere an empty string).
 
     Raises:
         JobFailed: such as a full disk; nothing of the checkpoint is left.
     """
     final = Path(job.checkpoint_dir) / checkpoint_name(step)
     temporary = Path(job.scratch_dir) / final.name
+    state, drawn = _state(job.plan, model_sha256, step), random_state()
 
     def write() -> str:
         try:
-            engine.save(temporary)
-            return _commit(temporary, final, _state(job.plan, model_sha256, step)) if ranks.rank == 0 else ""
+            save(temporary)
+            return _commit(temporary, final, state, drawn) if ranks.rank == 0 else ""
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    return final, ranks.agree(write)
+    sha256 = ranks.agree(write)
+    return Written(final, ranks.broadcast(sha256.encode() or None).decode(), state, drawn)
 
 
-def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> int:
+def load_checkpoint(load: UseFolder, plan: JobPlan, model_sha256: str, folder: Path) -> int:
     """Load weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
 
     Raises:
@@ -83,11 +98,12 @@ def load_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Pa
                 f"the checkpoint's {name} is {getattr(state, name)}, the job's is {getattr(expected, name)}",
                 str(folder / "state.json"),
             )
-    _load(engine, folder)
+    load(folder)
+    _load_random_state(folder / "rng.safetensors")
     return state.step - plan.first_step
 
 
-def load_initial_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, folder: Path) -> None:
+def load_initial_checkpoint(load: UseFolder, plan: JobPlan, model_sha256: str, folder: Path) -> None:
     """Load weights, optimizer and random state that the run's previous job saved, for this job's first step.
 
     Raises:
@@ -95,13 +111,27 @@ def load_initial_checkpoint(engine: Engine, plan: JobPlan, model_sha256: str, fo
             job begins at.
     """
     state = read_state(folder)
+    _check_beginning(state, plan, model_sha256, folder)
+    load(folder)
+    _load_random_state(folder / "rng.safetensors")
+
+
+def go_on_from(written: Written, plan: JobPlan, model_sha256: str) -> None:
+    """Begin with the state that the engine still has from writing this checkpoint, as if it had been loaded.
+
+    Raises InvalidInput as `load_initial_checkpoint` does.
+    """
+    _check_beginning(written.state, plan, model_sha256, written.path)
+    set_random_state(written.random_state)
+
+
+def _check_beginning(state: CheckpointState, plan: JobPlan, model_sha256: str, folder: Path) -> None:
     _check_model(state, model_sha256, folder)
     place = str(folder / "state.json")
     if state.seed != plan.seed:
         raise InvalidInput(f"the checkpoint's seed is {state.seed}, the job's is {plan.seed}", place)
     if state.step != plan.first_step:
         raise InvalidInput(f"the checkpoint's step is {state.step}, the job begins at {plan.first_step}", place)
-    _load(engine, folder)
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -135,8 +165,8 @@ def _state(plan: JobPlan, model_sha256: str, step: int) -> CheckpointState:
     )
 
 
-def _commit(temporary: Path, final: Path, state: CheckpointState) -> str:
-    _save_random_state(temporary / "rng.safetensors")
+def _commit(temporary: Path, final: Path, state: CheckpointState, random_state: RandomState) -> str:
+    safetensors.torch.save_file(random_state, temporary / "rng.safetensors")
     write_atomically(temporary / "state.json", state.model_dump_json(indent=1).encode())
     sha256 = seal(temporary)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -145,21 +175,21 @@ def _commit(temporary: Path, final: Path, state: CheckpointState) -> str:
     return sha256
 
 
-def _save_random_state(path: Path) -> None:
-    """Save the generators of rank 0: all ranks are seeded alike."""
+def random_state() -> RandomState:
+    """Rank 0's generators speak for all: ranks are seeded alike."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    safetensors.torch.save_file(state, path)
+    return state
 
 
-def _load(engine: Engine, folder: Path) -> None:
-    """Load weights, optimizer and random state."""
-    engine.load(folder)
-    path = folder / "rng.safetensors"
+def _load_random_state(path: Path) -> None:
     if not path.exists():
-        raise CorruptArtifact("the checkpoint has no rng.safetensors", str(folder))
-    state = safetensors.torch.load_file(path)
+        raise CorruptArtifact("the checkpoint has no rng.safetensors", str(path.parent))
+    set_random_state(safetensors.torch.load_file(path))
+
+
+def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_worker.engine import Engine
+from megatron_worker.engine import LossFunction
 from megatron_worker.losses import loss_function
 from megatron_worker.sums import SUM, reported
-from megatron_worker.training.batches import PackedBatches, Sums
+from megatron_worker.training.batches import PackedBatches
 from shared.contract import Frozen
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
@@ -24,6 +23,8 @@ from shared.jobs.events import Sample
 from shared.jobs.job import DPO, CrossEntropy, Evaluation, Loss
 
 T = TypeVar("T")
+Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]
+"""Continues prompts by so many tokens, or up to one of the ids that stop it."""
 _TOKENS_A_TURN = 8
 
 
@@ -56,27 +57,23 @@ class Evaluator:
         """Return the held-out data if its loss needs the reference's log-probabilities."""
         return self.data if isinstance(self.loss, DPO) else None
 
-    def metrics(self, engine: Engine, cancelled: Callable[[], bool]) -> dict[str, float] | None:
-        """Held-out loss, its own metrics (perplexity of cross entropy) and counts; None when cancelled meanwhile."""
-        assert self.data is not None
-        loss = loss_function(self.loss)
-        facts, sums = engine.facts, Sums(loss, engine.facts.device)
-        with torch.no_grad():
-            for batch in self.data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
-                if cancelled():
-                    return None
-                sums.add(loss.sums(engine.forward(batch, loss.outputs), batch).detached(), batch)
-        held_out = _held_out(engine.reduce(sums.totals))
+    @property
+    def loss_function(self) -> LossFunction:
+        return loss_function(self.loss)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Held-out loss, its own metrics (perplexity of cross entropy) and counts, of sums over the held-out rows."""
+        held_out = _held_out(sums)
         if isinstance(self.loss, CrossEntropy) and "loss" in held_out:
             held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
         return held_out
 
-    def samples(self, engine: Engine, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
+    def samples(self, greedy: Greedy, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
         """Greedy completions of the first `num_samples` prompts; None when cancelled meanwhile."""
         prompts = self.prompts[: self.evaluation.num_samples]
         if not prompts:
             return ()
-        completions = self._complete(engine, [p.prompt_ids for p in prompts], cancelled)
+        completions = self._complete(greedy, [p.prompt_ids for p in prompts], cancelled)
         if completions is None:
             return None
         texts = _decode(self.model, completions)
@@ -86,7 +83,7 @@ class Evaluator:
         )
 
     def _complete(
-        self, engine: Engine, prompts: list[list[int]], cancelled: Callable[[], bool]
+        self, greedy: Greedy, prompts: list[list[int]], cancelled: Callable[[], bool]
     ) -> list[list[int]] | None:
         """Complete prompts a few tokens at a time, so that a cancel is noticed soon; None when cancelled."""
         stop_ids, max_tokens = read_stop_ids(self.model), self.evaluation.sample_tokens
@@ -96,7 +93,7 @@ class Evaluator:
             if cancelled():
                 return None
             length = min(_TOKENS_A_TURN, max_tokens - done)
-            more = engine.greedy([prompts[row] + completions[row] for row in growing], length, stop_ids)
+            more = greedy([prompts[row] + completions[row] for row in growing], length, stop_ids)
             for row, tokens in zip(growing, more, strict=True):
                 completions[row] += tokens
             growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]

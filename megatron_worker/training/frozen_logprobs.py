@@ -1,21 +1,13 @@
-"""Log-probabilities that are computed at the start of a job and then frozen: the reference's and the old policy's.
+"""The units that are scored for a job's frozen log-probabilities: the reference's and the old policy's.
 
 A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that is gone
 on with is scored by the weights that it began with, in the same turns, so that its old log-probabilities are the same.
 """
 
-from pathlib import Path
-
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from megatron_worker.engine import Engine, Outputs
 from megatron_worker.training.batches import NO_UNITS, PackedBatches
-from shared.jobs.job import Reference
 from shared.jobs.packed import Ints
-
-REFERENCE = "reference"
 
 
 def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
@@ -43,46 +35,3 @@ def _turns_of_rank(data: PackedBatches, first_step: int, num_steps: int, dp_rank
         for unit in units
     }
     return [units for units in fresh if any(int(unit) in ahead for unit in units)]
-
-
-def score(engine: Engine, data: PackedBatches, whose: list[Ints], temperature: float) -> NDArray[np.float32]:
-    """Compute log-probabilities of the targets of these units with the current weights; NaN for all others.
-
-    Args:
-        temperature: what logits are divided by, for these to be compared with a loss's own.
-
-    Returns: float32, in nats, one for each target on file.
-    """
-    logprob = np.full(data.units.header.num_targets, np.nan, dtype=np.float32)
-    outputs = Outputs(temperature=temperature)
-    with torch.no_grad():
-        for units in whose:
-            logprob_N = engine.forward(data.batch(units, engine.facts.device), outputs).logprob_N
-            assert logprob_N is not None
-            logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
-    return logprob
-
-
-def score_reference(
-    engine: Engine,
-    scored: list[tuple[PackedBatches, list[Ints]]],
-    reference: Reference,
-    folder: Path | None,
-    trained: str | None,
-    temperature: float,
-) -> None:
-    """Fill `ref_logprob`. The base must be as it was published.
-
-    Args:
-        scored: data, and the units of it to score, a bin at a time.
-        folder: of the reference adapter, if it is one.
-        trained: the slot to make active again, None where the base itself is trained.
-    """
-    if reference == "base":
-        engine.set_adapter(None)
-    else:
-        assert folder is not None
-        engine.load_adapter(REFERENCE, folder, None, trainable=False)
-    for data, whose in scored:
-        data.put("ref_logprob_N", score(engine, data, whose, temperature))
-    engine.set_adapter(trained)

@@ -14,14 +14,12 @@ from temporalio.client import (
     WorkflowExecutionDescription,
     WorkflowExecutionStatus,
     WorkflowHandle,
-    WorkflowQueryFailedError,
-    WorkflowQueryRejectedError,
 )
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.errors import TemporalUnavailable
 from service.runs.rows import IndexedRun, RunRows
-from service.temporal import AWAY, LIST_PATIENCE, PATIENCE, QUERY_PATIENCE, Temporal, memo_of
+from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of, query
 from shared.errors import NotFound
 from shared.runs.requests import RunRecord
 from shared.runs.start import RL_WORKFLOW, SFT_WORKFLOW
@@ -157,14 +155,9 @@ class RunStates:
 async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
     """Query a workflow's status; None without an answer, as from code that is newer than the workflow's history."""
     try:
-        status: RunStatus = await handle.query("status", result_type=RunStatus, rpc_timeout=QUERY_PATIENCE)
-        return status
-    except RPCError as error:
-        if error.status in AWAY or error.status == RPCStatusCode.FAILED_PRECONDITION:
-            return None  # no host polls
-        raise
-    except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
-        logger.warning("%s does not answer for its status: %s", handle.id, error)
+        return await query(handle, "status", result_type=RunStatus)
+    except TemporalUnavailable as error:
+        logger.warning("%s", error)
         return None
 
 

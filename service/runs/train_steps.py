@@ -14,7 +14,7 @@ from service.accounts import audit
 from service.errors import Conflict, TemporalUnavailable
 from service.runs.runs import Runs
 from service.runs.views import RunView
-from service.temporal import LOST_UPDATES, QUERY_PATIENCE, Temporal, causes_of, unless_unknown
+from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord
@@ -74,7 +74,8 @@ class TrainSteps:
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(record.run_id)
             with unless_unknown():
-                if answer := await handle.query("step", number, rpc_timeout=QUERY_PATIENCE):
+                answer: Any = await query(handle, "step", number)
+                if answer:
                     return StepStatus.model_validate(answer)
         raise NotFound(f"{record.run_id} has no step {number}")
 

@@ -53,7 +53,7 @@ class WorkerRecord(Frozen):
 
 
 class LeaseMark(Frozen):
-    """`lease.json`: the lease that the worker serves now. A job of this run with an older fence is refused."""
+    """`leases/<run>.json`: a lease that the worker serves. A job of this run with an older fence is refused."""
 
     run_id: str
     fence: Fence

@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from stat import S_ISREG
@@ -20,6 +21,8 @@ from shared.storage.paths import MANIFEST, content_key, fsync_folder, write_atom
 from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
 
 _CHUNK_BYTES = 8 << 20
+_SMALL_BYTES = 1 << 20
+_PUT_AT_ONCE = 8
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -115,9 +118,18 @@ def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest)
     artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(manifest.encoded()).hexdigest())
     if find(store, key) == artifact:
         return artifact
-    for entry in manifest.files:
+
+    def put(entry: FileEntry) -> None:
         _check_size(folder, entry)
         store.put_file(f"{key}/{entry.path}", folder / entry.path)
+
+    # A small file waits for its disk or its round trip; a large one has threads of its own, and buffers.
+    small = [entry for entry in manifest.files if entry.size <= _SMALL_BYTES]
+    with ThreadPoolExecutor(_PUT_AT_ONCE, thread_name_prefix="put") as threads:
+        list(threads.map(put, small))
+    for entry in manifest.files:
+        if entry.size > _SMALL_BYTES:
+            put(entry)
     store.put_bytes(f"{key}/{MANIFEST}", manifest.encoded())
     return artifact
 

@@ -305,7 +305,7 @@ class WorkerPaths:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.record = root / "worker.json"
-        self.lease = root / "lease.json"
+        self.leases = root / "leases"
         self.jobs = root / "jobs"
         self.claimed = root / "claimed"
         self.archive = root / "archive"
@@ -313,19 +313,23 @@ class WorkerPaths:
         self.ready = root / "ready"
         self.output = root / "output.log"
 
-    def job(self, job_id: str, fence: Fence) -> Path:
-        return self.jobs / f"{job_id}-{fence.label}.json"
+    def lease(self, run_id: str) -> Path:
+        """The lease of one of the runs that the worker serves."""
+        return self.leases / f"{run_id}.json"
 
-    def cancel(self, job_id: str, fence: Fence) -> Path:
+    def job(self, run_id: str, job_id: str, fence: Fence) -> Path:
+        return self.jobs / f"{run_id}-{job_id}-{fence.label}.json"
+
+    def cancel(self, run_id: str, job_id: str, fence: Fence) -> Path:
         """A file whose presence asks the worker to end this job at the next step boundary."""
-        return self.root / "cancel" / f"{job_id}-{fence.label}"
+        return self.root / "cancel" / f"{run_id}-{job_id}-{fence.label}"
 
     def outputs(self, run_id: str, job_id: str, fence: Fence) -> Path:
         """Holds `log.jsonl` and `checkpoints/` of one attempt."""
         return self.root / "outputs" / run_id / job_id / fence.label
 
-    def scratch(self, job_id: str, fence: Fence) -> Path:
-        return self.root / "scratch" / f"{job_id}-{fence.label}"
+    def scratch(self, run_id: str, job_id: str, fence: Fence) -> Path:
+        return self.root / "scratch" / f"{run_id}-{job_id}-{fence.label}"
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from tests.end_to_end.stack import Stack, started
 # Folders of the store that hold what was made of data and policies: found there, it would not be made again.
 _FOUND_AGAIN = ("tokenized", "packed", "prompts", "sampled", "graded", "grouped")
 
+_LOGGED_LINES = 80  # of each log, where a round fails
+
 
 class Trial:
     """A stack in a folder, and what came of the rounds on it. `wrong` says of each run that failed or differs."""
@@ -58,6 +60,9 @@ class Trial:
             disturbing = threads.submit(self.disturber.disturb, over.is_set)
             try:
                 views = self._run_all()
+            except BaseException:
+                self._say_what_was_logged()
+                raise
             finally:
                 over.set()
             disturbing.result()
@@ -65,6 +70,11 @@ class Trial:
         print(f"round {self.num_rounds}: {time.monotonic() - began:.0f} s", flush=True)
         for kind, view in views.items():
             self._judge(kind, view)
+
+    def _say_what_was_logged(self) -> None:
+        for path in sorted((self._stack.root / "logs").glob("*.log")):
+            last = path.read_text(errors="replace").splitlines()[-_LOGGED_LINES:]
+            print(f"== {path.name}", *last, sep="\n", flush=True)
 
     def _judge(self, kind: str, view: RunView) -> None:
         if view.state != "succeeded":

@@ -38,12 +38,12 @@ def test_offloading_frees_the_device_and_reloading_brings_every_bit_back(model):
     weights = {name: tensor.cpu().clone() for name, tensor in engine.named_weights()}
     held = torch.cuda.memory_allocated() - before
     for _ in range(2):
-        engine.offload()
+        engine.place("host")
         gc.collect()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before < held / 20, "tables and scalars at most"
         assert pinned_bytes() == engine.memory().host_bytes > 0
-        engine.reload()
+        engine.place("device")
         for name, tensor in engine.named_weights():
             assert torch.equal(tensor.cpu(), weights[name]), name
 

@@ -87,14 +87,14 @@ def offload(model: Path, layout: Layout, kind: str, out: Path) -> None:
     with torch.no_grad():
         expected = engine.forward(bin_of(ROWS[0]), Outputs()).logprob_N.clone()
     known = set(before) | {expected.untyped_storage().data_ptr()}
-    engine.offload()
+    engine.place("host")
     memory = engine.memory()
     undeclared, end = 1, time.monotonic() + 20
     while undeclared and time.monotonic() < end:  # gloo's threads let go of their last work soon after it is done
         alive = sum(size for address, size in storages_alive().items() if address not in known)
         undeclared = alive - memory.host_bytes
         time.sleep(0.05)
-    engine.reload()
+    engine.place("device")
     with torch.no_grad():
         same = torch.equal(engine.forward(bin_of(ROWS[0]), Outputs()).logprob_N, expected)
     note(out / f"offload-{kind}.json", [undeclared, memory.device_bytes, same])

@@ -160,7 +160,7 @@ def test_offload_leaves_only_declared_host_buffers(model, engine, dtype, kind):
         train(driven, [[ROWS]] * 2)
     base_bytes = sum(weight.nbytes for _, weight in driven.named_weights())
     logprobs(driven)
-    driven.offload()
+    driven.place("host")
     alive = {address: size for address, size in storages_alive().items() if address not in before}
     assert sum(alive.values()) == driven.memory().host_bytes >= base_bytes
     assert driven.memory().device_bytes == 0
@@ -173,8 +173,8 @@ def test_training_goes_on_after_a_reload_to_the_bit(model, tmp_path, engine, dty
         driven = start(engine, model, kind, dtype)
         for step in range(3):
             for _ in range(rounds):
-                driven.offload()
-                driven.reload()
+                driven.place("host")
+                driven.place("device")
             train(driven, [[ROWS[step:]]], learning_rate=RATES[kind])
         driven.save(tmp_path / str(rounds))
     assert checkpoint_bytes(tmp_path / "0") == checkpoint_bytes(tmp_path / "2")
@@ -183,12 +183,12 @@ def test_training_goes_on_after_a_reload_to_the_bit(model, tmp_path, engine, dty
 def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model, engine):
     driven = start(engine, model)
     before = logprobs(driven)
-    driven.offload()
+    driven.place("host")
     host = driven.memory().host_bytes
     for _ in range(2):
-        driven.offload()
+        driven.place("host")
         assert driven.memory().host_bytes == host
-        driven.reload()
+        driven.place("device")
         assert driven.memory().host_bytes == host
         assert driven.memory().device_bytes == pytest.approx(host, rel=0.01)
         assert torch.equal(logprobs(driven), before)
@@ -211,22 +211,22 @@ def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_o
     driven = start(engine, model)
     published = {name: weight.clone() for name, weight in driven.named_weights()}
     if offloaded_before:
-        driven.offload()
-        driven.reload()
+        driven.place("host")
+        driven.place("device")
     driven.train_full(Full())
     train(driven, [[ROWS]], learning_rate=RATES["full"])
     if offloaded_before:
-        driven.offload()
-        driven.reload()
+        driven.place("host")
+        driven.place("device")
     driven.drop_training_state()
     assert driven.memory().device_bytes == 0
-    driven.offload()
+    driven.place("host")
     assert driven.memory().device_bytes == 0
-    driven.reload()
+    driven.place("device")
     driven.add_adapter("next", Lora(rank=2), seed=0)
     assert all(torch.equal(weight, published[name]) for name, weight in driven.named_weights())
     driven.drop_training_state()
-    driven.offload()
+    driven.place("host")
     known = before | {weight.data_ptr(): weight.nbytes for weight in published.values()}
     alive = {address: size for address, size in storages_alive().items() if address not in known}
     assert sum(alive.values()) == driven.memory().host_bytes  # of what was trained, nothing is left

@@ -161,7 +161,7 @@ def test_when_the_terminal_line_stands_nothing_of_the_job_is_left(
     job = submit(host.paths, plan)
     if ending is Cancelled:
         host.wait_for_step(job, 1)
-        write_atomically(host.paths.cancel(job_id, job.fence), b"")
+        write_atomically(host.paths.cancel("run-1", job_id, job.fence), b"")
     host.wait_for_end(job)
     host.signal_group(signal.SIGSTOP)
     try:
@@ -169,7 +169,7 @@ def test_when_the_terminal_line_stands_nothing_of_the_job_is_left(
         assert isinstance(events[-1], ending), events[-1]
         assert len([e for e in events if isinstance(e, TERMINAL)]) == 1
         assert not Path(job.scratch_dir).exists()
-        assert [p.name for p in host.paths.archive.glob(f"{job_id}*")] == [f"{job_id}-e000001-a01.json"]
+        assert [p.name for p in host.paths.archive.glob(f"*{job_id}*")] == [f"run-1-{job_id}-e000001-a01.json"]
         assert not list(host.paths.claimed.iterdir())
         ranks = host.ranks()
         assert len(ranks) == 2
@@ -187,7 +187,7 @@ def test_a_cancel_is_answered_at_the_next_step_and_goes_on_to_the_same_bits(host
     host.wait_for_end(whole)
     job = submit(host.paths, workshop.plan(job_id="000022", layout=Layout(dp=2)))
     host.wait_for_step(job, 2)
-    write_atomically(host.paths.cancel("000022", job.fence), b"")
+    write_atomically(host.paths.cancel("run-1", "000022", job.fence), b"")
     asked = time.time()
     host.wait_for_end(job)
     last = read_log(job.log_path)[-1]
@@ -206,12 +206,12 @@ def test_a_cancel_is_answered_at_the_next_step_and_goes_on_to_the_same_bits(host
 
 def test_a_job_of_an_older_fence_is_refused(host: Host, workshop: Workshop):
     lease = LeaseMark(run_id="run-1", fence=Fence(epoch=3))
-    write_atomically(host.paths.lease, lease.model_dump_json().encode())
+    write_atomically(host.paths.lease(lease.run_id), lease.model_dump_json().encode())
     plan = workshop.plan(job_id="000031", layout=Layout(dp=2))
     stale, current = submit(host.paths, plan, fence=Fence(epoch=2)), submit(host.paths, plan, fence=Fence(epoch=3))
     host.wait_for_end(stale)
     host.wait_for_end(current)
-    host.paths.lease.unlink()
+    shutil.rmtree(host.paths.leases)
     (refused,) = read_log(stale.log_path)
     assert isinstance(refused, Failed)
     assert refused.kind == "stale_fence"

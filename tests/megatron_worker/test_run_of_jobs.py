@@ -8,7 +8,7 @@ import pytest
 from shared.jobs.events import Saved, Started, Step, Succeeded
 from shared.jobs.job import Checkpointing, Full, Job, JobPlan, PackedData, Schedule
 from shared.jobs.packed import Plan
-from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
 CONSTANT = Schedule(kind="constant", learning_rate=0.05, warmup_steps=4)
@@ -98,3 +98,35 @@ def test_a_checkpoint_that_is_gone_fails_the_job(workshop: Workshop) -> None:
     first, second = two_jobs(workshop)
     shutil.rmtree(Path(first.checkpoint_dir) / "step-00000002")
     assert failure(do(workshop, "other", second.plan)).kind == "corrupt_artifact"
+
+
+@pytest.mark.parametrize("trainable", [None, Full()])
+def test_a_kept_state_is_gone_on_with_and_nothing_of_it_is_read(workshop: Workshop, trainable) -> None:
+    """The checkpoint between the two jobs is there, and is not read: it is gone before the second job begins."""
+    changes = {} if trainable is None else {"trainable": trainable}
+    cold_first, cold = two_jobs(workshop, **changes)
+    worker = new_worker(workshop.root)
+    plan = workshop.plan(schedule=CONSTANT, data=part(workshop, 0, 2), num_steps=2, after="keep", **changes)
+    first = do(workshop, "first-kept", plan, worker=worker)
+    assert checkpoint(first, 2) == checkpoint(cold_first, 2).model_copy(update={"uri": checkpoint(first, 2).uri})
+    shutil.rmtree(Path(first.checkpoint_dir) / "step-00000002")
+    shutil.rmtree(Path(cold_first.checkpoint_dir) / "step-00000002")
+    warm = do(workshop, "second-kept", cold.plan, worker=worker)
+    assert losses(warm) == losses(cold)
+    assert checkpoint(warm, 6).sha256 == checkpoint(cold, 6).sha256
+
+
+@pytest.mark.parametrize("changes", [{"seed": 8}, {"first_step": 3}])
+def test_a_kept_state_is_held_to_the_rules_of_its_checkpoint(workshop: Workshop, changes) -> None:
+    worker = new_worker(workshop.root)
+    do(
+        workshop,
+        "kept",
+        workshop.plan(schedule=CONSTANT, data=part(workshop, 0, 2), num_steps=2, after="keep"),
+        worker=worker,
+    )
+    _, cold = two_jobs(workshop)
+    job = do(workshop, "other", JobPlan.model_validate(cold.plan.model_dump() | changes), worker=worker)
+    assert failure(job).kind == "invalid_input"
+    again = do(workshop, "again", cold.plan, worker=worker)  # what was kept is gone: it is read
+    assert adapter_sha256(again, 6) == adapter_sha256(cold, 6)

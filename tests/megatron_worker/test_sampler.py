@@ -18,12 +18,12 @@ import torch
 from tokenizers import Tokenizer
 
 from activities.sampling.client import Sampler
+from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
 from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width
-from megatron_worker.training.probe import probe
 from shared.chat.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput
 from shared.jobs.job import LINEARS, Reinforce
@@ -163,7 +163,7 @@ def test_scores_of_a_prompt_are_the_trainers(place, sampler, tempered, adapter):
         ids = prompt_of(length, length)
         scores = sampler.score(adapter or NAME, ids)
         assert len(scores) == length - 1
-        assert torch.tensor(scores).sub(torch.tensor(probe(engine, ids))).abs().max() <= AGREEMENT
+        assert torch.tensor(scores).sub(torch.tensor(Dispatcher(engine).probe(adapter, ids))).abs().max() <= AGREEMENT
     if adapter != "some":
         assert tempered.score(adapter or NAME, ids) == scores
 

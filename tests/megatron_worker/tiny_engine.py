@@ -10,6 +10,8 @@ Shape suffixes: T tokens, N targets, V vocabulary, H hidden size, R rank.
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,6 +39,15 @@ def write_tiny_weights(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+@dataclass
+class _Slot:
+    """An adapter and, if it is trained, its optimizer; under None the base that is trained."""
+
+    lora: Lora | None
+    tensors: dict[str, Tensor]
+    optimizer: torch.optim.AdamW | None
+
+
 class TinyEngine:
     def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -44,12 +55,9 @@ class TinyEngine:
         self.facts = Facts(layout, "float32", cpu, self._rank, self._rank, layout.dp, "tiny cpu", VOCAB_SIZE)
         self._base = _read(folder / "model.safetensors")
         self._source = folder
-        self._host: dict[str, Tensor] = {}
-        self._trained: dict[str, Tensor] = {}
-        self._slots: dict[str, tuple[Lora, dict[str, Tensor]]] = {}
+        self._host: dict[int, Tensor] = {}
+        self._slots: dict[str | None, _Slot] = {}
         self._active: str | None = None
-        self._lora: Lora | None = None
-        self._optimizer: torch.optim.AdamW | None = None
 
     # What is trained.
 
@@ -57,10 +65,7 @@ class TinyEngine:
         generator = torch.Generator().manual_seed(seed)
         bound = HIDDEN_SIZE**-0.5
         a_RH = torch.empty(lora.rank, HIDDEN_SIZE).uniform_(-bound, bound, generator=generator)
-        self._lora = lora
-        self._train({"lora_A": a_RH, "lora_B": torch.zeros(VOCAB_SIZE, lora.rank)})
-        self._slots[name] = (lora, self._trained)
-        self.set_adapter(name)
+        self._train(name, lora, {"lora_A": a_RH, "lora_B": torch.zeros(VOCAB_SIZE, lora.rank)})
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool) -> None:
         if trainable:
@@ -71,19 +76,35 @@ class TinyEngine:
             # a tiny adapter has no config: it is like the one being trained, or of the default's scale
             tensors = _read(folder / "adapter_model.safetensors")
             rank = len(tensors["lora_A"])
-            self._slots[name] = (self._lora or Lora(rank=rank, alpha=2 * rank), tensors)
+            beside = next((slot.lora for slot in self._slots.values() if slot.optimizer), None)
+            assert name not in self._slots
+            self._slots[name] = _Slot(beside or Lora(rank=rank, alpha=2 * rank), tensors, None)
         self.set_adapter(name)
 
     def set_adapter(self, name: str | None) -> None:
         assert name is None or name in self._slots
         self._active = name
 
-    def train_full(self, full: Full) -> None:
-        self._train(self._base)
+    def drop_adapter(self, name: str) -> None:
+        del self._slots[name]
+        self._active = None if self._active == name else self._active
 
-    def _train(self, tensors: dict[str, Tensor]) -> None:
-        self._trained = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=0.0, weight_decay=0.0)
+    def train_full(self, full: Full) -> None:
+        self._train(None, None, self._base)
+
+    def _train(self, name: str | None, lora: Lora | None, tensors: dict[str, Tensor]) -> None:
+        assert name not in self._slots, f"slot {name!r} is taken"
+        assert None not in self._slots and (name is not None or not self._slots), "the base is trained alone"
+        for tensor in tensors.values():
+            tensor.requires_grad_(True)
+        self._slots[name] = _Slot(lora, tensors, torch.optim.AdamW(tensors.values(), lr=0.0, weight_decay=0.0))
+        self._active = name
+
+    @property
+    def _trained(self) -> _Slot:
+        slot = self._slots[self._active]
+        assert slot.optimizer is not None, "it is not trained"
+        return slot
 
     # A step.
 
@@ -96,8 +117,9 @@ class TinyEngine:
     def _output_VH(self) -> Tensor:
         if self._active is None:
             return self._base["out"]
-        lora, tensors = self._slots[self._active]
-        return self._base["out"] + lora.scale * tensors["lora_B"] @ tensors["lora_A"]
+        slot = self._slots[self._active]
+        assert slot.lora is not None
+        return self._base["out"] + slot.lora.scale * slot.tensors["lora_B"] @ slot.tensors["lora_A"]
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         sums = loss.sums(self.forward(batch, loss.outputs), batch)
@@ -115,20 +137,21 @@ class TinyEngine:
             dist.all_reduce(tensor)
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
-        assert self._optimizer is not None
-        for tensor in self._trained.values():
+        tensors, optimizer = self._trained.tensors, self._trained.optimizer
+        assert optimizer is not None
+        for tensor in tensors.values():
             tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             self._sum_over_ranks(tensor.grad)
             tensor.grad /= denominator
-        norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), adam.clip_norm or 1e30))
+        norm = float(torch.nn.utils.clip_grad_norm_(tensors.values(), adam.clip_norm or 1e30))
         if torch.isfinite(torch.tensor(norm)):
-            self._optimizer.param_groups[0].update(lr=learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
-            self._optimizer.step()
+            optimizer.param_groups[0].update(lr=learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+            optimizer.step()
         self.zero_grad()
         return Norms(norm, bool(adam.clip_norm and norm > adam.clip_norm))
 
     def zero_grad(self) -> None:
-        for tensor in self._trained.values():
+        for tensor in self._trained.tensors.values():
             tensor.grad = None
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
@@ -148,32 +171,32 @@ class TinyEngine:
     # State.
 
     def save(self, folder: Path) -> None:
-        assert self._optimizer is not None
+        slot = self._trained
         if self.facts.rank != 0:
             return
-        name = "adapter_model.safetensors" if self._lora else "model.safetensors"
         (folder / "weights").mkdir(parents=True)
         (folder / "optimizer").mkdir()
-        save_file({n: t.detach().contiguous() for n, t in self._trained.items()}, folder / "weights" / name)
+        tensors = {n: t.detach().contiguous() for n, t in slot.tensors.items()}
+        save_file(tensors, folder / "weights" / _file_of(slot))
+        assert slot.optimizer is not None
         moments = {
-            f"{moment}.{n}": self._optimizer.state[t][moment]
-            for n, t in self._trained.items()
+            f"{moment}.{n}": slot.optimizer.state[t][moment]
+            for n, t in slot.tensors.items()
             for moment in ("step", "exp_avg", "exp_avg_sq")
-            if t in self._optimizer.state
+            if t in slot.optimizer.state
         }
         save_file(moments, folder / "optimizer" / "optimizer.safetensors")
 
     def load(self, folder: Path) -> None:
-        assert self._optimizer is not None
-        name = "adapter_model.safetensors" if self._lora else "model.safetensors"
-        self._fill(_read(folder / "weights" / name), folder)
-        moments = _read(folder / "optimizer" / "optimizer.safetensors")
-        for key, value in moments.items():
+        slot = self._trained
+        self._fill(_read(folder / "weights" / _file_of(slot)), folder)
+        assert slot.optimizer is not None
+        for key, value in _read(folder / "optimizer" / "optimizer.safetensors").items():
             moment, name = key.split(".", 1)
-            self._optimizer.state[self._trained[name]][moment] = value
+            slot.optimizer.state[slot.tensors[name]][moment] = value
 
     def _fill(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        for name, tensor in self._trained.items():
+        for name, tensor in self._trained.tensors.items():
             if name not in tensors or tensors[name].shape != tensor.shape:
                 raise InvalidInput(f"{name} is missing or of another shape", str(folder))
             tensor.data.copy_(tensors[name])
@@ -182,28 +205,54 @@ class TinyEngine:
         yield from self._base.items()
 
     def drop_training_state(self) -> None:
-        if self._trained is self._base or "embed" in self._trained:
+        if None in self._slots:
             self._base = _read(self._source / "model.safetensors")
-            self._host = {}
-        self._trained, self._lora, self._optimizer = {}, None, None
         self._slots, self._active = {}, None
 
-    def offload(self) -> None:
-        for name, tensor in self._base.items():
-            self._host.setdefault(name, tensor.clone())
-            tensor.untyped_storage().resize_(0)
+    def place(self, everything=None, *, weights=None, gradients=None, optimizer=None, slots=None) -> None:
+        """All of a slot goes where its weights go; dropped gradients are none."""
+        for name in (None, *self._slots) if slots is None else slots:
+            if (gradients or everything) == "dropped":
+                for tensor in self._tensors(name):
+                    tensor.grad = None
+            for tensor in self._tensors(name):
+                self._move(tensor, weights or everything)
 
-    def reload(self) -> None:
-        for name, tensor in self._base.items():
-            tensor.untyped_storage().resize_(self._host[name].nbytes)
-            tensor.copy_(self._host[name])
+    def _move(self, tensor: Tensor, where: str | None) -> None:
+        storage = tensor.untyped_storage()
+        if where == "host" and storage.nbytes():
+            self._host[id(tensor)] = tensor.detach().clone()
+            storage.resize_(0)
+        if where == "device" and not storage.nbytes():
+            host = self._host.pop(id(tensor))
+            storage.resize_(host.nbytes)
+            tensor.data.copy_(host)
+
+    def _tensors(self, name: str | None) -> list[Tensor]:
+        found = list(self._base.values()) if name is None else []
+        if (slot := self._slots.get(name)) is not None:
+            moments = slot.optimizer.state.values() if slot.optimizer else ()
+            found += [*slot.tensors.values(), *(t for m in moments for t in m.values())]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        self.place("device", slots={None, self._active})
+        yield
+
+    scoring = training
 
     def memory(self) -> Memory:
-        held = [*self._base.values(), *self._trained.values()]
         return Memory(
-            device_bytes=sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values()),
+            device_bytes=sum(
+                t.untyped_storage().nbytes() for name in {None, *self._slots} for t in self._tensors(name)
+            ),
             host_bytes=sum(t.nbytes for t in self._host.values()),
         )
+
+
+def _file_of(slot: _Slot) -> str:
+    return "adapter_model.safetensors" if slot.lora else "model.safetensors"
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -137,8 +137,8 @@ def submit(paths: WorkerPaths, plan: JobPlan, fence: Fence = FIRST, start: Artif
         fence=fence,
         log_path=str(outputs / "log.jsonl"),
         checkpoint_dir=str(outputs / "checkpoints"),
-        scratch_dir=str(paths.scratch(plan.job_id, fence)),
+        scratch_dir=str(paths.scratch(plan.run_id, plan.job_id, fence)),
         start=start,
     )
-    write_atomically(paths.job(plan.job_id, fence), job.model_dump_json(indent=1).encode())
+    write_atomically(paths.job(plan.run_id, plan.job_id, fence), job.model_dump_json(indent=1).encode())
     return job

@@ -209,7 +209,7 @@ async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_le
     )
     record = WorkerRecord(worker_id="left", pid=0, started_at=0, host_pid=1, host_started_at=0, key=key)
     write_atomically(left.record, record.model_dump_json().encode())
-    write_atomically(left.lease, b"{}")
+    write_atomically(left.lease("r1"), b"{}")
     asked, arrived, found = threading.Event(), threading.Event(), list[bool]()
 
     def bring(folder: Path, key: ProcessKey) -> list[str]:

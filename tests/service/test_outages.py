@@ -6,15 +6,20 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import PollWorkflowTaskQueueRequest, RespondWorkflowTaskCompletedRequest
+from temporalio.api.workflowservice.v1 import (
+    PollWorkflowTaskQueueRequest,
+    RespondWorkflowTaskCompletedRequest,
+    RespondWorkflowTaskFailedRequest,
+)
 from temporalio.client import Client
+from temporalio.service import RPCError
 
 from service.backend import Backend
 from service.database import migrate
@@ -28,7 +33,7 @@ from shared.storage.paths import RunKeys, run_index
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.service.conftest import polling, serving, sft, wait_until
-from tests.service.stand_in import MUTE, SUCCEEDS, WAITS
+from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP, WAITS
 
 TEMPORAL = str(Path(sys.executable).parent / "temporal")
 
@@ -166,6 +171,45 @@ def test_a_step_that_temporal_lost_is_sent_again(
             assert answer.status_code == status, answer.text
             again = api.post(f"/runs/{run_id}/steps", json=step)
             assert (again.status_code, again.json()["step"]) == (202, 1)
+            api.post(f"/runs/{run_id}/finish")
+            wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run ends")
+
+
+async def _fail_tasks(settings: Settings, seconds: float) -> None:
+    """A worker that fails every workflow task, as one does whose process is killed over and over."""
+    client = await Client.connect(settings.temporal_address)
+    queue, end = TaskQueue(name=settings.control_queue), time.monotonic() + seconds
+    while (left_s := end - time.monotonic()) > 0:
+        request = PollWorkflowTaskQueueRequest(namespace=client.namespace, task_queue=queue, identity="failing")
+        with suppress(RPCError):  # no task in the time that is left
+            task = await client.workflow_service.poll_workflow_task_queue(request, timeout=timedelta(seconds=left_s))
+            failed = RespondWorkflowTaskFailedRequest(
+                namespace=client.namespace, task_token=task.task_token, identity="failing"
+            )
+            if task.task_token:
+                await client.workflow_service.respond_workflow_task_failed(failed)
+
+
+@pytest.mark.parametrize("fails", ["its code", "its workflow task"])
+def test_a_run_that_does_not_answer_for_a_step_is_503(temporal_address: str, tmp_path: Path, fails: str) -> None:
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
+    with serving(settings) as service, service.http() as api:
+        run_id = api.post("/runs/rl", json={"model": "tiny"}).json()["run_id"]
+        if fails == "its code":
+            with polling(settings):
+                answer = api.get(f"/runs/{run_id}/steps/{UNANSWERED_STEP}")
+        else:
+            with ThreadPoolExecutor(1) as threads:
+                failing = threads.submit(asyncio.run, _fail_tasks(settings, 20))
+                answers = []
+                while not failing.done():
+                    answers.append(api.get(f"/runs/{run_id}/steps/1", timeout=300))
+                failing.result()
+            assert {each.status_code for each in answers} == {503}
+            answer = answers[-1]
+        assert answer.status_code == 503, answer.text
+        assert run_id in answer.json()["error"]["message"]
+        with polling(settings):
             api.post(f"/runs/{run_id}/finish")
             wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run ends")
 

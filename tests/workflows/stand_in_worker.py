@@ -89,7 +89,7 @@ class StandIn:
 
     def _train(self, job: Job) -> tuple[type, dict]:
         plan, seed = job.plan, job.plan.seed
-        lease = LeaseMark.model_validate_json(self.paths.lease.read_bytes())
+        lease = LeaseMark.model_validate_json(self.paths.lease(plan.run_id).read_bytes())
         if job.fence.is_older_than(lease.fence):
             return Failed, {"step": 0, "kind": "stale_fence", "message": f"{job.fence.label} is older than the lease"}
         step, state = self._start(job)
@@ -114,7 +114,7 @@ class StandIn:
             self._say(job, Evaluated, step=0, metrics={"loss": 3.5})
         saved_step = step
         while step < last_step:
-            if self.paths.cancel(plan.job_id, job.fence).exists() and seed != SEEDS["deaf"]:
+            if self.paths.cancel(plan.run_id, plan.job_id, job.fence).exists() and seed != SEEDS["deaf"]:
                 if saved_step < step:
                     self._save(job, step, state)
                 return Cancelled, {"step": step}

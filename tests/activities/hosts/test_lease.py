@@ -36,7 +36,7 @@ def test_a_lease_starts_a_worker_marks_it_and_tells_the_run(tmp_path: Path, plan
             grant = lease.grant
             worker = host.paths.worker(grant.worker_id)
             assert (grant.fence.epoch, grant.host_queue) == (3, "host-queue")
-            assert LeaseMark.model_validate_json(worker.lease.read_bytes()).fence == grant.fence
+            assert LeaseMark.model_validate_json(worker.lease("r1").read_bytes()).fence == grant.fence
             record = WorkerRecord.model_validate_json(worker.record.read_bytes())
             assert psutil.Process(record.pid).create_time() == record.started_at
             assert record.host_pid == os.getpid()
@@ -50,7 +50,7 @@ def test_a_released_worker_stays_warm_for_an_equal_key_and_ends_for_another(tmp_
             worker_id = first.grant.worker_id
         with HeldLease(host, plan, epoch=2) as second:
             assert second.grant.worker_id == worker_id
-            assert LeaseMark.model_validate_json(host.paths.worker(worker_id).lease.read_bytes()).fence.epoch == 2
+            assert LeaseMark.model_validate_json(host.paths.worker(worker_id).lease("r1").read_bytes()).fence.epoch == 2
         with HeldLease(host, plan.model_copy(update={"dtype": "bfloat16"}), epoch=3) as third:
             assert third.grant.worker_id != worker_id
             assert host.worker_ids() == [third.grant.worker_id]
@@ -249,7 +249,7 @@ def test_a_new_host_starts_what_a_killed_one_had_leased(tmp_path: Path, plan) ->
     key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
     paths = Host.paths_below(tmp_path)
     left = [orphan(paths.worker(name), 1, 0.0, key, with_pid=True) for name in ("leased", "starting")]
-    write_atomically(paths.worker("leased").lease, b"{}")
+    write_atomically(paths.worker("leased").lease("r1"), b"{}")
     with Host(tmp_path) as host:
         assert [process.wait(5) != 0 for process in left] == [True, True]
         [worker_id] = host.worker_ids()
@@ -262,7 +262,7 @@ def test_a_new_host_starts_nothing_that_has_more_ranks_than_it_takes(tmp_path: P
     key = WorkerKey(model=plan.model, layout=Layout(dp=2), dtype=plan.dtype)
     paths = Host.paths_below(tmp_path)
     left = orphan(paths.worker("leased"), 1, 0.0, key, with_pid=True)
-    write_atomically(paths.worker("leased").lease, b"{}")
+    write_atomically(paths.worker("leased").lease("r1"), b"{}")
     pool = WorkerPool(paths, StandInCommand(), {"PYTHONPATH": str(REPOSITORY)}, 30.0, max_ranks=1)
     try:
         assert left.wait(5) != 0

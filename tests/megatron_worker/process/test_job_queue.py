@@ -37,7 +37,7 @@ def test_jobs_are_claimed_by_rename_lowest_name_first(workshop: Workshop, paths:
 def test_a_file_that_is_being_written_is_not_read(workshop: Workshop, paths: WorkerPaths):
     queue = JobQueue(paths)
     job = submit(paths, workshop.plan())
-    whole = paths.job("000001", job.fence)
+    whole = paths.job("run-1", "000001", job.fence)
     for half in (".half.tmp", ".000001-e000001-a01.json", "000001-e000001-a01.json.part"):
         (paths.jobs / half).write_bytes(whole.read_bytes()[:100])
     whole.unlink()
@@ -77,14 +77,14 @@ def test_a_job_whose_log_already_holds_events_is_set_aside(workshop: Workshop, p
             LeaseMark(run_id="run-1", fence=Fence(epoch=3, attempt=1)),
             "e000002-a03 is older than the lease's e000003-a01",
         ),
-        (LeaseMark(run_id="run-2", fence=Fence(epoch=1)), "of run run-1, this worker is leased to run-2"),
+        (LeaseMark(run_id="run-2", fence=Fence(epoch=1)), "run run-1 has no lease of this worker"),
     ],
 )
 def test_the_lease_that_stands_decides(
     workshop: Workshop, paths: WorkerPaths, lease: LeaseMark | None, reason: str | None
 ):
     if lease is not None:
-        write_atomically(paths.lease, lease.model_dump_json().encode())
+        write_atomically(paths.lease(lease.run_id), lease.model_dump_json().encode())
     queue = JobQueue(paths)
     submit(paths, workshop.plan(), fence=Fence(epoch=2, attempt=3))
     stale = queue.claim().stale
@@ -96,9 +96,9 @@ def test_cancel_and_stop_are_files(workshop: Workshop, paths: WorkerPaths):
     queue, job = JobQueue(paths), submit(paths, workshop.plan())
     assert not queue.is_cancelled(job)
     assert not queue.should_leave()
-    write_atomically(paths.cancel("000001", Fence(epoch=1, attempt=2)), b"")
+    write_atomically(paths.cancel("run-1", "000001", Fence(epoch=1, attempt=2)), b"")
     assert not queue.is_cancelled(job), "another attempt's cancel"
-    write_atomically(paths.cancel("000001", job.fence), b"")
+    write_atomically(paths.cancel("run-1", "000001", job.fence), b"")
     write_atomically(paths.stop, b"")
     assert queue.is_cancelled(job)
     assert queue.should_leave()

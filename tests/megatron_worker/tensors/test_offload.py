@@ -128,7 +128,7 @@ def test_only_declared_host_buffers_live(model, dtype, kind):
     if kind != "base":
         train(engine, [[ROWS]] * 2)
     base_bytes = engine._model.flat.num_bytes
-    engine.offload()
+    engine.place("host")
     alive = {address: size for address, size in storages_alive().items() if address not in before}
     assert sum(alive.values()) == engine.memory().host_bytes >= base_bytes
     assert engine.memory().device_bytes == 0
@@ -142,13 +142,13 @@ def test_only_declared_host_buffers_live(model, dtype, kind):
 def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
     engine = start(model, "float32", "base")
     before = engine._model.flat.buffer.clone()
-    engine.offload()
+    engine.place("host")
     chunks = [chunk.data_ptr() for chunk in engine._slots._published._host]
-    engine.offload()
-    engine.reload()
+    engine.place("host")
+    engine.place("device")
     assert torch.equal(engine._model.flat.buffer, before)
     engine._model.flat.buffer.zero_()  # a second offload must not copy: frozen weights do not change
-    engine.offload()
-    engine.reload()
+    engine.place("host")
+    engine.place("device")
     assert [chunk.data_ptr() for chunk in engine._slots._published._host] == chunks
     assert torch.equal(engine._model.flat.buffer, before)

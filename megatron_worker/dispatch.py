@@ -1,0 +1,167 @@
+"""The dispatcher: commands on the slots of one engine. It decides where tensors are, and who computes what.
+
+Data commands are spread over the data-parallel ranks here: nothing above this module knows of ranks or bins, or of what
+is on the device. Every method is collective: all ranks call it, in the same order, with equal arguments.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs
+from megatron_worker.training.batches import PackedBatches, Scored, Sums
+from megatron_worker.training.frozen_logprobs import bins_to_score
+from shared.errors import InvalidInput
+from shared.jobs.job import Adam, Full, Lora
+
+Slot = str | None
+"""A name of an adapter and what trains it; None: the base, which is trained itself or computes without an adapter."""
+
+
+class Dispatcher:
+    """See the module's docstring. A slot is active for the length of a command."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.slots: set[Slot] = set()
+
+    @property
+    def facts(self) -> Facts:
+        return self.engine.facts
+
+    # Slots.
+
+    def create_slot(self, slot: Slot, trainable: Lora | Full, seed: int, adapter: Path | None = None) -> None:
+        """Begin to train: a fresh adapter, a PEFT adapter from a folder, or every weight of the base.
+
+        Raises:
+            InvalidInput: the adapter is missing, damaged or not of `trainable`'s shape, or the base is to be trained
+                from one.
+        """
+        match trainable:
+            case Lora() if adapter is not None:
+                assert slot is not None
+                self.engine.load_adapter(slot, adapter, trainable, trainable=True)
+            case Lora():
+                assert slot is not None
+                self.engine.add_adapter(slot, trainable, seed)
+            case Full() if adapter is not None:
+                raise InvalidInput("full training does not start from an adapter", "initial_adapter")
+            case Full():
+                self.engine.train_full(trainable)
+        self.slots.add(slot)
+
+    def load_frozen(self, slot: str, adapter: Path) -> None:
+        """Load a PEFT adapter that is only computed with. Raises InvalidInput as `create_slot` does."""
+        self.engine.load_adapter(slot, adapter, None, trainable=False)
+        self.slots.add(slot)
+
+    def drop_slot(self, slot: Slot) -> None:
+        """Forget a slot, with its gradients and optimizer state; a base that was trained is as published again."""
+        if slot not in self.slots:
+            return
+        self.slots.remove(slot)
+        if slot is None:
+            assert not self.slots, "a base is trained alone"
+            self.engine.drop_training_state()
+        else:
+            self.engine.drop_adapter(slot)
+
+    def load_state(self, slot: Slot, folder: Path) -> None:
+        """Go on from what `save_state` wrote, under any layout. Raises InvalidInput where it does not fit."""
+        with self.resident(slot):
+            self.engine.load(folder)
+
+    def save_state(self, slot: Slot, folder: Path) -> None:
+        """Write `weights/` and `optimizer/`; rank 0 writes."""
+        with self.resident(slot):
+            self.engine.save(folder)
+
+    @contextmanager
+    def resident(self, slot: Slot) -> Iterator[None]:
+        """Have a slot and all that trains it on the device over several commands."""
+        self.engine.set_adapter(slot)
+        with self.engine.training():
+            yield
+
+    # Passes over packed data.
+
+    def forward_backward(self, slot: Slot, data: PackedBatches, step: int, loss: LossFunction) -> dict[str, float]:
+        """Add the gradients of a step's examples to what the slot has accumulated.
+
+        Returns:
+            the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (sums.py), on every rank.
+        """
+        facts = self.facts
+        sums = Sums(loss, facts.device)
+        with self.resident(slot):
+            batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
+            for batch, found in self.engine.forward_backward_all(batches, loss):
+                sums.add(found, batch)
+            return self.engine.reduce(sums.totals)
+
+    def optim_step(self, slot: Slot, adam: Adam, learning_rate: float, denominator: float) -> Norms:
+        """Divide the accumulated gradients, clip, step, zero. A norm that is not finite changes no weight."""
+        with self.resident(slot):
+            return self.engine.optim_step(adam, learning_rate, denominator)
+
+    def zero_grad(self, slot: Slot) -> None:
+        with self.resident(slot):
+            self.engine.zero_grad()
+
+    def evaluate(
+        self, slot: Slot, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """The loss's sums over the examples of the data's first step, as of `forward_backward`; None when cancelled."""
+        facts = self.facts
+        sums = Sums(loss, facts.device)
+        with self._scoring(slot):
+            for batch in data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
+                if cancelled():
+                    return None
+                sums.add(loss.sums(self.engine.forward(batch, loss.outputs), batch).detached(), batch)
+            return self.engine.reduce(sums.totals)
+
+    def score(self, slot: Slot, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0) -> None:
+        """Fill a column of the data with the log-probabilities of its targets, in nats, by the weights as they are.
+
+        Each rank fills in its own share, and NaN elsewhere.
+
+        Args:
+            steps: those whose examples are scored, up to the last of the data that is computed at all.
+            temperature: what logits are divided by.
+        """
+        facts = self.facts
+        logprob = np.full(data.units.header.num_targets, np.nan, dtype=np.float32)
+        outputs = Outputs(temperature=temperature)
+        with self._scoring(slot):
+            for units in bins_to_score(data, steps.start, steps.stop, facts.dp_rank, facts.dp_size):
+                logprob_N = self.engine.forward(data.batch(units, facts.device), outputs).logprob_N
+                assert logprob_N is not None
+                logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
+        data.put(column, logprob)
+
+    # Passes that every rank makes alike.
+
+    def probe(self, slot: Slot, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of token_ids[1:] by the weights as they are, in nats, at temperature 1."""
+        with self._scoring(slot):
+            logprob_N = self.engine.forward(Batch.chain(token_ids, self.facts.device), Outputs()).logprob_N
+        assert logprob_N is not None
+        return tuple(logprob_N.tolist())
+
+    def greedy(
+        self, slot: Slot, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]
+    ) -> list[list[int]]:
+        """Greedy continuations of token ids, the stop id left out."""
+        with self._scoring(slot):
+            return self.engine.greedy(prompts, max_tokens, stop_ids)
+
+    @contextmanager
+    def _scoring(self, slot: Slot) -> Iterator[None]:
+        self.engine.set_adapter(slot)
+        with torch.no_grad(), self.engine.scoring():
+            yield

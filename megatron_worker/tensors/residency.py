@@ -1,0 +1,179 @@
+"""Residency: which of an engine's tensors hold memory of the device, which wait on the host, which were given up.
+
+One owner for the base weights (slot None) and for the weights, gradients and optimizer state of every slot. Whoever
+computes says what it needs, for the length of a `with` block.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_worker.engine import Memory, Part, PartBytes, Where
+from megatron_worker.tensors.offload import HostCopy
+
+Key = tuple[Part, str | None]
+
+
+@dataclass
+class Resident:
+    """One part of one slot, which is moved as a whole.
+
+    `is_frozen`: its values never change, so that it is copied to the host once. `refill` fills its tensors after they
+    were dropped; what has none cannot be dropped.
+    """
+
+    copies: Sequence[HostCopy]
+    is_frozen: bool = False
+    refill: Callable[[], None] | None = None
+    where: Where = field(default="device", init=False)
+
+    def move(self, where: Where) -> None:
+        """Move it. Off the device is off the device: what was dropped is not filled again in order to be copied.
+
+        Raises:
+            ValueError: it is to be dropped, and nothing could fill it again.
+        """
+        match self.where, where:
+            case "device", "host":
+                for copy in self.copies:
+                    copy.offload(self.is_frozen)
+            case "host", "device":
+                for copy in self.copies:
+                    copy.reload()
+            case "dropped", "device":
+                self._fill()
+            case (("device" | "host"), "dropped"):
+                self._drop()
+            case _:
+                return
+        self.where = where
+
+    def _fill(self) -> None:
+        assert self.refill is not None
+        for copy in self.copies:
+            copy.restore()
+        self.refill()
+
+    def _drop(self) -> None:
+        if self.refill is None:
+            raise ValueError("nothing could fill it again")
+        for copy in self.copies:
+            copy.release()
+            copy.forget()
+
+    @property
+    def bytes(self) -> PartBytes:
+        return PartBytes(sum(copy.device_bytes for copy in self.copies), sum(copy.host_bytes for copy in self.copies))
+
+
+class Residency:
+    """See the module's docstring.
+
+    Args:
+        base: the weights as they were published, on the device.
+    """
+
+    def __init__(self, base: Resident, device: torch.device) -> None:
+        self._published = base
+        self._device = device
+        self._held: dict[Key, Resident] = {("weights", None): base}
+
+    def add(self, slot: str | None, parts: Mapping[Part, Resident]) -> None:
+        """Take over parts of a slot, on the device. Of slot None: the weights are the base's, from now on trained."""
+        if slot is None and "weights" in parts:
+            self.bring_base()
+        self._held |= {(part, slot): resident for part, resident in parts.items()}
+
+    def drop(self, slot: str | None) -> None:
+        """Forget a slot; its memory goes with the last reference to its tensors. Of slot None: what trained the base.
+
+        Trained weights of the base hold no memory then; the published ones are brought when they are needed.
+        """
+        parts = {key: resident for key, resident in self._held.items() if key[1] == slot}
+        for key in parts:
+            del self._held[key]
+        if slot is None:
+            self._held["weights", None] = self._published
+            if (trained := parts["weights", None]) is not self._published:
+                for copy in trained.copies:
+                    copy.release()
+                    copy.forget()
+                self._published.where = "host" if self._published.bytes.host else "dropped"
+
+    def bring_base(self) -> None:
+        self._move({("weights", None): "device"})
+
+    def where(self, part: Part, slot: str | None) -> Where:
+        return self._held[part, slot].where
+
+    def place(
+        self,
+        everything: Where | None = None,
+        *,
+        weights: Where | None = None,
+        gradients: Where | None = None,
+        optimizer: Where | None = None,
+        slots: Collection[str | None] | None = None,
+    ) -> None:
+        """Move parts of some slots, or of all. See `megatron_worker.engine.Engine.place`."""
+        parts: dict[Part, Where | None] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        wanted = {
+            key: where
+            for key in self._held
+            if (where := parts[key[0]] or everything) is not None and (slots is None or key[1] in slots)
+        }
+        for (part, slot), where in wanted.items():
+            if where == "dropped" and self._held[part, slot].refill is None:
+                of = "the trained base" if slot is None else f"slot {slot!r}"
+                raise ValueError(f"the {part} of {of} cannot be dropped: nothing else holds them")
+        self._move(wanted)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def training(self, slot: str | None) -> Iterator[None]:
+        """Have the base and all of a slot on the device, and what was elsewhere there again afterwards."""
+        with self._at({key: "device" for key in self._held if key[1] == slot or key == ("weights", None)}):
+            yield
+
+    @contextmanager
+    def scoring(self, slot: str | None) -> Iterator[None]:
+        """Have the base and a slot's weights on the device, and no optimizer state; afterwards all where it was."""
+        wanted: dict[Key, Where] = {key: "host" for key in self._held if key[0] == "optimizer"}
+        with self._at(wanted | {("weights", s): "device" for s in (None, slot)}):
+            yield
+
+    @contextmanager
+    def _at(self, wanted: Mapping[Key, Where]) -> Iterator[None]:
+        # What was dropped may hold something by then, such as gradients: it stays, on the host.
+        before: dict[Key, Where] = {
+            key: "host" if (where := self._held[key].where) == "dropped" else where for key in wanted
+        }
+        try:
+            self._move(wanted)
+            yield
+        finally:
+            self._move({key: where for key, where in before.items() if key in self._held})
+
+    def _move(self, wanted: Mapping[Key, Where]) -> None:
+        """First what leaves the device, then what comes."""
+        for key, where in sorted(wanted.items(), key=lambda item: item[1] == "device"):
+            self._held[key].move(where)
+
+    def memory(self) -> Memory:
+        """Count bytes by part; on CUDA the device's are all that torch has allocated there."""
+        parts: dict[Part, PartBytes] = {"weights": self._hidden_copy()}
+        for (part, _), resident in self._held.items():
+            parts[part] = parts.get(part, PartBytes()) + resident.bytes
+        device = sum(part.device for part in parts.values())
+        if self._device.type == "cuda":
+            device = torch.cuda.memory_allocated(self._device)
+        return Memory(device, sum(part.host for part in parts.values()), parts)
+
+    def _hidden_copy(self) -> PartBytes:
+        """The host copy of the published weights while the base is trained in their place."""
+        if self._held["weights", None] is self._published:
+            return PartBytes()
+        return PartBytes(device=0, host=self._published.bytes.host)

@@ -1,0 +1,61 @@
+"""Every combination of places, on each rank of several engines, for tensors/test_residency.py.
+
+python -m megatron_worker.process.launcher N tests.megatron_worker.residency_ranks MODEL OUT LAYOUTS
+"""
+
+import sys
+from itertools import product
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from megatron_worker.engine import Engine
+from megatron_worker.process.process_group import start_group
+from shared.jobs.layout import EngineName, Layout
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import start
+from tests.megatron_worker.rows import random_rows
+
+BINS = [[row] for row in random_rows([40, 17, 90])]
+RATES = {"lora": 3e-3, "full": 3e-4}
+PARTS = ("weights", "gradients", "optimizer")
+PLACES = [dict(zip(PARTS, places, strict=True)) for places in product(("device", "host"), repeat=3)]
+
+Layouts = TypeAdapter(dict[EngineName, list[Layout]])
+
+
+def placed(engine: Engine) -> dict[str, str]:
+    """Which part is where, by the bytes that it holds on the device."""
+    return {part: "device" if held.device else "host" for part, held in engine.memory().parts.items()}
+
+
+def train_everywhere(engine: Engine, kind: str, moves: bool) -> None:
+    """A step for each combination, and gradients that lie there between their backward and their update."""
+    whole = engine.memory().parts
+    for place in PLACES:
+        if moves:
+            engine.place(**place)
+            assert placed(engine) == place
+            for part, held in engine.memory().parts.items():
+                assert held.device in (0, whole[part].device)
+                assert place[part] == "device" or held.host >= whole[part].device
+        with engine.training():
+            assert placed(engine) == dict.fromkeys(PARTS, "device")
+            train(engine, [BINS], learning_rate=RATES[kind])
+        assert not moves or placed(engine) == place
+    engine.place("device")
+
+
+def main() -> None:
+    model, out, layouts = Path(sys.argv[1]), Path(sys.argv[2]), Layouts.validate_json(sys.argv[3])
+    start_group("gloo")
+    for name, chosen in layouts.items():
+        for number, layout in enumerate(chosen):
+            for kind, moves in product(RATES, (False, True)):
+                engine = start(name, model, kind, layout=layout)
+                train_everywhere(engine, kind, moves)
+                engine.save(out / f"{name}-{number}-{kind}" / ("moved" if moves else "plain"))
+
+
+if __name__ == "__main__":
+    main()

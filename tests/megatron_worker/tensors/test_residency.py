@@ -1,0 +1,110 @@
+"""Which parts of an engine are where: every combination, on every engine, on one rank and on several."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_worker.engine import Memory, Outputs, PartBytes
+from shared.jobs.job import Lora
+from shared.jobs.layout import Layout
+from tests.megatron_worker import residency_ranks
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
+from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.residency_ranks import train_everywhere
+from tests.megatron_worker.rows import bin_of, random_rows
+
+ROWS = random_rows([40, 17, 90])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_every_combination_comes_back_to_the_bit(model: Path, tmp_path: Path, engine, kind, dtype):
+    for moves in (False, True):
+        driven = start(engine, model, kind, dtype)
+        train_everywhere(driven, kind, moves)
+        driven.save(tmp_path / str(moves))
+    assert checkpoint_bytes(tmp_path / "True") == checkpoint_bytes(tmp_path / "False")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [
+        (2, {"megatron": [Layout(dp=2), Layout(tp=2), Layout(pp=2)], "fsdp": [Layout(dp=2)]}),
+        (4, {"megatron": [Layout(dp=2, tp=2)], "fsdp": [Layout(dp=4)]}),
+    ],
+)
+def test_several_ranks_come_back_to_the_bit(model: Path, tmp_path: Path, num_ranks: int, layouts):
+    said = residency_ranks.Layouts.dump_json(layouts).decode()
+    run_ranks("tests.megatron_worker.residency_ranks", str(model), str(tmp_path), said, num_ranks=num_ranks)
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 2 * sum(map(len, layouts.values()))
+    for folder in folders:
+        assert checkpoint_bytes(folder / "moved") == checkpoint_bytes(folder / "plain"), folder.name
+
+
+def test_bytes_by_part_are_exact(model: Path, engine):
+    driven = start(engine, model)
+    weights = driven.memory().parts["weights"].device
+    assert weights == pytest.approx(sum(w.nbytes for _, w in driven.named_weights()), rel=0.05)
+    driven.add_adapter("run", LORA, seed=0)
+    parts = driven.memory().parts
+    adapter = parts["weights"].device - weights
+    assert parts["gradients"] == PartBytes(adapter, 0)
+    assert parts["optimizer"] == PartBytes(2 * adapter, 0)
+    driven.place(optimizer="host")
+    assert driven.memory().parts["optimizer"] == PartBytes(0, 2 * adapter)
+    driven.place("host")
+    assert driven.memory().device_bytes == 0
+    assert driven.memory().host_bytes == sum(part.host for part in driven.memory().parts.values())
+    driven.place(gradients="dropped")
+    assert driven.memory().parts["gradients"] == PartBytes(0, 0)
+
+
+def test_scoring_never_holds_the_optimizer_and_leaves_things_where_they_were(model: Path, engine):
+    driven = start(engine, model, "lora")
+    driven.add_adapter("other", Lora(rank=2), seed=1)
+    before = driven.memory()
+    with torch.no_grad(), driven.training(), driven.scoring():
+        assert driven.memory().parts["optimizer"].device == 0
+        driven.forward(bin_of(ROWS), Outputs())
+        with driven.training():  # of the active slot alone
+            assert 0 < driven.memory().parts["optimizer"].device < before.parts["optimizer"].device
+        assert driven.memory().parts["optimizer"].device == 0
+    assert driven.memory().device_bytes == before.device_bytes
+
+
+def test_an_error_leaves_things_where_they_were(model: Path, engine):
+    driven = start(engine, model, "lora")
+    driven.place("host")
+    with pytest.raises(ZeroDivisionError), driven.training(), driven.scoring():
+        raise ZeroDivisionError
+    assert driven.memory().device_bytes == 0
+
+
+def test_dropped_gradients_are_zero_and_a_dropped_base_is_read_again(model: Path, tmp_path: Path, engine):
+    plain, moved = (start(engine, model, "lora") for _ in range(2))
+    for driven in (plain, moved):
+        train(driven, [[ROWS]])
+    moved.place(gradients="dropped")
+    for driven in (plain, moved):
+        with driven.training():
+            train(driven, [[ROWS]])
+        driven.save(tmp_path / ("plain" if driven is plain else "moved"))
+    assert checkpoint_bytes(tmp_path / "moved") == checkpoint_bytes(tmp_path / "plain")
+    moved.drop_training_state()
+    published = {name: weight.clone() for name, weight in moved.named_weights()}
+    moved.place(weights="dropped")
+    assert moved.memory() == Memory(0, 0, {"weights": PartBytes(0, 0)})
+    moved.place(weights="device")
+    assert all(torch.equal(weight, published[name]) for name, weight in moved.named_weights())
+
+
+@pytest.mark.parametrize(("kind", "part"), [("lora", "weights"), ("lora", "optimizer"), ("full", "weights")])
+def test_what_nothing_else_holds_is_not_dropped(model: Path, engine, kind, part):
+    driven = start(engine, model, kind)
+    before = driven.memory()
+    with pytest.raises(ValueError, match=f"the {part} of .* cannot be dropped"):
+        driven.place(**{part: "dropped"})
+    assert driven.memory() == before

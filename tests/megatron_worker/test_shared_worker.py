@@ -1,0 +1,134 @@
+"""One worker, several runs: jobs of adapters are done in turn, and each ends as it would alone."""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_worker.engine import LossFunction
+from megatron_worker.warm_engine import BuildEngine
+from shared.jobs.events import Cancelled, Failed, Started, Succeeded, Terminal
+from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
+from shared.storage.paths import WorkerPaths, write_atomically
+from tests.megatron_worker.tiny_engine import TinyEngine, build
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, new_worker
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return make_workshop(tmp_path)
+
+
+def plans(workshop: Workshop) -> list[JobPlan]:
+    """Runs that differ in rank, seed, rate, evaluation and checkpoints."""
+    evaluation = Evaluation(data=workshop.held_out, every_steps=2, num_samples=1, sample_tokens=3)
+    return [
+        workshop.plan(run_id="run-1"),
+        workshop.plan(run_id="run-2", trainable=Lora(rank=2, alpha=4), seed=11, evaluation=evaluation),
+        workshop.plan(run_id="run-3", trainable=Lora(rank=8, alpha=8), checkpointing=Checkpointing(every_steps=2)),
+    ]
+
+
+def serve(workshop: Workshop, jobs: Sequence[JobPlan], build: BuildEngine = build, name: str = "shared") -> list[Job]:
+    """A worker that finds these jobs in its folder, and is asked to leave when the last of them has ended."""
+    paths = WorkerPaths(workshop.root / name)
+    submitted = [submit(paths, plan) for plan in jobs]
+
+    def stop_at_the_end() -> None:
+        deadline = time.monotonic() + 300
+        while not all(has_ended(job) for job in submitted) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write_atomically(paths.stop, b"")
+
+    watching = threading.Thread(target=stop_at_the_end)
+    watching.start()
+    new_worker(workshop.root, build).serve(paths)
+    watching.join()
+    return submitted
+
+
+def has_ended(job: Job) -> bool:
+    return Path(job.log_path).exists() and isinstance((read_log(job.log_path) or [None])[-1], Terminal)
+
+
+class Noted(TinyEngine):
+    """Notes whose update came when."""
+
+    def __init__(self, *args, order: list[str]) -> None:
+        super().__init__(*args)
+        self.order = order
+
+    def optim_step(self, *args, **kwargs):
+        self.order.append(self._active)
+        return super().optim_step(*args, **kwargs)
+
+
+def test_jobs_in_turn_end_in_the_bits_of_each_alone(workshop: Workshop):
+    order: list[str] = []
+    jobs = serve(workshop, plans(workshop), lambda plan, model: Noted(model, order=order))
+    for job in jobs:
+        alone = do(workshop, f"alone-{job.plan.run_id}", job.plan)
+        assert losses(job) == losses(alone)
+        assert checkpoint(job, 6).sha256 == checkpoint(alone, 6).sha256
+    assert order[-9:] == ["run-1", "run-2", "run-3"] * 3  # by then all have begun
+
+
+def test_a_job_that_ends_leaves_the_others_their_engine_and_takes_its_own_away(workshop: Workshop):
+    short = workshop.plan(run_id="short", num_steps=1)
+    engines: list[TinyEngine] = []
+
+    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
+        engines.append(TinyEngine(model))
+        return engines[-1]
+
+    first, *others = serve(workshop, [short, *plans(workshop)], build_one)
+    assert [e.event for e in read_log(first.log_path)][-2:] == ["offloaded", "succeeded"]
+    assert read_log(first.log_path)[-1].device == "released"
+    assert all(isinstance(read_log(job.log_path)[-1], Succeeded) for job in others)
+    assert len(engines) == 1
+    assert engines[0].memory().device_bytes == 0
+    assert not engines[0]._slots
+
+
+def test_a_run_that_trains_all_weights_waits_until_it_is_alone(workshop: Workshop):
+    first, full, last = serve(
+        workshop,
+        [workshop.plan(run_id="a"), workshop.plan(run_id="b", trainable=Full()), workshop.plan(run_id="c")],
+    )
+    ends = {job.plan.run_id: read_log(job.log_path)[-1].time for job in (first, full, last)}
+    begins = {
+        job.plan.run_id: next(e.time for e in read_log(job.log_path) if isinstance(e, Started)) for job in (full, last)
+    }
+    assert ends["a"] <= begins["b"] < ends["b"] <= begins["c"]
+    alone = do(workshop, "alone", full.plan)
+    assert losses(full) == losses(alone)
+    assert adapter_sha256(last, 6) == adapter_sha256(do(workshop, "alone-c", last.plan), 6)
+
+
+def test_a_fault_of_one_run_is_its_own(workshop: Workshop):
+    wild = workshop.plan(run_id="wild", schedule=Schedule(kind="constant", learning_rate=1e36))
+    broken, *others = serve(workshop, [wild, *plans(workshop)])
+    failed = read_log(broken.log_path)[-1]
+    assert isinstance(failed, Failed)
+    assert failed.kind == "not_finite"
+    for job in others:
+        assert adapter_sha256(job, 6) == adapter_sha256(do(workshop, f"alone-{job.plan.run_id}", job.plan), 6)
+
+
+def test_a_cancel_is_of_one_run(workshop: Workshop):
+    paths = WorkerPaths(workshop.root / "shared")
+
+    class Cancelling(TinyEngine):
+        def forward_backward(self, batch, loss: LossFunction):
+            if self._active == "run-2":
+                write_atomically(paths.cancel("run-2", "000001", fence), b"")
+            return super().forward_backward(batch, loss)
+
+    fence = workshop.job("any", workshop.plan()).fence
+    jobs = serve(workshop, plans(workshop), lambda plan, model: Cancelling(model))
+    ended = [read_log(job.log_path)[-1] for job in jobs]
+    assert [type(end) for end in ended] == [Succeeded, Cancelled, Succeeded]
+    assert ended[1].step == 1
