@@ -216,14 +216,14 @@ def test_a_job_of_an_older_fence_is_refused(host: Host, workshop: Workshop):
     assert isinstance(refused, Failed)
     assert refused.kind == "stale_fence"
     assert isinstance(read_log(current.log_path)[-1], Succeeded)
-    assert (host.paths.archive / "000031-e000002-a01.json").exists()
+    assert (host.paths.archive / "run-1-000031-e000002-a01.json").exists()
 
 
 def test_half_a_job_file_is_never_read(host: Host, workshop: Workshop):
     plan = workshop.plan(job_id="000041", layout=Layout(dp=2))
     job = submit(host.paths, plan)
     host.wait_for_end(job)
-    text = (host.paths.archive / "000041-e000001-a01.json").read_bytes()
+    text = (host.paths.archive / "run-1-000041-e000001-a01.json").read_bytes()
     for half in (".000042-e000001-a01.json.tmp", ".000042-e000001-a01.json"):
         (host.paths.jobs / half).write_bytes(text[: len(text) // 2])
     following = submit(host.paths, workshop.plan(job_id="000043", layout=Layout(dp=2)))
@@ -237,7 +237,7 @@ def test_half_a_job_file_is_never_read(host: Host, workshop: Workshop):
 def test_an_archived_job_run_again_by_hand_gives_the_same_bytes(host: Host, workshop: Workshop, tmp_path: Path):
     job = submit(host.paths, workshop.plan(job_id="000051", layout=Layout(dp=2)))
     host.wait_for_end(job)
-    archived = host.paths.archive / "000051-e000001-a01.json"
+    archived = host.paths.archive / "run-1-000051-e000001-a01.json"
     before = archived.read_bytes()
     torchrun(WORKER, "--once", str(archived), "--into", str(tmp_path), num_ranks=2)
     assert adapter_sha256(tmp_path / "checkpoints") == adapter_sha256(job.checkpoint_dir)

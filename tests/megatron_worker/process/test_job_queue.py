@@ -21,17 +21,17 @@ def paths(tmp_path: Path) -> WorkerPaths:
     return WorkerPaths(tmp_path)
 
 
-def test_jobs_are_claimed_by_rename_lowest_name_first(workshop: Workshop, paths: WorkerPaths):
+def test_jobs_are_claimed_by_rename_oldest_first(workshop: Workshop, paths: WorkerPaths):
     queue = JobQueue(paths)
     for job_id in ("000002", "000001", "000003"):
         submit(paths, workshop.plan(job_id=job_id))
     claims = [queue.claim() for _ in range(3)]
-    assert [claim.job.plan.job_id for claim in claims] == ["000001", "000002", "000003"]
+    assert [claim.job.plan.job_id for claim in claims] == ["000002", "000001", "000003"]
     assert queue.claim() is None
     assert not list(paths.jobs.iterdir())
     assert all(claim.path.parent == paths.claimed and claim.path.exists() for claim in claims)
     queue.archive(claims[0].path)
-    assert [p.name for p in paths.archive.iterdir()] == ["000001-e000001-a01.json"]
+    assert [p.name for p in paths.archive.iterdir()] == ["run-1-000002-e000001-a01.json"]
 
 
 def test_a_file_that_is_being_written_is_not_read(workshop: Workshop, paths: WorkerPaths):

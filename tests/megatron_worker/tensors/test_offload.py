@@ -143,12 +143,12 @@ def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
     engine = start(model, "float32", "base")
     before = engine._model.flat.buffer.clone()
     engine.place("host")
-    chunks = [chunk.data_ptr() for chunk in engine._slots._published._host]
+    chunks = [chunk.data_ptr() for chunk in engine._slots.residency._published.copies[0]._host]
     engine.place("host")
     engine.place("device")
     assert torch.equal(engine._model.flat.buffer, before)
     engine._model.flat.buffer.zero_()  # a second offload must not copy: frozen weights do not change
     engine.place("host")
     engine.place("device")
-    assert [chunk.data_ptr() for chunk in engine._slots._published._host] == chunks
+    assert [chunk.data_ptr() for chunk in engine._slots.residency._published.copies[0]._host] == chunks
     assert torch.equal(engine._model.flat.buffer, before)
