@@ -91,7 +91,7 @@ async def answer(model: art.TrainableModel, step: int | None = None) -> dict[str
 
 
 async def session(url: str, key: str, base: str, rows: bytes, folder: str) -> dict[str, Any]:
-    native = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"authorization": f"Bearer {key}"}, timeout=60)
+    native = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"authorization": f"Bearer {key}"}, timeout=300)
     foreign = {"base_url": f"{url}/v1", "headers": native.headers, "timeout": 60}
     backend = art.ServerlessBackend(api_key=key, base_url=f"{url}/v1")
     client: Any = backend._client

@@ -39,11 +39,13 @@ def secrets(stack: Stack, connection: Connection, tiny_model: Path, chat_dataset
         hook = {"url": f"https://longshore.invalid/{TOKEN}"}
         found |= {"a webhook's token": TOKEN, "a webhook's secret": _made(admin.post("/webhooks", json=hook))["secret"]}
         signed = httpx.post(
-            f"{connection.api_url}/login", data={"key": found["a key"], "after": "/"}, trust_env=False, timeout=60
+            f"{connection.api_url}/login", data={"key": found["a key"], "after": "/"}, trust_env=False, timeout=300
         )
         found["a session"] = signed.cookies["longshore_session"]
         admin.get("/runs", params={"api_key": found["a key"]})
-        httpx.get(f"{connection.api_url}/api/v1/runs", headers={"authorization": f"Basic {found['a key']}"}, timeout=60)
+        httpx.get(
+            f"{connection.api_url}/api/v1/runs", headers={"authorization": f"Basic {found['a key']}"}, timeout=300
+        )
     with _http(connection, found["a key"]) as api:
         run: dict[str, Any] = {
             "name": NAME,
@@ -63,7 +65,7 @@ def secrets(stack: Stack, connection: Connection, tiny_model: Path, chat_dataset
 
 def _http(connection: Connection, key: str) -> httpx.Client:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=f"{connection.api_url}/api/v1", headers=headers, timeout=60, trust_env=False)
+    return httpx.Client(base_url=f"{connection.api_url}/api/v1", headers=headers, timeout=300, trust_env=False)
 
 
 def _made(answer: httpx.Response) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Poller:
                 thread.join()
 
     def _poll(self, path: str, stopped: threading.Event) -> None:
-        with httpx.Client(base_url=self.api_url, headers=self.headers, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=self.api_url, headers=self.headers, timeout=300, trust_env=False) as client:
             while not stopped.wait(0.1):
                 asked = time.monotonic()
                 try:
@@ -164,7 +164,7 @@ def test_a_clients_retry_makes_no_second_job(
     assert num_kills >= 1
     wait_until(lambda: is_well(connection), "the service is well")
     headers = {"authorization": f"Bearer {connection.api_key}"}
-    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=60, trust_env=False) as api:
+    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=300, trust_env=False) as api:
         told = json.loads(stdout)
         assert len(set(told.values())) == NUM_JOBS
         for number, job_id in told.items():

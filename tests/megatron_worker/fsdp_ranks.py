@@ -89,7 +89,7 @@ def offload(model: Path, layout: Layout, kind: str, out: Path) -> None:
     known = set(before) | {expected.untyped_storage().data_ptr()}
     engine.place("host")
     memory = engine.memory()
-    undeclared, end = 1, time.monotonic() + 20
+    undeclared, end = 1, time.monotonic() + 120
     while undeclared and time.monotonic() < end:  # gloo's threads let go of their last work soon after it is done
         alive = sum(size for address, size in storages_alive().items() if address not in known)
         undeclared = alive - memory.host_bytes

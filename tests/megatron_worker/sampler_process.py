@@ -41,7 +41,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[SamplerReady]:
         yield ready(process, folder)
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(300)
 
 
 def write_adapter(folder: Path, model: Path, seed: int, targets: tuple[str, ...], rank: int = 4) -> Path:

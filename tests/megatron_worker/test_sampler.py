@@ -68,7 +68,7 @@ def sampler(ours, place):
 
 def post(ready, path, body):
     headers = {"Authorization": f"Bearer {ready.api_key}"}
-    return httpx.post(f"{ready.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+    return httpx.post(f"{ready.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)
 
 
 # Against others.
@@ -428,12 +428,12 @@ def test_a_cancelled_ticket_leaves_its_slots(place):
     while not endless.sequences[0].token_ids:
         time.sleep(0.01)
     endless.cancelled = True
-    assert ticket(2).done.wait(60)
+    assert ticket(2).done.wait(300)
     num_drawn = [len(sequence.token_ids) for sequence in endless.sequences]
-    assert ticket(30).done.wait(60)
+    assert ticket(30).done.wait(300)
     assert [len(sequence.token_ids) for sequence in endless.sequences] == num_drawn
     generator.stop()
-    loop.join(60)
+    loop.join(300)
     assert not loop.is_alive()
 
 
@@ -457,8 +457,8 @@ def test_sigterm_ends_it_while_it_works(place, tmp_path):
     asking.start()
     time.sleep(0.5)
     process.terminate()
-    assert process.wait(60) == 0
-    asking.join(60)
+    assert process.wait(300) == 0
+    asking.join(300)
     assert len(failures) == 1
     assert not (tmp_path / "ready.json").exists()
 
@@ -473,7 +473,7 @@ def test_it_leaves_with_its_parent(place, tmp_path):
     sampler = psutil.Process(ready(parent, tmp_path).pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    sampler.wait(60)
+    sampler.wait(300)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -28,7 +28,7 @@ class Subject:
 
     def ask(self, path, body, key=None):
         headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)
 
     def complete(self, **body):
         response = self.ask("/v1/completions", {"model": self.model, "prompt": list(PROMPT), **body})

@@ -145,7 +145,7 @@ def acquire(service: Service, tiny_model: Path, paths: set[str]) -> Belongings:
             _made(operator.post("/tenants", json={"tenant": tenant}))["key"]["key"] for tenant in (TENANT, "strangers")
         )
     with httpx.Client(
-        base_url=service.url, headers={"authorization": f"Bearer {key}"}, timeout=60, trust_env=False
+        base_url=service.url, headers={"authorization": f"Bearer {key}"}, timeout=300, trust_env=False
     ) as acme:
         file = _made(acme.post("/api/v1/files", params={"name": "rows.jsonl"}, content=b'{"text": "ours"}\n'))
         upload_fields = BODIES["/v1/uploads"]

@@ -54,4 +54,4 @@ def stranger(service: Service, belongings: Belongings) -> Iterator[httpx.Client]
 def client(service: Service, key: str) -> httpx.Client:
     """Asks any surface."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.Client(base_url=service.url, headers=headers, timeout=60, trust_env=False)
+    return httpx.Client(base_url=service.url, headers=headers, timeout=300, trust_env=False)

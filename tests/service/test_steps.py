@@ -197,7 +197,7 @@ def test_steps_are_followed_to_the_end(api, service: Service, trained: str) -> N
         assert following.stdout.readline() == "train step 6: published v3\n"
         put(service, trained, 7)
         api.post(f"/runs/{trained}/finish")
-        out, said = following.communicate(timeout=20)
+        out, said = following.communicate(timeout=300)
     assert (following.returncode, out, said) == (0, "train step 7: done\n", "")
     lines = service.cli("steps", trained, "--follow", "--json").stdout.splitlines()
     assert [json.loads(line) for line in lines] == page(api, trained)["steps"]
@@ -225,7 +225,7 @@ def test_watching_tells_each_step_behind_its_own_job(api, service: Service, trai
             "training succeeded at step 7",
         ]
         api.post(f"/runs/{trained}/finish")
-        out, said = watching.communicate(timeout=20)
+        out, said = watching.communicate(timeout=300)
     assert watching.returncode == 0
     assert said == "train step 7: reward 0.875, published v4\n"
     answer = json.loads(out)

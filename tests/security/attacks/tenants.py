@@ -17,7 +17,7 @@ class Tenant:
         self.name = name
         self.key = key
         headers = {"authorization": f"Bearer {key}"}
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=300, trust_env=False)
 
     def upload(self, name: str, content: bytes) -> str:
         """The URI of a file in this tenant's folder of the store."""

@@ -151,7 +151,7 @@ def test_a_root_that_others_may_look_into_is_closed(tmp_path: Path, command: tup
     environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_TEMPORAL_ADDRESS": "127.0.0.1:1"}
     process = subprocess.Popen([sys.executable, "-m", *command], env=environment, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: stat.S_IMODE(root.stat().st_mode) == 0o700, "the root is closed", timeout_s=60)
+        wait_until(lambda: stat.S_IMODE(root.stat().st_mode) == 0o700, "the root is closed", timeout_s=300)
     finally:
         process.kill()
         process.wait()

@@ -102,7 +102,7 @@ def test_what_a_run_has_brought_counts_and_what_a_preview_has_does_not(
     run = {"model": str(tiny_model), "dataset": {"uri": path.as_uri()}, "batch_size": 1, "max_tokens": 600}
     first = narrow.submit("sft", **run, steps=1)
     assert first.status_code == 201, first.text
-    wait_until(lambda: stored(narrow) >= len(data), "its copy counts", timeout_s=90)
+    wait_until(lambda: stored(narrow) >= len(data), "its copy counts", timeout_s=300)
     assert "the quota stored_bytes" in narrow.refusal("sft", **run, steps=2)
     narrow.http.post(f"/api/v1/runs/{first.json()['run_id']}/cancel")
 
