@@ -125,7 +125,7 @@ def put_versions(
         upload(store, published_version(tenant, kind, name, version), folder)
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 300) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if found := condition():

@@ -107,7 +107,7 @@ def test_ctrl_c_detaches_and_the_run_goes_on(service: Service, options) -> None:
     assert run_id.startswith("sft-")
     watching.stderr.readline()  # its phase: it follows the run now
     watching.send_signal(signal.SIGINT)
-    _, said = watching.communicate(timeout=10)
+    _, said = watching.communicate(timeout=300)
     assert watching.returncode == 130
     assert f"longshore watch {run_id}" in said
     assert "Traceback" not in said
@@ -412,7 +412,7 @@ def test_watching_survives_a_service_that_is_away(service: Service, options) -> 
     time.sleep(1)
     assert service.cli("cancel", run_id).code == 0
     with serving(service.settings, port):
-        out, _ = watching.communicate(timeout=30)
+        out, _ = watching.communicate(timeout=300)
     assert json.loads(out)["status"] == "cancelled"
     assert watching.returncode == 103
 
