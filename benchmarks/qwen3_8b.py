@@ -36,7 +36,7 @@ from activities.packing.prefix_tree import SequenceRow, TreeUnit, build_tree
 from benchmarks.machine import accelerator, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, flops, write_config
-from megatron_worker.engine import Batch, LossFunction
+from megatron_worker.engine import Batch, LossFunction, Where
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.jobs.job import PPO, Adam, CrossEntropy, Lora
@@ -158,18 +158,18 @@ def offloading(engine: MegatronEngine, repeats: int) -> Figures:
     """Of everything that the engine holds: the base, an adapter, its gradients and moments."""
     streams = torch.get_device_module(engine.facts.device)
 
-    def timed(what: str) -> float:
+    def timed(where: Where) -> float:
         streams.synchronize()
         began = time.perf_counter()
-        getattr(engine, what)()
+        engine.place(where)
         streams.synchronize()
         return time.perf_counter() - began
 
     before = engine.memory().device_bytes
-    first_s = timed("offload")
+    first_s = timed("host")
     left = engine.memory()
-    timed("reload")
-    pairs = [(timed("offload"), timed("reload")) for _ in range(repeats)]
+    timed("device")
+    pairs = [(timed("host"), timed("device")) for _ in range(repeats)]
     offload_s, reload_s = (statistics.median(times) for times in zip(*pairs, strict=True))
     return {
         "device_gb_before": before / 1e9,

@@ -90,7 +90,7 @@ def test_training_and_offload_are_measured_by_the_same_code_on_a_tiny_shape():
 
 
 def test_a_part_that_fails_leaves_the_others(monkeypatch):
-    monkeypatch.setattr(RandomMegatron, "reload", lambda engine: torch.empty(-1))
+    monkeypatch.setattr(RandomMegatron, "place", lambda engine, where: torch.empty(-1))
     figures = measure_training(TINY, TINY_WORK, 1, CPU, None)
     assert set(figures["offload"]) == {"failed"}
     assert figures["rl"]["tokens_per_s"] > 0
