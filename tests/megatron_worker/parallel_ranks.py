@@ -118,7 +118,7 @@ def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[st
     for region in optimizer._regions:
         whole.buffer[region.all] = region.copies.join_shares(optimizer.grad.buffer[region.own])
     optimizer.zero_grad()
-    return {p.name: engine._mesh.whole(p, whole.views).clone() for p in training.pieces}
+    return {p.name: engine._mesh.whole(p, whole.views).clone() for p in training.slices}
 
 
 def scores(engine: MegatronEngine, batch: Batch) -> list[list[float]]:

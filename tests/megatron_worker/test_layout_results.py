@@ -33,7 +33,7 @@ def test_bfloat16_is_within_its_bounds():
     for row in ROWS:
         for key, found in row["bfloat16"].items():
             for what in ("logprob", "gradient"):
-                assert layouts.quotient(found, what) <= found["bound"], (row["model"], row["layout"], key, what)
+                assert layouts.quotient(what, found) <= found["bound"], (row["model"], row["layout"], key, what)
 
 
 def test_the_pages_are_made_from_the_figures():
