@@ -34,12 +34,12 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | variables
 
 
-def launch_ranks(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
+def launch_ranks(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 300) -> str:
     """Run to the end; stdout of all ranks. A rank that fails fails the test, with what it said."""
     return run(ranks_command(module, *arguments, num_ranks=num_ranks), timeout_s)
 
 
-def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 120) -> str:
+def torchrun(module: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 300) -> str:
     return run(torchrun_command(module, *arguments, num_ranks=num_ranks), timeout_s)
 
 
@@ -62,7 +62,7 @@ def run(command: list[str], timeout_s: float) -> str:
     return stdout
 
 
-def fork_ranks(module: str, *arguments: str, num_ranks: int, timeout_s: float = 120) -> str:
+def fork_ranks(module: str, *arguments: str, num_ranks: int, timeout_s: float = 300) -> str:
     """As `launch_ranks`, without the seconds that each rank would import for."""
     call = partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
     with tempfile.TemporaryDirectory() as folder:

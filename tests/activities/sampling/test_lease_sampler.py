@@ -78,7 +78,9 @@ def test_a_lease_brings_the_model_and_starts_its_sampler(host: Host, settings: S
         grant = lease.grant
         worker = host.paths.worker(grant.worker_id)
         assert (grant.fence, grant.host_queue) == (Fence(epoch=3, attempt=1), "host-queue")
-        assert LeaseMark.model_validate_json(worker.lease.read_bytes()) == LeaseMark(run_id="r1", fence=grant.fence)
+        assert LeaseMark.model_validate_json(worker.lease("r1").read_bytes()) == LeaseMark(
+            run_id="r1", fence=grant.fence
+        )
         assert stat.S_IMODE(worker.ready.stat().st_mode) == 0o600
         ready = ready_of(host, grant)
         assert Path(ready.model).is_relative_to(host.paths.cache)

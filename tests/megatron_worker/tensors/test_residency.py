@@ -11,7 +11,7 @@ from shared.jobs.layout import Layout
 from tests.megatron_worker import residency_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
-from tests.megatron_worker.launch import run_ranks
+from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.residency_ranks import train_everywhere
 from tests.megatron_worker.rows import bin_of, random_rows
 
@@ -37,7 +37,7 @@ def test_every_combination_comes_back_to_the_bit(model: Path, tmp_path: Path, en
 )
 def test_several_ranks_come_back_to_the_bit(model: Path, tmp_path: Path, num_ranks: int, layouts):
     said = residency_ranks.Layouts.dump_json(layouts).decode()
-    run_ranks("tests.megatron_worker.residency_ranks", str(model), str(tmp_path), said, num_ranks=num_ranks)
+    fork_ranks("tests.megatron_worker.residency_ranks", str(model), str(tmp_path), said, num_ranks=num_ranks)
     folders = sorted(tmp_path.iterdir())
     assert len(folders) == 2 * sum(map(len, layouts.values()))
     for folder in folders:
