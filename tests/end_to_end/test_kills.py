@@ -51,8 +51,7 @@ def _read(path: Path) -> str:
 
 
 def before_the_claim(stack: Stack, run_id: str) -> bool:
-    leases = _found(stack, "*/lease.json")
-    return any(run_id in _read(lease) for lease in leases)
+    return bool(_found(stack, f"*/leases/{run_id}.json"))
 
 
 def mid_step(stack: Stack, run_id: str) -> bool:

@@ -65,11 +65,11 @@ def test_runs_that_wait_for_a_worker_get_it_tenant_by_tenant(
         return bool(tenant.http.get(f"/api/v1/runs/{run_id}").json()["phase"] == "waiting_for_worker")
 
     first = submit(attacker, 100_000)
-    wait_until(lambda: attacker.http.get(f"/api/v1/runs/{first}").json()["step"] > 0, "the first one trains", 120)
+    wait_until(lambda: attacker.http.get(f"/api/v1/runs/{first}").json()["step"] > 0, "the first one trains")
     theirs = [submit(attacker, 1) for _ in range(6)]
-    wait_until(lambda: all(waits(attacker, run_id) for run_id in theirs), "the attacker's runs wait", 120)
+    wait_until(lambda: all(waits(attacker, run_id) for run_id in theirs), "the attacker's runs wait")
     mine = submit(victim, 1)
-    wait_until(lambda: waits(victim, mine), "the victim's run waits", 120)
+    wait_until(lambda: waits(victim, mine), "the victim's run waits")
     assert attacker.http.post(f"/api/v1/runs/{first}/cancel").status_code == 202
     done = victim.ended(mine)
     ended_before = [attacker.ended(run_id)["ended_at"] < done["ended_at"] for run_id in theirs]
