@@ -41,6 +41,7 @@ class Dispatcher:
             InvalidInput: the adapter is missing, damaged or not of `trainable`'s shape, or the base is to be trained
                 from one.
         """
+        self.slots.add(slot)  # before it is made: what an error left of it on some rank is dropped on all
         match trainable:
             case Lora() if adapter is not None:
                 assert slot is not None
@@ -52,12 +53,11 @@ class Dispatcher:
                 raise InvalidInput("full training does not start from an adapter", "initial_adapter")
             case Full():
                 self.engine.train_full(trainable)
-        self.slots.add(slot)
 
     def load_frozen(self, slot: str, adapter: Path) -> None:
         """Load a PEFT adapter that is only computed with. Raises InvalidInput as `create_slot` does."""
-        self.engine.load_adapter(slot, adapter, None, trainable=False)
         self.slots.add(slot)
+        self.engine.load_adapter(slot, adapter, None, trainable=False)
 
     def drop_slot(self, slot: Slot) -> None:
         """Forget a slot, with its gradients and optimizer state; a base that was trained is as published again."""

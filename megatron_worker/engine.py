@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -164,6 +164,14 @@ Part = Literal["weights", "gradients", "optimizer"]
 Where = Literal["device", "host", "dropped"]
 
 
+class Places(TypedDict, total=False):
+    """Where parts are to be; what is not named stays where it is."""
+
+    weights: Where
+    gradients: Where
+    optimizer: Where
+
+
 @dataclass(frozen=True)
 class PartBytes:
     """Bytes of one part over all slots: on the device, and in declared host buffers."""
@@ -223,7 +231,7 @@ class Engine(Protocol):
         ...
 
     def drop_adapter(self, name: str) -> None:
-        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
+        """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective."""
         ...
 
     def train_full(self, full: Full) -> None:
@@ -278,13 +286,7 @@ class Engine(Protocol):
 
     # Residency: a part that is not on the device has storages of size 0 there.
     def place(
-        self,
-        everything: Where | None = None,
-        *,
-        weights: Where | None = None,
-        gradients: Where | None = None,
-        optimizer: Where | None = None,
-        slots: Collection[str | None] | None = None,
+        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
     ) -> None:
         """Move parts of some slots (None among them: the base), or of all: to the device, to the host, or give them up.
 

@@ -17,6 +17,8 @@ import pytest
 from examples.tiny_model import make_tiny_model
 from service.dev.supervisor import FAIR_QUEUES
 from shared.settings import S3Settings
+from shared.storage.artifacts import manifest_of
+from shared.storage.paths import MANIFEST
 from tests.leftovers import watch_over
 from tests.order import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
 from tests.progress import pytest_configure  # noqa: F401 (a hook of pytest's)
@@ -76,9 +78,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Qwen3-architecture model folder: 2 layers, hidden 64, vocabulary 512, tokenizer and chat template."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"), CORPUS)
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), CORPUS)
+    before = manifest_of(folder)
+    yield folder
+    left = "a test changed the model that all tests share: it shall copy it"
+    assert manifest_of(folder) == before and not (folder / MANIFEST).exists(), left
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,7 @@ class Uploader:
             future.result()
         self._pending.clear()
 
-    def _begin(self, step: Callable[[], None]) -> None:
+    def _begin(self, step: Callable[[], bool | None]) -> None:
         self._pending.append(self._thread.submit(self._with_retries, step))
 
     def _part(self) -> None:
@@ -142,7 +142,7 @@ class Uploader:
         self._parts.append(key)
         self._begin(lambda: self._store.put_bytes(key, data))
 
-    def _checkpoint(self, saved: Saved, number: int) -> None:
+    def _checkpoint(self, saved: Saved, number: int) -> bool:
         """Copy one checkpoint, its manifest last; only then does it go here, and do older ones go in the store.
 
         One that `keep` newer ones wait behind goes at once: a slow store must not fill the host's disk.
@@ -150,13 +150,14 @@ class Uploader:
         folder = Path(saved.path)
         if self._num_saved - number >= self._keep:
             shutil.rmtree(folder, ignore_errors=True)
-            return
+            return False
         artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
         if artifact.sha256 != saved.manifest_sha256:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
         self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
         shutil.rmtree(folder, ignore_errors=True)
         prune(self._store, self._job.plan.run_id, self._keep, self._job.fence)
+        return True
 
     def _whole_log(self, output: Path | None) -> None:
         job_id, fence = self._job.plan.job_id, self._job.fence
@@ -169,12 +170,15 @@ class Uploader:
         if output is not None:
             self._store.put_bytes(self._keys.output(job_id, fence), tail(output).encode())
 
-    def _with_retries(self, step: Callable[[], None]) -> None:
-        """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps."""
+    def _with_retries(self, step: Callable[[], bool | None]) -> None:
+        """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps.
+
+        A step that returns False did not ask the store: it says nothing of whether the store is back.
+        """
         while True:
             try:
-                step()
-                self._away_since = None
+                if step() is not False:
+                    self._away_since = None
                 return
             except DiskFull:
                 raise

@@ -5,11 +5,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores, Where
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Places, Scores, Where
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
@@ -69,6 +70,7 @@ class FsdpEngine:
         self._slots.load_adapter(name, folder, lora, trainable)
 
     def drop_adapter(self, name: str) -> None:
+        self._forget()
         self._slots.drop(name)
 
     def set_adapter(self, name: str | None) -> None:
@@ -106,8 +108,8 @@ class FsdpEngine:
     def output_head(self) -> tuple[Tensor, VocabShard]:
         """The output embedding, [V, H], gathered anew: it lives as long as it is held. Collective."""
         name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
-        piece = next(piece for piece in self._model.slices if piece.name == name)
-        return self._ranks.whole(piece, self._model.shards), whole_vocabulary(self.facts.vocab_size)
+        head = next(s for s in self._model.slices if s.name == name)
+        return self._ranks.whole(head, self._model.shards), whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
@@ -177,15 +179,9 @@ class FsdpEngine:
         self._slots.drop_all()
 
     def place(
-        self,
-        everything: Where | None = None,
-        *,
-        weights: Where | None = None,
-        gradients: Where | None = None,
-        optimizer: Where | None = None,
-        slots: Collection[str | None] | None = None,
+        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
     ) -> None:
-        self._slots.residency.place(everything, weights=weights, gradients=gradients, optimizer=optimizer, slots=slots)
+        self._slots.residency.place(everything, slots=slots, **parts)
 
     def training(self) -> AbstractContextManager[None]:
         return self._slots.residency.training(self._slots.active)

@@ -26,13 +26,13 @@ class Optimizer:
 
     def __init__(
         self,
-        pieces: Sequence[TensorSlice],
+        slices: Sequence[TensorSlice],
         parameters: Mapping[str, Parameter],
         working: Mapping[str, Tensor],
         ranks: Ranks,
     ) -> None:
         self._ranks = ranks
-        self._is_sharded = any(piece.split is not None for piece in pieces)
+        self._is_sharded = any(s.split is not None for s in slices)
         self._parameters = parameters
         self._working = working
         self.step_count = 0

@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores, Where
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Places, Scores, Where
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of, slices_of
@@ -48,8 +49,8 @@ class MegatronEngine:
         with self._mesh.agreement():  # a device may be full on one rank alone
             self._model = Model(architecture, self._mesh, getattr(torch, dtype))
         self._passes = Passes(self._model, self._mesh)
-        self._pieces = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
-        base = Base(model, architecture, self._pieces, self._model.flat.views, [self._model.flat.buffer])
+        self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
+        base = Base(model, architecture, self._slices_here, self._model.flat.views, [self._model.flat.buffer])
         self._slots = Slots(
             base, self._mesh, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer
         )
@@ -58,10 +59,10 @@ class MegatronEngine:
 
     def _read_base(self) -> None:
         with self._mesh.agreement():
-            read_model(self._folder, self._pieces, self._model.flat.views, self._mesh)
+            read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh)
 
     def _new_adapter(self, lora: Lora) -> Adapter:
-        return Adapter(lora, linears_of(self._pieces), self._mesh, self._model.flat.buffer.dtype)
+        return Adapter(lora, linears_of(self._slices_here), self._mesh, self._model.flat.buffer.dtype)
 
     # What is trained.
 
@@ -155,15 +156,9 @@ class MegatronEngine:
         self._slots.drop_all()
 
     def place(
-        self,
-        everything: Where | None = None,
-        *,
-        weights: Where | None = None,
-        gradients: Where | None = None,
-        optimizer: Where | None = None,
-        slots: Collection[str | None] | None = None,
+        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
     ) -> None:
-        self._slots.residency.place(everything, weights=weights, gradients=gradients, optimizer=optimizer, slots=slots)
+        self._slots.residency.place(everything, slots=slots, **parts)
 
     def training(self) -> AbstractContextManager[None]:
         return self._slots.residency.training(self._slots.active)

@@ -80,7 +80,7 @@ class Base:
 
     Args:
         folder: where its published weights are.
-        parameters: by the names that `pieces` give them.
+        parameters: by the names that `slices` give them.
         storages: the tensors that hold them, each with a storage of its own.
     """
 
@@ -174,19 +174,19 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self._use(None if name is None else self.adapters[name])
 
     def drop(self, name: str) -> None:
-        """Forget a slot: weights, gradients, moments. When it was the active one, none is."""
+        """Forget a slot, as far as it is there: an error may have come between its parts."""
         if name == self.active:
             self.activate(None)
         if (training := self.trainings.pop(name, None)) is not None:
             training.optimizer.detach()
         self.residency.drop(name)
-        del self.adapters[name]
+        self.adapters.pop(name, None)
 
     def drop_all(self) -> None:
         """Forget every slot, and what is being trained. A base that was trained is brought again when it is needed."""
         for training in self.trainings.values():
             training.optimizer.detach()
-        for slot in {*self.adapters, *self.trainings}:
+        for slot in {None, *self.adapters, *self.trainings}:
             self.residency.drop(slot)
         self.trainings.clear()
         self.activate(None)

@@ -7,10 +7,11 @@ computes says what it needs, for the length of a `with` block.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 
-from megatron_worker.engine import Memory, Part, PartBytes, Where
+from megatron_worker.engine import Memory, Part, PartBytes, Places, Where
 from megatron_worker.tensors.offload import HostCopy
 
 Key = tuple[Part, str | None]
@@ -109,20 +110,13 @@ class Residency:
         return self._held[part, slot].where
 
     def place(
-        self,
-        everything: Where | None = None,
-        *,
-        weights: Where | None = None,
-        gradients: Where | None = None,
-        optimizer: Where | None = None,
-        slots: Collection[str | None] | None = None,
+        self, everything: Where | None = None, *, slots: Collection[str | None] | None = None, **parts: Unpack[Places]
     ) -> None:
         """Move parts of some slots, or of all. See `megatron_worker.engine.Engine.place`."""
-        parts: dict[Part, Where | None] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         wanted = {
             key: where
             for key in self._held
-            if (where := parts[key[0]] or everything) is not None and (slots is None or key[1] in slots)
+            if (where := parts.get(key[0], everything)) is not None and (slots is None or key[1] in slots)
         }
         for (part, slot), where in wanted.items():
             if where == "dropped" and self._held[part, slot].refill is None:

@@ -1,6 +1,7 @@
 """A job by hand on one rank, CUDA and NCCL: the same losses as on the CPU, and a device that is free at the end."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Work
     write_units(root / "units", 6 * NUM_STEPS, vocab_size=512)
     write_plan(root / "plan", root / "units", [[list(range(6 * s, 6 * s + 6))] for s in range(NUM_STEPS)])
     data = PackedData(units=sealed(root / "units"), plan=sealed(root / "plan"))
-    return Workshop(root, sealed(tiny_model), data, data, NUM_STEPS)
+    return Workshop(root, sealed(shutil.copytree(tiny_model, root / "model")), data, data, NUM_STEPS)
 
 
 def done(workshop: Workshop, name: str, **variables: str) -> Job:

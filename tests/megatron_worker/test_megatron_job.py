@@ -1,5 +1,6 @@
 """The runner around the real engine: a tiny Qwen3 through LoRA, full training, resume and reuse, in a warm process."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,8 @@ NUM_STEPS = 4
 @pytest.fixture(scope="module")
 def workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     root = tmp_path_factory.mktemp("megatron")
-    return workshop_of_ids(root, tiny_model, 512, NUM_STEPS, held_out=[[0, 1], [2, 3]], prompt_ids=[300, 301, 302])
+    model = shutil.copytree(tiny_model, root / "model")
+    return workshop_of_ids(root, model, 512, NUM_STEPS, held_out=[[0, 1], [2, 3]], prompt_ids=[300, 301, 302])
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,7 @@ def workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Work
     write_rollouts(root / "rollouts", 6, vocab_size=512)
     write_plan(root / "plan", root / "rollouts", ROLLOUT)
     data = PackedData(units=sealed(root / "rollouts"), plan=sealed(root / "plan"))
-    return Workshop(root, sealed(tiny_model), data, data, len(ROLLOUT))
+    return Workshop(root, sealed(shutil.copytree(tiny_model, root / "model")), data, data, len(ROLLOUT))
 
 
 def a_job(workshop: Workshop, name: str, start: Artifact | None = None, **changes: object) -> Job:

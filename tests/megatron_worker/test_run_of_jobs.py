@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shared.jobs.events import Saved, Started, Step, Succeeded
 from shared.jobs.job import Checkpointing, Full, Job, JobPlan, PackedData, Schedule
@@ -130,3 +132,15 @@ def test_a_kept_state_is_held_to_the_rules_of_its_checkpoint(workshop: Workshop,
     assert failure(job).kind == "invalid_input"
     again = do(workshop, "again", cold.plan, worker=worker)  # what was kept is gone: it is read
     assert adapter_sha256(again, 6) == adapter_sha256(cold, 6)
+
+
+def test_a_job_that_failed_while_its_slot_was_made_leaves_the_run_its_place(workshop: Workshop) -> None:
+    """The adapter to start from lacks a tensor: found when the slot is there already."""
+    torn = workshop.root / "torn"
+    torn.mkdir()
+    save_file({"lora_A": torch.zeros(4, 16)}, torn / "adapter_model.safetensors")
+    worker, plan = new_worker(workshop.root), workshop.plan()
+    first = do(workshop, "first", plan.model_copy(update={"initial_adapter": sealed(torn)}), worker=worker)
+    assert failure(first).kind == "invalid_input"
+    again = do(workshop, "again", plan, worker=worker)
+    assert adapter_sha256(again, 6) == adapter_sha256(do(workshop, "alone", plan), 6)

@@ -86,7 +86,7 @@ class TinyEngine:
         self._active = name
 
     def drop_adapter(self, name: str) -> None:
-        del self._slots[name]
+        self._slots.pop(name, None)
         self._active = None if self._active == name else self._active
 
     def train_full(self, full: Full) -> None:
