@@ -73,7 +73,7 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
     with Client(connection.api_url, connection.api_key) as client:
         run_id = client.submit(run, "run").run_id
         for number in range(num_steps + 1):
-            uri = client.upload_file(_groups(folder / f"{number}.jsonl", number))["uri"]
+            uri = client.upload_file(write_groups(folder / f"{number}.jsonl", number))["uri"]
             began = time.perf_counter()
             step = client.train_step(run_id, f"key-{number}", uri)
             while not step.is_final:
@@ -87,7 +87,8 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
     return whole[1:], trained[1:], steps[1:]
 
 
-def _groups(path: Path, seed: int) -> Path:
+def write_groups(path: Path, seed: int) -> Path:
+    """Write random trajectory groups for a train step."""
     random = np.random.default_rng(seed)
 
     def ids(count: int) -> list[int]:

@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,7 +27,7 @@ from activities.host_context import HostContext
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
 from activities.hosts.run_job import RunJob
-from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from activities.sampling.complete import Complete
 from activities.sampling.lease_sampler import LeaseSampler, SamplerCommand
@@ -201,11 +201,25 @@ async def control_workers(
 def gpu_workers(
     client: Client, settings: Settings, threads: ThreadPoolExecutor, pool: WorkerPool, host_queue: str
 ) -> tuple[Worker, Worker]:
-    """Make the workers of a gpu host: one lease at a time on the shape's queue, its jobs on `host_queue`, its own."""
+    """Make the workers of a gpu host: one lease at a time on the shape's queue, the jobs of that lease and of those
+    that join it on `host_queue`, its own."""
     store = open_store(settings.store, settings.s3)
-    signals = WorkflowSignals(client, asyncio.get_running_loop())
-    leases = _worker(client, settings.lease_queue, threads, 1, [Lease(pool, store, signals, host_queue).lease])
-    jobs = _worker(client, host_queue, threads, 2, [RunJob(pool, store, signals).run_job])
+    loop = asyncio.get_running_loop()
+    signals = WorkflowSignals(client, loop)
+
+    @contextmanager
+    def door(queue: str) -> Iterator[None]:
+        joining = _worker(client, queue, threads, settings.runs_per_worker, [lease.join_lease])
+        running = asyncio.run_coroutine_threadsafe(joining.run(), loop)
+        try:
+            yield
+        finally:
+            asyncio.run_coroutine_threadsafe(joining.shutdown(), loop).result()
+            running.result()
+
+    lease = Lease(pool, store, signals, host_queue, door)
+    leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
+    jobs = _worker(client, host_queue, threads, 1 + settings.runs_per_worker, [RunJob(pool, store, signals).run_job])
     return leases, jobs
 
 
@@ -279,7 +293,7 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
             case "gpu":
-                threads = stack.enter_context(ThreadPoolExecutor(4))
+                threads = stack.enter_context(ThreadPoolExecutor(2 + 2 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
                 for worker in gpu_workers(client, settings, threads, pool, record.queue):
                     await stack.enter_async_context(worker)
@@ -299,7 +313,10 @@ async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerComman
     """Make the pool of this host's processes, all ended when the host leaves, and idle ones before."""
     paths, ranks = HostPaths(settings.root_path), room_for_ranks(settings.max_ranks)
     # In a thread: the sampler that a killed host left is started again at once, and its model may have to be brought.
-    pool = await asyncio.to_thread(WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks)
+    sharing = Sharing(settings.runs_per_worker, settings.sharing_window_s)
+    pool = await asyncio.to_thread(
+        WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks, sharing
+    )
     stack.callback(pool.close)
     # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
     tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -186,6 +186,13 @@ class Settings(BaseSettings):
     max_ranks: int = Field(
         default=8, ge=1, le=4096, description="of one worker: more are refused at submission, and by the host itself"
     )
+    worker_sharing: Literal["all", "tenant", "none"] = Field(
+        default="all", description="whose runs may train adapters of one base on a worker at once"
+    )
+    runs_per_worker: int = Field(default=8, ge=1, le=64, description="that may train on one worker at once")
+    sharing_window_s: float = Field(
+        default=600.0, ge=0, description="others may join a worker so long after its lease began; then it comes free"
+    )
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")

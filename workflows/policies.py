@@ -1,11 +1,13 @@
 """Every queue, timeout and retry of the workflows, in one place."""
 
+import hashlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
 from temporalio.common import RetryPolicy
 
+from shared.jobs.leases import WorkerKey
 from shared.runs.start import RunTiming
 
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
@@ -57,6 +59,12 @@ _LONGEST_PAUSE_S = 60
 
 def lease_queue(shape: str) -> str:
     return f"gpu-{shape}"
+
+
+def join_queue(shape: str, key: WorkerKey, group: str) -> str:
+    """The queue of leases that may share one worker: of a key, and of one group of tenants."""
+    name = hashlib.sha256(f"{group}\n{key.model_dump_json()}".encode()).hexdigest()
+    return f"{lease_queue(shape)}-{name[:32]}"
 
 
 def sampler_queue(shape: str) -> str:

@@ -2,8 +2,8 @@
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from temporalio import activity
 
@@ -22,14 +22,20 @@ _POLL_S = 0.05
 _LOOK_EVERY_S = 60.0  # at whether the process was stopped: whoever asks a sampler would wait for ever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
 
+Door = Callable[[str], AbstractContextManager[None]]
+
 
 class LeaseRequest(Frozen):
-    """A run's request for a worker."""
+    """A run's request for a worker.
+
+    `join_queue`: runs of an equal one may train adapters on one worker; None: the run has a worker alone.
+    """
 
     run_id: RunId
     epoch: int
     key: WorkerKey
     ready_timeout_s: float
+    join_queue: str | None = None
 
 
 class LeaseRecord(Frozen):
@@ -63,26 +69,39 @@ class ProcessLease:
             WorkerLost: it ended or did not come up in time, or this host leaves.
             InvalidInput: a sampler cannot use its model.
         """
-        worker = self._pool.acquire(key)
-        try:
-            worker.serve(mark)
+        worker = self._pool.acquire(key, mark)
+        with self._until_released(worker, mark):
             yield worker if _is_up(worker, ready_timeout_s) else None
-        finally:
-            self._pool.release(worker)
 
-    def hold(self, worker: WorkerProcess, fence: Fence) -> None:
-        """Tell the run, and keep the process until the lease ends. Raises as `begin` does."""
-        if not self._tell(worker, fence):
+    @contextmanager
+    def join(self, queue: str, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
+        """A process that serves other leases too; None where there is none that takes this one. Else as `begin`."""
+        worker = self._pool.join(queue, mark)
+        if worker is None:
+            yield None
             return
+        with self._until_released(worker, mark):
+            yield worker if _is_up(worker, ready_timeout_s) else None
+
+    @contextmanager
+    def _until_released(self, worker: WorkerProcess, mark: LeaseMark) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._pool.release(worker, mark)
+
+    def hold(self, worker: WorkerProcess) -> None:
+        """Keep the process until the lease ends. Raises as `begin` does."""
         look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, False
         while _is_held(worker):
             if time.monotonic() > look_at:
                 look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
             time.sleep(_POLL_S)
 
-    def _tell(self, worker: WorkerProcess, fence: Fence) -> bool:
-        """Tell the run, as often as it takes; False when the lease ended first."""
-        grant = LeaseGrant(fence=fence, host_queue=self._host_queue, worker_id=worker.worker_id)
+    def tell(self, worker: WorkerProcess, mark: LeaseMark, joined: bool = False) -> bool:
+        """Tell the run, as often as it takes; False when the lease ended first. Raises as `begin` does."""
+        worker.count_time_of(mark)
+        grant = LeaseGrant(fence=mark.fence, host_queue=self._host_queue, worker_id=worker.worker_id, joined=joined)
         while not self._signals.send(self._signal, grant).result():
             if not _is_held(worker):
                 return False
@@ -91,38 +110,78 @@ class ProcessLease:
 
 
 class Lease:
-    """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled."""
+    """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled.
 
-    def __init__(self, pool: WorkerPool, store: ObjectStore, signals: Signals, host_queue: str) -> None:
+    Args:
+        door: takes the `join_lease` activities of a queue while it is open.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, store: ObjectStore, signals: Signals, host_queue: str, door: Door | None = None
+    ) -> None:
         self._lease = ProcessLease(pool, signals, host_queue, "leased")
+        self._pool = pool
         self._store = store
         self._host_queue = host_queue
+        self._door = door
 
     @activity.defn(name="lease", no_thread_cancel_exception=True)
     def lease(self, request: LeaseRequest) -> None:
-        """Hold a worker until this activity is cancelled, which is the release.
+        """Hold a worker until this activity is cancelled, which is the release, and until no other run is on it.
+
+        Returns at once where the run was taken in by a worker that it asked to join.
 
         Raises:
             WorkerLost: the worker ended or did not come up, this host leaves, or the epoch was leased before.
         """
-        fence = Fence(epoch=request.epoch, attempt=activity.info().attempt)
-        mark = LeaseMark(run_id=request.run_id, fence=fence)
-        with beating():
-            self._record(request.run_id, fence)
+        mark = _mark(request)
+        with beating(), ExitStack() as after:
+            if not self._record(mark):
+                if request.join_queue is not None:
+                    return
+                raise WorkerLost(f"lease {mark.fence.label} of {mark.run_id} was taken before")
             with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
-                if worker is not None:
-                    self._lease.hold(worker, fence)
+                if worker is None or not self._lease.tell(worker, mark):
+                    return
+                if request.join_queue is not None and self._door is not None:
+                    self._pool.share(request.join_queue, worker)
+                    after.enter_context(self._door(request.join_queue))
+                    after.callback(_wait_for_others, worker)
+                self._lease.hold(worker)
 
-    def _record(self, run_id: str, fence: Fence) -> None:
+    @activity.defn(name="join_lease", no_thread_cancel_exception=True)
+    def join_lease(self, request: LeaseRequest) -> None:
+        """Hold a worker that another lease brought up, until this activity is cancelled.
+
+        Returns at once where no worker takes the run in here, or another host has. Raises WorkerLost as `lease` does.
+        """
+        assert request.join_queue is not None
+        mark = _mark(request)
+        with beating(), self._lease.join(request.join_queue, mark, request.ready_timeout_s) as worker:
+            if worker is not None and self._record(mark) and self._lease.tell(worker, mark, joined=True):
+                self._lease.hold(worker)
+
+    def _record(self, mark: LeaseMark) -> bool:
+        """Put the lease on record. False where the run has a lease of this epoch: one of two activities is served."""
         record = LeaseRecord(
-            run_id=run_id,
-            fence=fence,
+            run_id=mark.run_id,
+            fence=mark.fence,
             host=socket.gethostname(),
             host_queue=self._host_queue,
             workflow_run_id=activity.info().workflow_run_id or "",
         )
-        if not self._store.put_if_absent(RunKeys(run_id).lease(fence.epoch), record.model_dump_json().encode()):
-            raise WorkerLost(f"lease {fence.label} of {run_id} was taken before")
+        key = RunKeys(mark.run_id).lease(mark.fence.epoch)
+        return self._store.put_if_absent(key, record.model_dump_json().encode())
+
+
+def _mark(request: LeaseRequest) -> LeaseMark:
+    return LeaseMark(run_id=request.run_id, fence=Fence(epoch=request.epoch, attempt=activity.info().attempt))
+
+
+def _wait_for_others(worker: WorkerProcess) -> None:
+    """Until the worker serves no lease: the device has room for no other one."""
+    while worker.leases and not host_is_leaving():
+        time.sleep(_POLL_S)
 
 
 def _is_up(worker: WorkerProcess, timeout_s: float) -> bool:

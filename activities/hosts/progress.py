@@ -8,7 +8,7 @@ metrics combine those of all of them. Every other job is a run's whole course, a
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
@@ -122,13 +122,17 @@ async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) ->
 
 
 class ProgressReport(Frozen):
-    """Signalled to the workflow, which accepts it from its current fence alone."""
+    """Signalled to the workflow, which accepts it from its current fence alone.
+
+    `held_s`: what the lease has had of its worker's time so far.
+    """
 
     fence: Fence
     step: int
     num_steps: int
     metrics: dict[str, float]
     checkpoint: CheckpointRef | None
+    held_s: float = 0.0
 
 
 class Progress:
@@ -138,7 +142,14 @@ class Progress:
         steps_before: metrics of the optimizer steps that this attempt goes on from.
     """
 
-    def __init__(self, plan: JobPlan, fence: Fence, steps_before: Iterable[Metrics], signals: Signals) -> None:
+    def __init__(
+        self,
+        plan: JobPlan,
+        fence: Fence,
+        steps_before: Iterable[Metrics],
+        signals: Signals,
+        held_s: Callable[[], float],
+    ) -> None:
         self.step = 0
         self._training = JobMetrics(plan.loss)
         for metrics in steps_before:
@@ -147,6 +158,7 @@ class Progress:
         self._fence = fence
         self._num_steps = plan.first_step + plan.num_steps
         self._signals = signals
+        self._held_s = held_s
         self._begun_at = time.monotonic()
         self._told_at: float | None = None
         self._told: ProgressReport | None = None
@@ -182,5 +194,6 @@ class Progress:
             checkpoint=durable,
         )
         if report != self._told:
-            self._sending = self._signals.send("progress", report)
+            told = report.model_copy(update={"held_s": self._held_s()})
+            self._sending = self._signals.send("progress", told)
             self._told, self._told_at = report, now

@@ -2,6 +2,8 @@
 
 import shutil
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +45,8 @@ class JobResult(Frozen):
 
     `metrics` are those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
-    with the checkpoint that the job was to go on from, where that is why it failed.
+    with the checkpoint that the job was to go on from, where that is why it failed. `held_s`: what the lease has had of
+    its worker's time so far.
     """
 
     outcome: Literal["succeeded", "failed", "cancelled"]
@@ -53,6 +56,7 @@ class JobResult(Frozen):
     problem: Problem | None = None
     probe: tuple[float, ...] = ()
     damaged: str | None = None
+    held_s: float = 0.0
 
 
 class RunJob:
@@ -75,7 +79,7 @@ class RunJob:
         with self._pool.using(request.worker_id, lease) as worker:
             # Looked up under this lease: from its beginning on, no older one deletes checkpoints.
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
-            attempt = _Attempt(worker, request, start, self._store, self._signals)
+            attempt = _Attempt(worker, request, lease, start, self._store, self._signals)
             with beating(lambda: attempt.reader.offset), attempt.uploader:
                 return attempt.run()
 
@@ -87,12 +91,14 @@ class _Attempt:
         self,
         worker: WorkerProcess,
         request: JobRequest,
+        lease: LeaseMark,
         start: CheckpointRef | None,
         store: ObjectStore,
         signals: Signals,
     ) -> None:
         self.worker = worker
         self.request = request
+        self.held_s = partial(worker.held_s, lease)
         self.store = store
         self.start = start
         self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
@@ -106,7 +112,9 @@ class _Attempt:
         )
         self.reader = LogReader(Path(self.job.log_path))
         self.uploader = Uploader(store, self.job, start)
-        self.progress = Progress(request.plan, request.fence, _steps_before(store, request.plan, start), signals)
+        self.progress = Progress(
+            request.plan, request.fence, _steps_before(store, request.plan, start), signals, self.held_s
+        )
         self.probe: tuple[float, ...] = ()
         self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
@@ -119,11 +127,23 @@ class _Attempt:
             write_atomically(path, self.job.model_dump_json(indent=1).encode())
             terminal = self._follow()
         except BaseException:
-            self.worker.end()
+            self._leave_worker()
             self._settle(self.worker.paths.output)
             raise
         self._settle(None if isinstance(terminal, Succeeded) else self.worker.paths.output)
         return self._result(terminal)
+
+    def _leave_worker(self) -> None:
+        """End the worker, or the job alone where the worker serves other runs too and does as it is told."""
+        give_up_at = time.monotonic() + self.request.cancel_grace_s
+        with suppress(OSError, ValueError):
+            if len(self.worker.leases) > 1 and not host_is_leaving():
+                write_atomically(self.cancel, b"")
+            while self.cancel.exists() and self.worker.is_alive() and time.monotonic() < give_up_at:
+                if any(isinstance(line.event, Terminal) for line in self.reader.read()):
+                    return
+                time.sleep(_POLL_S)
+        self.worker.end()
 
     def _follow(self) -> Terminal | None:
         """Read events until the terminal one; None when a cancelled worker overran its grace and was ended."""
@@ -200,6 +220,7 @@ class _Attempt:
             problem=problem,
             probe=self.probe,
             damaged=damaged,
+            held_s=self.held_s(),
         )
 
 

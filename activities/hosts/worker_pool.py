@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
 from shared.errors import LongshoreError, WorkerLost
@@ -13,6 +14,17 @@ from shared.jobs.leases import LeaseMark, ProcessKey
 from shared.storage.paths import HostPaths
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How many runs may train on a worker at once, and for how many seconds others may join it since its lease began.
+
+    After that it comes free when those that are on it have ended, and runs that need another worker have their turn.
+    """
+
+    max_runs: int = 1
+    window_s: float = 0.0
 
 
 class WorkerPool:
@@ -28,14 +40,17 @@ class WorkerPool:
         environment: Mapping[str, str],
         idle_limit_s: float,
         max_ranks: int = MAX_WORLD_SIZE,
+        sharing: "Sharing | None" = None,
     ) -> None:
         self._paths = paths
         self._command = command
         self._environment = dict(environment)
         self._idle_limit_s = idle_limit_s
         self._max_ranks = max_ranks
+        self._sharing = sharing or Sharing()
         self._lock = threading.Lock()
         self._leased: dict[str, WorkerProcess] = {}
+        self._shared: dict[str, tuple[WorkerProcess, float]] = {}
         self._idle: dict[str, tuple[WorkerProcess, float]] = {}
         for key in end_leftovers(paths)[:1]:  # the device has room for one
             self._start_again(key)
@@ -51,8 +66,8 @@ class WorkerPool:
             return
         self._idle[worker.worker_id] = (worker, time.monotonic())
 
-    def acquire(self, key: ProcessKey) -> WorkerProcess:
-        """A worker for this key. Warm workers of other keys are ended first: the device has room for one.
+    def acquire(self, key: ProcessKey, lease: LeaseMark) -> WorkerProcess:
+        """A worker for a lease. Warm workers of other keys are ended first: the device has room for one.
 
         Raises:
             InvalidInput: it is to have more ranks than this host takes.
@@ -65,19 +80,52 @@ class WorkerPool:
                 if worker is not fit:
                     _dispose(worker)
             worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks)
+            try:
+                worker.serve(lease)
+            except OSError:
+                _dispose(worker)
+                raise
             self._leased[worker.worker_id] = worker
             return worker
 
-    def release(self, worker: WorkerProcess) -> None:
-        """A lease has ended. Waits for the job in hand; a living worker stays warm, a dead one's traces are removed.
+    def share(self, queue: str, worker: WorkerProcess) -> None:
+        """Let the leases of a queue join a worker from now on, as long and as many as this host's rule says."""
+        with self._lock:
+            self._shared[queue] = worker, time.monotonic() + self._sharing.window_s
+
+    def join(self, queue: str, lease: LeaseMark) -> WorkerProcess | None:
+        """The worker that leases of this queue share. Waits until an older lease of the same run has left it.
+
+        Returns None where there is none, it takes no more, or it serves this very lease.
+        """
+        while True:
+            with self._lock:
+                worker, until = self._shared.get(queue, (None, 0.0))
+                if worker is None or not worker.is_alive() or time.monotonic() > until:
+                    return None
+                if (of_run := worker.leases.get(lease.run_id)) is None:
+                    if len(worker.leases) >= self._sharing.max_runs:
+                        return None
+                    worker.serve(lease)
+                    return worker
+                if not of_run.fence.is_older_than(lease.fence):
+                    return None
+            time.sleep(0.02)
+
+    def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
+        """A lease has ended. Waits for its job in hand. A living worker that serves no other stays warm, a dead one's
+        traces are removed.
 
         A worker that holds the device has no right to it any more, and is ended.
         """
-        while worker.num_jobs:
+        while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)
         with self._lock:
-            worker.lease = None
+            worker.leave(lease)
+            if worker.leases:
+                return
             del self._leased[worker.worker_id]
+            self._shared = {queue: shared for queue, shared in self._shared.items() if shared[0] is not worker}
             if worker.is_alive() and not worker.holds_device and self._idle_limit_s > 0:
                 self._idle[worker.worker_id] = (worker, time.monotonic())
                 return
@@ -92,14 +140,14 @@ class WorkerPool:
         """
         with self._lock:
             worker = self._leased.get(worker_id)
-            if worker is None or worker.lease != lease:
+            if worker is None or worker.leases.get(lease.run_id) != lease:
                 raise WorkerLost(f"worker {worker_id} no longer serves this run's lease")
-            worker.num_jobs += 1
+            worker.num_jobs[lease.run_id] += 1
         try:
             yield worker
         finally:
             with self._lock:
-                worker.num_jobs -= 1
+                worker.num_jobs[lease.run_id] -= 1
 
     def end_idle(self) -> None:
         """End the workers that waited longer than the idle time, and those that died waiting."""

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -48,7 +50,7 @@ def ranks_command(folder: Path, key: ProcessKey) -> list[str]:
 
 
 class WorkerProcess:
-    """A worker that this host started. `lease` is whose it is now; nobody's while it waits warm in the pool.
+    """A worker that this host started. `leases`: of the runs that it serves now; none while it waits warm in the pool.
 
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
     """
@@ -57,10 +59,13 @@ class WorkerProcess:
         self.worker_id = paths.root.name
         self.key = key
         self.paths = paths
-        self.lease: LeaseMark | None = None
-        self.num_jobs = 0
+        self.leases: dict[str, LeaseMark] = {}
+        self.num_jobs: Counter[str] = Counter()
         self.holds_device = False
         self._process = process
+        self._lock = threading.Lock()
+        self._turn_s, self._turn_until = 0.0, time.monotonic()  # of a lease that it serves since its start
+        self._turn_before: dict[str, float] = {}
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -78,10 +83,31 @@ class WorkerProcess:
         return self.paths.ready.exists()
 
     def serve(self, lease: LeaseMark) -> None:
-        """Make it a lease's worker: jobs of other leases are refused from now on."""
-        shutil.rmtree(self.paths.leases, ignore_errors=True)
+        """Serve a lease, beside those that it serves: jobs of no lease, or of older ones, are refused from now on."""
         write_atomically(self.paths.lease(lease.run_id), lease.model_dump_json().encode())
-        self.lease = lease
+        self.count_time_of(lease)
+        self.leases[lease.run_id] = lease
+
+    def leave(self, lease: LeaseMark) -> None:
+        """Serve a lease no longer."""
+        self._turn()
+        del self.leases[lease.run_id], self._turn_before[lease.run_id], self.num_jobs[lease.run_id]
+        self.paths.lease(lease.run_id).unlink(missing_ok=True)
+
+    def count_time_of(self, lease: LeaseMark) -> None:
+        """Count from now on what a lease has of the worker's time."""
+        self._turn_before[lease.run_id] = self._turn()
+
+    def held_s(self, lease: LeaseMark) -> float:
+        """Seconds of its time that a lease has had. Time in which it serves several leases is shared out evenly."""
+        return self._turn() - self._turn_before[lease.run_id]
+
+    def _turn(self) -> float:
+        with self._lock:
+            now = time.monotonic()
+            self._turn_s += (now - self._turn_until) / max(1, len(self.leases))
+            self._turn_until = now
+            return self._turn_s
 
     def death_report(self) -> str:
         """A death report: the exit status, with the last lines that it printed."""

@@ -84,7 +84,8 @@ class LeaseSampler:
         with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
             if worker is not None:
                 _forget_adapters(worker)
-                self._lease.hold(worker, fence)
+                if self._lease.tell(worker, mark):
+                    self._lease.hold(worker)
 
 
 def _forget_adapters(worker: WorkerProcess) -> None:

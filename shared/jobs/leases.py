@@ -63,8 +63,12 @@ WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"
 
 
 class LeaseGrant(Frozen):
-    """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue."""
+    """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue.
+
+    `joined`: other runs trained on the worker already.
+    """
 
     fence: Fence
     host_queue: str
     worker_id: str
+    joined: bool = False

@@ -54,6 +54,9 @@ class Start(Frozen):
     resumed: bool = False
     goes_on_from: str | None = Field(default=None, description="of a resumed run: its result's SHA-256, if it has one")
     is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
+    shares_with: str | None = Field(
+        default=None, description="the group of runs that its adapters may be trained beside, on one worker"
+    )
 
 
 class RunStart(Start):
@@ -96,6 +99,7 @@ def workflow_of(
         "resumed": resumed,
         "goes_on_from": goes_on_from,
         "is_tracked": settings.wandb_mode != "disabled",
+        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[settings.worker_sharing],
     }
     match record.run:
         case SFTRun() | DPORun() as run:

@@ -21,7 +21,7 @@ from temporalio.client import (
 )
 
 from activities.host_context import HostContext
-from activities.hosts.worker_pool import WorkerPool
+from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.models.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
@@ -60,10 +60,14 @@ class Stack:
 
     async def add_gpu_host(self, step_s: float = 0.01) -> None:
         """A host in this process."""
-        threads = self.exits.enter_context(ThreadPoolExecutor(4))
-        environment = {"PYTHONPATH": str(REPOSITORY)}
+        given = self.settings
+        threads = self.exits.enter_context(ThreadPoolExecutor(2 + 2 * given.runs_per_worker))
         pool = WorkerPool(
-            HostPaths(self.settings.root_path), StandInCommand(step_s), environment, self.settings.worker_idle_s
+            HostPaths(given.root_path),
+            StandInCommand(step_s),
+            {"PYTHONPATH": str(REPOSITORY)},
+            given.worker_idle_s,
+            sharing=Sharing(given.runs_per_worker, given.sharing_window_s),
         )
         self.exits.callback(pool.close)
         self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
@@ -94,6 +98,8 @@ class Stack:
         resumed: bool = False,
         timing: RunTiming | None = None,
         is_tracked: bool = True,
+        shares_with: str | None = None,
+        threads_per_rank: int = 1,
         **run,
     ):
         run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
@@ -106,6 +112,8 @@ class Stack:
             shape=self.settings.shape,
             **self.start_of(run_id, resumed),
             is_tracked=is_tracked,
+            shares_with=shares_with,
+            threads_per_rank=threads_per_rank,
         )
         return await self.client.start_workflow(
             SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue

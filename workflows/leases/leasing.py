@@ -9,6 +9,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
+    from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
     from shared.jobs.leases import LeaseGrant, SamplerKey
     from shared.runs.start import RunTiming
@@ -33,32 +34,56 @@ class Leasing:
     grant: LeaseGrant | None = None
     _granted_at: float = 0.0
     _held_before_s: float = 0.0
-    _lease: workflow.ActivityHandle[None] | None = None
+    _shared_s: float | None = None
+    _asked: "tuple[workflow.ActivityHandle[None], ...]" = ()
 
     @property
     def is_warm(self) -> bool:
         """True while a process is leased and up."""
-        return self.grant is not None and self._lease is not None and not self._lease.done()
+        return self.grant is not None and not self._asked[0].done()
 
     @property
     def held_s(self) -> float:
-        """Seconds that a process was leased and up, over all leases so far."""
-        return self._held_before_s + (workflow.time() - self._granted_at if self.grant is not None else 0.0)
+        """Seconds that a process was leased and up, over all leases so far; of one that others share, what was had."""
+        if self.grant is None:
+            return self._held_before_s
+        had_s = workflow.time() - self._granted_at if self._shared_s is None else self._shared_s
+        return self._held_before_s + had_s
+
+    def had(self, held_s: float) -> None:
+        """Take a host's word on how much of a shared process's time the lease has had."""
+        if self._shared_s is not None:
+            self._shared_s = held_s
 
     def granted(self, grant: LeaseGrant) -> None:
         """Take a host's signal that the process is up."""
-        if grant.fence.epoch == self.epoch and self._lease is not None:
+        if grant.fence.epoch == self.epoch and self._asked:
             self._held_before_s, self._granted_at = self.held_s, workflow.time()
             self.grant = grant
+            for other in self._asked[: grant.joined] + self._asked[grant.joined + 1 :]:
+                _leave(other)
+            self._asked = (self._asked[grant.joined],)
 
     def take(self, activity: Callable[[Any, Request], None], request: Request, epoch: int) -> None:
         """Ask for a process, by the lease activity of its kind. A process that was held before is given back."""
         self.release()
-        self.epoch = epoch
-        self._lease = workflow.start_activity_method(
+        self.epoch, self._shared_s = epoch, None
+        self._asked = (self._ask(activity, request, self.queue),)
+
+    def take_or_join(self, request: LeaseRequest, epoch: int) -> None:
+        """Ask for a worker, and to join one that others use: the host that comes first serves the lease."""
+        assert request.join_queue is not None
+        self.take(Lease.lease, request, epoch)
+        self._shared_s = 0.0
+        self._asked += (self._ask(Lease.join_lease, request, request.join_queue),)
+
+    def _ask(
+        self, activity: Callable[[Any, Request], None], request: Request, queue: str
+    ) -> workflow.ActivityHandle[None]:
+        return workflow.start_activity_method(
             activity,
             request,
-            task_queue=self.queue,
+            task_queue=queue,
             start_to_close_timeout=policies.LEASE_TIMEOUT,
             heartbeat_timeout=policies.heartbeat_timeout(self.timing),
             retry_policy=policies.ONCE,
@@ -76,22 +101,36 @@ class Leasing:
         Raises:
             ActivityError, Lost: the lease ended first.
         """
-        lease = self._lease
-        assert lease is not None
-        await workflow.wait_condition(lambda: self.grant is not None or lease.done())
+        asked = self._asked
+        assert asked
+        await workflow.wait_condition(lambda: self.grant is not None or _ended(asked) is not None)
         if self.grant is None:
-            await lease
+            ended = _ended(asked)
+            assert ended is not None
+            await ended
             raise Lost("the lease ended before its process was up")
         return self.grant
 
     def release(self) -> None:
         """Give the process back, if there is one. Its host is told with its next heartbeat; nothing waits for that."""
-        if (lease := self._lease) is not None:
-            lease.add_done_callback(_take_note)
-            if not lease.done():
-                lease.cancel()
+        for lease in self._asked:
+            _leave(lease)
         self._held_before_s = self.held_s
-        self.grant = self._lease = None
+        self.grant = None
+        self._asked = ()
+
+
+def _ended(asked: "tuple[workflow.ActivityHandle[None], ...]") -> workflow.ActivityHandle[None] | None:
+    """The lease activity that decides: one that failed, or the last of all. One that does not serve the run returns."""
+    ended = [lease for lease in asked if lease.done()]
+    failed = [lease for lease in ended if lease.cancelled() or lease.exception() is not None]
+    return failed[0] if failed else ended[-1] if len(ended) == len(asked) else None
+
+
+def _leave(lease: workflow.ActivityHandle[None]) -> None:
+    lease.add_done_callback(_take_note)
+    if not lease.done():
+        lease.cancel()
 
 
 def _take_note(lease: "asyncio.Task[None]") -> None:

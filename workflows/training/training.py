@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
-    from shared.jobs.job import JobPlan
+    from shared.jobs.job import JobPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import RLStart, RunStart
     from shared.runs.status import CheckpointRef, Problem
@@ -110,6 +110,7 @@ class Training:
         self.step = news.step
         self.metrics = self.metrics | news.metrics
         self.checkpoint = news.checkpoint or self.checkpoint
+        self.leasing.had(news.held_s)
 
     async def do(self, plan: JobPlan) -> JobResult:
         """Do a job to its end, over as many leases as it takes while new checkpoints are made.
@@ -137,7 +138,7 @@ class Training:
             if pause := policies.pause_before_lease(len(losses)):
                 await workflow.sleep(pause)
             try:
-                return await self._lease_and_run(plan)
+                return await self._lease_and_run(plan, shares=not losses)
             except Damaged as damaged:
                 assert self.checkpoint is not None
                 self._passed_over += (self.checkpoint.artifact.uri,)
@@ -175,11 +176,12 @@ class Training:
         self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
-    async def _lease_and_run(self, plan: JobPlan) -> JobResult:
+    async def _lease_and_run(self, plan: JobPlan, shares: bool) -> JobResult:
+        """`shares`: not after a loss, which may be this job's doing, and is to be no other's."""
         keep = False
         try:
             if not self.leasing.is_warm:
-                self._take_lease(plan)
+                self._take_lease(plan, shares)
             grant = await self.leasing.wait()
             if not self.is_tracked:  # a worker that is lost meanwhile is noticed by its job
                 self.is_tracked = True
@@ -195,15 +197,19 @@ class Training:
             if not keep:
                 self.release()
 
-    def _take_lease(self, plan: JobPlan) -> None:
-        epoch = self._last_epoch + 1
+    def _take_lease(self, plan: JobPlan, shares: bool) -> None:
+        epoch, key = self._last_epoch + 1, WorkerKey.of(plan)
         request = LeaseRequest(
             run_id=self.start.run_id,
             epoch=epoch,
-            key=WorkerKey.of(plan),
+            key=key,
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
         )
-        self.leasing.take(Lease.lease, request, epoch)
+        if shares and self.start.shares_with is not None and isinstance(plan.trainable, Lora):
+            queue = policies.join_queue(self.start.shape, key, self.start.shares_with)
+            self.leasing.take_or_join(request.model_copy(update={"join_queue": queue}), epoch)
+        else:
+            self.leasing.take(Lease.lease, request, epoch)
         self.changed()
 
     async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:

@@ -14,6 +14,7 @@ import activities.hosts.lease
 from activities.hosts import worker_process
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import end_leftovers, end_processes, launch, processes_of
+from shared.contract import Fence
 from shared.errors import WorkerLost
 from shared.jobs.job import Lora
 from shared.jobs.layout import Layout
@@ -81,10 +82,11 @@ def test_a_worker_that_cannot_be_asked_to_stop_is_ended_all_the_same(tmp_path: P
     """As when the disk is full: nobody would know of it any more, and it would keep its device."""
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with Host(tmp_path, idle_s=0, command=lambda folder, key: command) as host:
-        worker = host.pool.acquire(WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype))
+        mark = LeaseMark(run_id="r1", fence=Fence(epoch=1))
+        worker = host.pool.acquire(WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype), mark)
         worker.paths.stop.mkdir()  # so that no file can take its name
         try:
-            host.pool.release(worker)
+            host.pool.release(worker, mark)
             assert host.worker_ids() == [] and host.num_processes(worker.worker_id) == 0
         finally:
             worker.end()

@@ -1,0 +1,160 @@
+"""Eight LoRA runs at once on one shared worker, against one after another: wall time, GPU seconds, and equal bits.
+
+    python -m benchmarks.shared_worker [--steps 40] [--hidden 64] [--layers 2]
+
+Starts `longshore dev` twice in a temporary folder, once with LONGSHORE_WORKER_SHARING=none and once with `all`, warms
+it up with one run, and submits eight runs at once: supervised and preference runs and RL runs whose client sends the
+trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds as the runs'
+status tells them, and whether each adapter has the same SHA-256 in both.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control_plane import LONGSHORE
+from benchmarks.machine import provenance
+from benchmarks.rl_step import write_groups
+from examples.tiny_model import make_tiny_model
+from service.cli.client import Client
+from service.dev.connection import Connection
+from service.runs.views import RunView
+from shared.jobs.job import PPO, Lora
+from shared.runs.requests import DatasetSource, DPORun, RLRun, SFTRun
+
+RANKS = (4, 8, 16, 32, 64, 4, 8, 16)
+KINDS = ("sft", "dpo", "rl", "sft", "dpo", "sft", "rl", "sft")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="of each run")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        texts = ["how many crates are on the quay? seven crates."] * 8
+        sizes = {"hidden_size": given.hidden, "num_layers": given.layers}
+        model = make_tiny_model(Path(folder) / "model", texts, **sizes)
+        measured = {sharing: _measure(Path(folder), model, given.steps, sharing) for sharing in ("none", "all")}
+    alone, shared = measured["none"], measured["all"]
+    result = {
+        "what": "eight LoRA runs at once: each on the worker alone, and all on a shared one",
+        "steps_of_each": given.steps,
+        **sizes,
+        "seconds_alone": round(alone.seconds, 2),
+        "seconds_shared": round(shared.seconds, 2),
+        "speedup": round(alone.seconds / shared.seconds, 2),
+        "gpu_seconds_alone": round(alone.gpu_seconds, 2),
+        "gpu_seconds_shared": round(shared.gpu_seconds, 2),
+        "equal_adapters": sum(a == b for a, b in zip(alone.adapters, shared.adapters, strict=True)),
+        **provenance(),
+    }
+    print(json.dumps(result, indent=1))
+
+
+class Measured:
+    """Eight runs that have ended well."""
+
+    def __init__(self, seconds: float, runs: Sequence[RunView]) -> None:
+        assert all(run.state == "succeeded" for run in runs), [run.problem for run in runs]
+        self.seconds = seconds
+        self.gpu_seconds = sum(run.gpu_seconds for run in runs)
+        self.adapters = [run.adapter_sha256 for run in runs]
+
+
+def _measure(folder: Path, model: Path, num_steps: int, sharing: str) -> Measured:
+    root = folder / sharing
+    environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_WORKER_SHARING": sharing}
+    subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
+    try:
+        connection = Connection.read(root)
+        assert connection is not None
+        with Client(connection.api_url, connection.api_key) as client:
+            _sft(client, folder, model, 4, 2, 99)()
+            begin = {"sft": _sft, "dpo": _dpo, "rl": _rl}
+            works = [
+                begin[kind](client, folder, model, rank, num_steps, seed)
+                for seed, (kind, rank) in enumerate(zip(KINDS, RANKS, strict=True))
+            ]
+            began = time.perf_counter()
+            with ThreadPoolExecutor(len(works)) as threads:
+                runs = list(threads.map(lambda work: work(), works))
+            return Measured(time.perf_counter() - began, runs)
+    finally:
+        subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
+
+
+Work = Callable[[], RunView]
+
+
+def _sft(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+    rows = [
+        {"messages": [_said("user", f"How many at {n}?"), _said("assistant", f"{n * 7} crates")]} for n in range(64)
+    ]
+    source = DatasetSource(uri=_jsonl(folder / f"sft-{seed}.jsonl", rows).as_uri())
+    run = SFTRun(
+        model=model.as_uri(), dataset=source, trainable=Lora(rank=rank), steps=num_steps, batch_size=4, seed=seed
+    )
+    return lambda: _ended(client, client.submit(run, f"run-{seed}").run_id)
+
+
+def _dpo(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+    rows = [
+        {
+            "input": {"messages": [_said("user", f"How many at {n}?")]},
+            "preferred_output": [_said("assistant", f"{n * 7} crates")],
+            "non_preferred_output": [_said("assistant", f"{n % 9} sacks")],
+        }
+        for n in range(64)
+    ]
+    source = DatasetSource(uri=_jsonl(folder / f"dpo-{seed}.jsonl", rows).as_uri())
+    run = DPORun(
+        model=model.as_uri(), dataset=source, trainable=Lora(rank=rank), steps=num_steps, batch_size=4, seed=seed
+    )
+    return lambda: _ended(client, client.submit(run, f"run-{seed}").run_id)
+
+
+def _rl(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+    """A tenth as many train steps: each is a job of its own."""
+    run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=rank), max_tokens=128, bin_tokens=2048)
+    files = [write_groups(folder / f"rl-{seed}-{n}.jsonl", 100 * seed + n) for n in range(max(1, num_steps // 10))]
+
+    def work() -> RunView:
+        run_id = client.submit(run, f"run-{seed}").run_id
+        for number, file in enumerate(files):
+            step = client.train_step(run_id, f"key-{number}", client.upload_file(file)["uri"])
+            while not step.is_final:
+                step = client.step(run_id, step.step, wait_s=30)
+        client.change(run_id, "finish")
+        return _ended(client, run_id)
+
+    return work
+
+
+def _ended(client: Client, run_id: str) -> RunView:
+    for _ in client.events_to_the_end(run_id, None, follow=True):
+        pass
+    while (run := client.run(run_id)).ended_at is None:
+        time.sleep(0.02)
+    return run
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+if __name__ == "__main__":
+    main()

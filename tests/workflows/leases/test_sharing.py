@@ -1,0 +1,117 @@
+"""Several runs on one worker: they join it, leave it, are billed their share, and give way to others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from temporalio.client import WorkflowHandle
+
+from activities.hosts.worker_process import processes_of
+from shared.runs.start import RunTiming
+from shared.runs.status import PhaseSpan, RunStatus
+from tests.workflows.stack import Stack, eventually, has_checkpoint, started
+from tests.workflows.stand_in_worker import adapter_bytes
+from workflows.sft import SFTWorkflow
+
+SLOW_S = 0.02
+"""Seconds of a stand-in's step. It does one job after another; the leases of those that wait are what is tested."""
+
+
+@pytest.fixture
+async def stack(temporal_address: str, tmp_path: Path) -> AsyncIterator[Stack]:
+    async with started(temporal_address, tmp_path, worker_sharing="all", worker_idle_s=20.0) as stack:
+        await stack.add_gpu_host(SLOW_S)
+        yield stack
+    assert stack.worker_ids() == []
+
+
+async def is_leased(handle: WorkflowHandle) -> bool:
+    return (await handle.query(SFTWorkflow.status)).phase == "training"
+
+
+async def test_runs_join_a_worker_and_another_one_has_its_turn_after_them(stack: Stack) -> None:
+    first = await stack.start(steps=1_000_000, seed=1, shares_with="")  # until it is cancelled
+    await eventually(lambda: has_checkpoint(first), "a checkpoint")
+    [worker_id] = stack.worker_ids()
+    others = {
+        2: await stack.start(steps=10, seed=2, shares_with="", threads_per_rank=2),
+        3: await stack.start(steps=10, seed=3, shares_with="tenant"),
+        4: await stack.start(steps=10, seed=4),
+    }
+    joined = await stack.start(steps=50, seed=5, shares_with="")
+    await eventually(lambda: is_leased(joined), "the joined run's lease")
+    assert stack.worker_ids() == [worker_id]
+    await first.cancel()
+    ended = await joined.result()
+    cancelled = await stack.result(first.id)
+    assert cancelled.state == "cancelled"
+    assert stack.weights(ended) == adapter_bytes(5, 50)
+    for seed, handle in others.items():
+        status = await handle.result()
+        assert (status.epoch, status.workers_lost) == (1, 0)
+        assert stack.weights(status) == adapter_bytes(seed, 10)
+        assert training(status).began >= training(ended).ended, "the device has room for one worker"
+    wall_s = training(ended).ended - training(cancelled).began
+    assert 0 < cancelled.gpu_seconds + ended.gpu_seconds <= wall_s, "time that two share is counted once"
+
+
+def training(status: RunStatus) -> PhaseSpan:
+    """The last time that a run had a worker. It has ended."""
+    span = [span for span in status.timeline if span.phase == "training"][-1]
+    assert span.ended is not None
+    return span
+
+
+async def test_nobody_joins_a_worker_for_longer_than_its_window(temporal_address: str, tmp_path: Path) -> None:
+    async with started(temporal_address, tmp_path, sharing_window_s=0.0) as stack:
+        await stack.add_gpu_host(SLOW_S)
+        first = await stack.start(steps=60, seed=1, shares_with="")
+        await eventually(lambda: has_checkpoint(first), "a checkpoint")
+        late = await stack.start(steps=10, seed=2, shares_with="")
+        status, other = await first.result(), await late.result()
+        assert training(other).began >= training(status).ended
+        assert stack.weights(other) == adapter_bytes(2, 10)
+
+
+async def test_a_worker_takes_as_many_runs_as_its_host_says(temporal_address: str, tmp_path: Path) -> None:
+    async with started(temporal_address, tmp_path, runs_per_worker=2) as stack:
+        await stack.add_gpu_host(SLOW_S)
+        handles = [await stack.start(steps=60, seed=seed, shares_with="") for seed in range(3)]
+        await eventually(lambda: _num_leased(handles, 2), "two leases")
+        await asyncio.sleep(0.5)
+        assert await _num_leased(handles, 2) and not await _num_leased(handles, 3)
+        for seed, handle in enumerate(handles):
+            assert stack.weights(await handle.result()) == adapter_bytes(seed, 60)
+
+
+async def _num_leased(handles: list[WorkflowHandle], wanted: int) -> bool:
+    return sum([await is_leased(handle) for handle in handles]) >= wanted
+
+
+async def test_a_lost_worker_is_lost_to_all_and_each_goes_on_alone(stack: Stack) -> None:
+    """Whose doing it was is not known: it shall not be the others' again."""
+    handles = [await stack.start(steps=250, seed=seed, shares_with="") for seed in (1, 2)]
+    await eventually(lambda: _num_leased(handles, 2), "both leases")
+    [worker_id] = stack.worker_ids()
+    for process in processes_of(worker_id):
+        process.kill()
+    statuses = [await handle.result() for handle in handles]
+    for seed, status in zip((1, 2), statuses, strict=True):
+        assert (status.epoch, status.workers_lost) == (2, 1)
+        assert stack.weights(status) == adapter_bytes(seed, 250)
+    early, late = sorted(map(training, statuses), key=lambda span: span.began)
+    assert late.began >= early.ended
+
+
+async def test_a_run_that_is_cancelled_leaves_the_worker_to_the_others(stack: Stack) -> None:
+    stays = await stack.start(steps=100, seed=1, shares_with="")
+    await eventually(lambda: is_leased(stays), "its lease")
+    [worker_id] = stack.worker_ids()
+    leaves = await stack.start(steps=100, seed=2, shares_with="", timing=RunTiming(cancel_grace_s=20))
+    await eventually(lambda: is_leased(leaves), "the joined run's lease")
+    await leaves.cancel()
+    status = await stays.result()
+    assert (status.epoch, status.workers_lost) == (1, 0)
+    assert stack.weights(status) == adapter_bytes(1, 100)
+    await eventually(lambda: not list((stack.workers / worker_id / "leases").glob("*.json")), "no lease is left")
