@@ -48,6 +48,29 @@ class CancelFlag:
         return self._seen
 
 
+class Turns:
+    """Whose pass is next: of the tenants with a job in hand that which has had the least time, of its runs the one that
+    has waited longest.
+
+    A tenant that comes begins with as much as the least of those that are there, so that nobody is kept waiting until a
+    newcomer has had what they had.
+    """
+
+    def __init__(self) -> None:
+        self._had_s: dict[str, float] = {}
+
+    def had(self, tenant: str, seconds: float) -> None:
+        """Note the time of a pass."""
+        self._had_s[tenant] = self._had_s.get(tenant, 0.0) + seconds
+
+    def next(self, waiting: Sequence[tuple[str, str]]) -> str:
+        """The run to go on with, of runs and their tenants, those first that have waited longest."""
+        present = {tenant for _, tenant in waiting}
+        least_s = min((had_s for tenant, had_s in self._had_s.items() if tenant in present), default=0.0)
+        self._had_s = {tenant: self._had_s.get(tenant, least_s) for tenant in present}
+        return min(waiting, key=lambda each: self._had_s[each[1]])[0]
+
+
 @dataclass
 class InHand:
     """A job that has begun. `random_state`: where its passes draw on, while another job's are done."""
@@ -71,6 +94,7 @@ class Worker:
         self._staging = staging
         self._warm = WarmEngine(build)
         self._in_hand: dict[str, InHand] = {}
+        self._turns = Turns()
         self._last: str | None = None
 
     def serve(self, paths: WorkerPaths) -> None:
@@ -109,7 +133,8 @@ class Worker:
         return outcome
 
     def _next_order(self, reader: "QueueReader | None") -> Order:
-        order = reader.next_order(list(self._in_hand)) if reader else None
+        waiting = [(run_id, task.job.tenant) for run_id, task in self._in_hand.items()]
+        order = reader.next_order(self._turns.next(waiting) if waiting else None) if reader else None
         return Order.model_validate_json(self._ranks.broadcast(order.model_dump_json().encode() if order else None))
 
     def _begin_claimed(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
@@ -137,12 +162,15 @@ class Worker:
         if self._last != run_id:
             set_random_state(task.random_state)
         self._last = run_id
+        began = time.monotonic()
         try:
             next(task.passes)
         except StopIteration as end:
             outcome: Outcome = end.value
             end_job(task.job, outcome, self._warm, task.report, self._ranks, task.archive)
             return outcome
+        finally:
+            self._turns.had(task.job.tenant, time.monotonic() - began)
         task.random_state = random_state()
         self._in_hand[run_id] = task
         return None
@@ -157,20 +185,20 @@ class QueueReader:
         self._warm = warm
         write_atomically(paths.ready, b"")
 
-    def next_order(self, in_hand: Sequence[str]) -> Order:
-        """Begin a job that has come, or go on with the one that has waited longest; with none in hand, wait.
+    def next_order(self, in_turn: str | None) -> Order:
+        """Begin a job that has come, or go on with the run whose turn it is; where there is none, wait.
 
         Speaks up now and then all the same.
         """
         began = time.monotonic()
         while (waited_s := time.monotonic() - began) < KEEP_ALIVE_S:
             is_leaving = self.queue.should_leave()
-            if is_leaving and not in_hand:
+            if is_leaving and in_turn is None:
                 return Order(kind="leave")
             if not is_leaving and (claim := self.queue.claim(self._warm.accepts)) is not None:
                 self.claim = claim
                 return Order(kind="begin", job=claim.job, stale=claim.stale)
-            if in_hand:
-                return Order(kind="go_on", run_id=in_hand[0])
+            if in_turn is not None:
+                return Order(kind="go_on", run_id=in_turn)
             time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
         return Order(kind="wait")

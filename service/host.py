@@ -209,7 +209,8 @@ def gpu_workers(
 
     @contextmanager
     def door(queue: str) -> Iterator[None]:
-        joining = _worker(client, queue, threads, settings.runs_per_worker, [lease.join_lease])
+        # As many as it has room for beside the first lease: those that wait, wait in a fair queue of Temporal's.
+        joining = _worker(client, queue, threads, settings.runs_per_worker - 1, [lease.join_lease])
         running = asyncio.run_coroutine_threadsafe(joining.run(), loop)
         try:
             yield
@@ -217,7 +218,7 @@ def gpu_workers(
             asyncio.run_coroutine_threadsafe(joining.shutdown(), loop).result()
             running.result()
 
-    lease = Lease(pool, store, signals, host_queue, door)
+    lease = Lease(pool, store, signals, host_queue, door if settings.runs_per_worker > 1 else None)
     leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
     jobs = _worker(client, host_queue, threads, 1 + settings.runs_per_worker, [RunJob(pool, store, signals).run_job])
     return leases, jobs

@@ -38,6 +38,7 @@ class JobRequest(Frozen):
     worker_id: str
     cancel_grace_s: float
     passed_over: tuple[str, ...] = ()  # URIs of checkpoints in which a worker found damage
+    tenant: str = ""
 
 
 class JobResult(Frozen):
@@ -109,6 +110,7 @@ class _Attempt:
             checkpoint_dir=str(self.outputs / "checkpoints"),
             scratch_dir=str(worker.paths.scratch(request.plan.run_id, request.plan.job_id, request.fence)),
             start=start.artifact if start else None,
+            tenant=request.tenant,
         )
         self.reader = LogReader(Path(self.job.log_path))
         self.uploader = Uploader(store, self.job, start)

@@ -312,6 +312,7 @@ class Job(Frozen):
     checkpoint_dir: str
     scratch_dir: str
     start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
+    tenant: str = Field(default="", description="whose run it is: tenants have a worker's time in equal shares")
 
     @property
     def needs_its_beginning(self) -> bool:

@@ -2,13 +2,16 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from megatron_worker.engine import LossFunction
 from megatron_worker.warm_engine import BuildEngine
+from megatron_worker.worker import Turns
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded, Terminal
 from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
 from shared.storage.paths import WorkerPaths, write_atomically
@@ -74,6 +77,29 @@ def test_jobs_in_turn_end_in_the_bits_of_each_alone(workshop: Workshop):
         assert losses(job) == losses(alone)
         assert checkpoint(job, 6).sha256 == checkpoint(alone, 6).sha256
     assert order[-9:] == ["run-1", "run-2", "run-3"] * 3  # by then all have begun
+
+
+def test_tenants_have_equal_shares_however_many_runs_they_have():
+    turns, waiting, had = Turns(), [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")], Counter[str]()
+    seconds = {"a1": 2.0, "a2": 1.0, "a3": 1.0, "b1": 0.5}
+    order = []
+    for _ in range(60):
+        run_id = turns.next(waiting)
+        order.append(run_id)
+        tenant = dict(waiting)[run_id]
+        turns.had(tenant, seconds[run_id])
+        had[tenant] += seconds[run_id]
+        waiting.append(waiting.pop(waiting.index((run_id, tenant))))
+    assert abs(had["a"] - had["b"]) <= 2.0
+    assert [run_id for run_id in order if run_id != "b1"][:6] == ["a1", "a2", "a3"] * 2
+    of_b = [place for place, run_id in enumerate(order) if run_id == "b1"]
+    assert max(later - earlier for earlier, later in pairwise(of_b)) <= 2, "b waits for one pass of a at most"
+    waiting.append(("c1", "c"))
+    passes = []
+    for _ in range(12):
+        passes.append(turns.next(waiting))
+        turns.had(dict(waiting)[passes[-1]], 1.0)
+    assert 3 <= passes.count("c1") <= 5, "a newcomer has its third from now on, and nothing for the time before"
 
 
 def test_a_job_that_ends_leaves_the_others_their_engine_and_takes_its_own_away(workshop: Workshop):

@@ -222,6 +222,7 @@ class Training:
                 worker_id=grant.worker_id,
                 cancel_grace_s=timing.cancel_grace_s,
                 passed_over=self._passed_over,
+                tenant=self.start.tenant,
             ),
             task_queue=grant.host_queue,
             schedule_to_start_timeout=policies.pickup_timeout(timing),

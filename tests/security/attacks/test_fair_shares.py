@@ -50,16 +50,34 @@ def test_slow_previews_of_one_tenant_leave_others_their_answers(
     assert set(answers) <= {200, 429}, answers
 
 
+def submitted(tenant: Tenant, model: Path, steps: int, **run: object) -> str:
+    uri = tenant.upload("rows.jsonl", ROW * 4)
+    answer = tenant.submit("sft", model=str(model), dataset={"uri": uri}, steps=steps, batch_size=2, **run)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["run_id"])
+
+
+def test_a_run_is_trained_beside_the_endless_ones_of_another_tenant(
+    attacker: Tenant, victim: Tenant, tiny_model: Path
+) -> None:
+    """One GPU host, whose worker the attacker's adapters are trained on."""
+    theirs = [submitted(attacker, tiny_model, 100_000) for _ in range(3)]
+    for run_id in theirs:
+        wait_until(lambda of=run_id: attacker.http.get(f"/api/v1/runs/{of}").json()["step"] > 0, "all of them train")
+    assert victim.ended(submitted(victim, tiny_model, 10))["state"] == "succeeded"
+    for run_id in theirs:
+        assert attacker.http.get(f"/api/v1/runs/{run_id}").json()["state"] == "running"
+        assert attacker.http.post(f"/api/v1/runs/{run_id}/cancel").status_code == 202
+    assert {attacker.ended(run_id)["state"] for run_id in theirs} == {"cancelled"}
+
+
 def test_runs_that_wait_for_a_worker_get_it_tenant_by_tenant(
     attacker: Tenant, victim: Tenant, tiny_model: Path
 ) -> None:
-    """One GPU host, and six runs of the attacker's before the victim's one."""
+    """One GPU host, and six runs of the attacker's before the victim's one. They train all weights: each is alone."""
 
     def submit(tenant: Tenant, steps: int) -> str:
-        uri = tenant.upload("rows.jsonl", ROW * 4)
-        answer = tenant.submit("sft", model=str(tiny_model), dataset={"uri": uri}, steps=steps, batch_size=2)
-        assert answer.status_code == 201, answer.text
-        return str(answer.json()["run_id"])
+        return submitted(tenant, tiny_model, steps, trainable={"kind": "full"})
 
     def waits(tenant: Tenant, run_id: str) -> bool:
         return bool(tenant.http.get(f"/api/v1/runs/{run_id}").json()["phase"] == "waiting_for_worker")
