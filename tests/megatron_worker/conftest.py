@@ -1,9 +1,11 @@
-"""What tests of the worker share: a model that none of them changes, and the table of engines."""
+"""What tests of the worker share: a model and adapters that none of them changes, and the table of engines."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from shared.jobs.layout import EngineName
 from tests.megatron_worker.rows import distinct_model
@@ -18,3 +20,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(request: pytest.FixtureRequest) -> str:
     """A line of the table."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The adapters that a TrainerRank loads beside the model, by name."""
+    from tests.megatron_worker.ranks import write_adapters  # and with it megatron-core, which many tests do without
+
+    return write_adapters(model, tmp_path_factory.mktemp("adapters"))

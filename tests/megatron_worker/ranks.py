@@ -1,4 +1,4 @@
-"""TrainerRanks to drive: a model and adapters whose weights tell slots apart, random inputs, what an output says.
+"""TrainerRanks to drive: adapters whose weights tell slots apart, random inputs, what an output says, what PEFT says.
 
 Shape suffixes: P positions of an input, K labels a position.
 """
@@ -40,6 +40,17 @@ def write_adapters(model: Path, folder: Path) -> dict[str, Path]:
 def load_adapters(rank: TrainerRank, folders: dict[str, Path]) -> None:
     for name, folder in folders.items():
         rank.load_adapter(name, folder, trainable=name != "frozen")
+
+
+def reference_logits(model: Path, folder: Path | None, ids: list[int]) -> torch.Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    if folder is not None:
+        reference = PeftModel.from_pretrained(reference, folder)
+    with torch.no_grad():
+        return reference(torch.tensor([ids])).logits[0]
 
 
 def random_ids(generator: np.random.Generator, length: int) -> list[int]:

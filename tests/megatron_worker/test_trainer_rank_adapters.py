@@ -1,0 +1,231 @@
+"""TrainerRank's adapters on one rank: which one answers, what a step changes of it, and what is kept of it."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_worker.engine import Scores
+from megatron_worker.losses import loss_function
+from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from shared.errors import InvalidInput
+from shared.jobs.job import PPO, Adam, Lora
+from shared.jobs.layout import Layout
+from tests.megatron_worker.ranks import LORAS, gradient, load_adapters, reference_logits, write_adapters
+from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.trees import as_tree, random_sequences
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def own_rank(model, folders):
+    """For tests that step, load or drop."""
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
+    load_adapters(rank, folders)
+    rank.set_adapter("one")
+    return rank
+
+
+class TestAdapters:
+    def test_the_with_block_switches_for_its_length_alone(self, own_rank):
+        asked = [ForwardInput([5, 6, 7], logits=True)]
+        with torch.no_grad():
+            expected = {
+                name: own_rank.forward([ForwardInput([5, 6, 7], logits=True, adapter=name)])[0].logit_PV
+                for name in ("one", "two", None)
+            }
+            with own_rank.adapter("two"):
+                with own_rank.adapter(None):
+                    assert torch.equal(own_rank.forward(asked)[0].logit_PV, expected[None])
+                assert torch.equal(own_rank.forward(asked)[0].logit_PV, expected["two"])
+            assert torch.equal(own_rank.forward(asked)[0].logit_PV, expected["one"])
+            with pytest.raises(RuntimeError, match="on purpose"), own_rank.adapter("two"):
+                raise RuntimeError("on purpose")
+        assert own_rank.active_adapter == "one"
+
+    def test_a_missing_or_mismatched_adapter_changes_nothing(self, own_rank, folders, tmp_path):
+        before = own_rank.snapshot("one").tensors
+        with pytest.raises(InvalidInput, match="adapter is missing"):
+            own_rank.load_adapter("one", tmp_path / "absent", trainable=True)
+        with pytest.raises(InvalidInput, match="rank is 2, 4 is asked for"):
+            own_rank.load_adapter("one", folders["two"], trainable=True, lora=LORAS["one"])
+        other = distinct_model(tmp_path / "wider", hidden_size=32)
+        narrow = write_adapters(other, tmp_path / "narrow")
+        with pytest.raises(InvalidInput, match="has shape"):
+            own_rank.load_adapter("one", narrow["one"], trainable=True)
+        assert own_rank.active_adapter == "one"
+        after = own_rank.snapshot("one").tensors
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        for call in (own_rank.set_adapter, own_rank.drop_adapter, own_rank.snapshot):
+            with pytest.raises(InvalidInput, match="no adapter 'absent'; loaded: frozen, one, two"):
+                call("absent")
+
+    def test_loading_again_replaces_weights_and_moments(self, own_rank, folders):
+        step(own_rank, ["one"])
+        own_rank.load_adapter("one", folders["one"], trainable=True)
+        first = step(own_rank, ["one"])
+        fresh = own_rank.snapshot("one").tensors
+        own_rank.load_adapter("one", folders["one"], trainable=True)
+        assert step(own_rank, ["one"]) == first
+        assert all(torch.equal(fresh[name], t) for name, t in own_rank.snapshot("one").tensors.items())
+
+    def test_a_slot_whose_graph_is_alive_is_neither_stepped_nor_loaded(self, own_rank, folders):
+        refused = pytest.raises(InvalidInput, match="graph of it is alive")
+        outputs = own_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
+        for call in (
+            lambda: own_rank.optim_step(Adam(), 1e-3),
+            lambda: own_rank.load_adapter("one", folders["one"], trainable=True),
+            lambda: own_rank.create_adapter("one", LORAS["one"], 0),
+            lambda: own_rank.drop_adapter("one"),
+        ):
+            with refused:
+                call()
+        step(own_rank, ["two"])  # another slot's graph is another matter
+        outputs[0].target_logprob_P.sum().backward(retain_graph=True)
+        with refused:
+            own_rank.optim_step(Adam(), 1e-3)
+        own_rank.backward(outputs[0].target_logprob_P.sum())
+        own_rank.optim_step(Adam(), 1e-3)  # its backward is done, though its outputs are held
+        outputs = own_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
+        kept = outputs[0].target_logprob_P.detach()
+        del outputs
+        own_rank.load_adapter("one", folders["one"], trainable=True)  # nobody holds what came of it
+        assert kept.isfinite().all()
+
+    def test_frozen_slots_and_the_base_are_not_trained(self, own_rank):
+        outputs = own_rank.forward([ForwardInput([5, 6], logits=True, adapter=name) for name in ("frozen", None)])
+        assert not any(output.logit_PV.requires_grad for output in outputs)
+        with pytest.raises(InvalidInput, match="not trainable"):
+            own_rank.optim_step(Adam(), 1e-3, adapters=["frozen"])
+        with pytest.raises(InvalidInput, match="no adapter is active"), own_rank.adapter(None):
+            own_rank.optim_step(Adam(), 1e-3)
+
+
+def step(rank, names, scale=1.0, adam=None):
+    """One step of some adapters on inputs of their own."""
+    outputs = rank.forward(
+        [ForwardInput(list(range(5 + i, 25 + i)), target_logprobs=True, adapter=n) for i, n in enumerate(names)]
+    )
+    rank.backward(sum((-scale * output.target_logprob_P.sum() for output in outputs), start=torch.zeros(())))
+    return rank.optim_step(adam or Adam(), 1e-3, 19.0, adapters=names)
+
+
+class TestSteps:
+    def test_norm_and_clip_are_of_each_adapter(self, own_rank, model, folders):
+        together = step(own_rank, ["one", "two"], adam=Adam(clip_norm=0.5))
+        assert together["one"].grad_norm != together["two"].grad_norm
+        for number, name in enumerate(("one", "two")):
+            rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
+            load_adapters(rank, folders)
+            outputs = rank.forward(
+                [ForwardInput(list(range(5 + number, 25 + number)), target_logprobs=True, adapter=name)]
+            )
+            rank.backward(-outputs[0].target_logprob_P.sum())
+            expected = gradient(rank, name).norm() / 19
+            alone = rank.optim_step(Adam(clip_norm=0.5), 1e-3, 19.0, adapters=[name])
+            assert together[name] == alone[name] and together[name].clipped
+            assert alone[name].grad_norm == pytest.approx(float(expected), rel=1e-6)
+            ours, theirs = own_rank.snapshot(name).tensors, rank.snapshot(name).tensors
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+    def test_a_gradient_that_is_not_finite_changes_no_weight_of_any(self, own_rank):
+        before = {name: own_rank.snapshot(name).tensors for name in ("one", "two")}
+        outputs = own_rank.forward(
+            [ForwardInput([5, 6, 7], target_logprobs=True, adapter=name) for name in ("one", "two")]
+        )
+        own_rank.backward(outputs[0].target_logprob_P.sum() + float("inf") * outputs[1].target_logprob_P.sum())
+        with pytest.raises(InvalidInput, match="no weight has changed") as refused:
+            own_rank.optim_step(Adam(), 1e-3, adapters=["one", "two"])
+        assert refused.value.place == "adapter 'two'"
+        for name, tensors in before.items():
+            after = own_rank.snapshot(name).tensors
+            assert all(torch.equal(tensors[key], after[key]) for key in tensors)
+            assert not gradient(own_rank, name).any()
+        assert step(own_rank, ["one", "two"])["one"].grad_norm > 0
+
+    def test_a_detached_loss_is_refused_where_there_was_a_graph(self, own_rank):
+        outputs = own_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
+        with pytest.raises(InvalidInput, match="detached"):
+            own_rank.backward(outputs[0].target_logprob_P.detach().sum())
+        own_rank.backward(outputs[0].target_logprob_P.sum())
+        own_rank.backward(torch.zeros(()))  # nothing to learn from, and nothing forgotten
+
+    @pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan")])
+    def test_a_denominator_must_be_positive(self, own_rank, denominator):
+        with pytest.raises(InvalidInput, match="positive number"):
+            own_rank.optim_step(Adam(), 1e-3, denominator)
+
+
+class TestState:
+    def test_an_export_is_what_peft_reads(self, own_rank, model, tmp_path):
+        step(own_rank, ["two"])
+        own_rank.export("two", tmp_path / "two")
+        with torch.no_grad():
+            ours = own_rank.forward([ForwardInput([9, 8, 7, 6], logits=True, adapter="two")])[0].logit_PV
+        assert (ours - reference_logits(model, tmp_path / "two", [9, 8, 7, 6])).abs().max() <= 2e-5
+
+    def test_a_snapshot_stays_as_it_was(self, own_rank, folders, tmp_path):
+        snapshot = own_rank.snapshot("one")
+        step(own_rank, ["one"])
+        snapshot.write(tmp_path / "then")
+        stored = load_file(folders["one"] / "adapter_model.safetensors")
+        then, now = load_file(tmp_path / "then" / "adapter_model.safetensors"), own_rank.snapshot("one").tensors
+        assert all(torch.equal(stored[name], then[name]) for name in stored)
+        assert any(not torch.equal(stored[name], now[name]) for name in stored)
+
+    def test_saved_and_loaded_steps_go_on_to_the_bit(self, own_rank, tmp_path):
+        step(own_rank, ["one", "two"])
+        own_rank.save("two", tmp_path / "middle")
+        expected = step(own_rank, ["two"])
+        tensors = own_rank.snapshot("two").tensors
+        step(own_rank, ["two"])
+        own_rank.load("two", tmp_path / "middle")
+        assert step(own_rank, ["two"]) == expected
+        again = own_rank.snapshot("two").tensors
+        assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+
+
+def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders):
+    """PPO over groups that share prefixes: `engine.forward_backward` as the runner calls it, and TrainerRank."""
+    loss = loss_function(PPO(), temperature=0.8)
+    rows = random_sequences(3, num_groups=1)[1:]
+    batch = as_tree(rows)
+    engine = MegatronEngine(model, Layout(), "float32")
+    engine.load_adapter("one", folders["one"], None, trainable=True)
+    sums = engine.forward_backward(batch, loss)
+    expected = engine._slots.training.optimizer.grad.buffer
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), min_shared_tokens=1)
+    load_adapters(rank, folders)
+    outputs = rank.forward(
+        [
+            ForwardInput(
+                row.token_ids,
+                np.flatnonzero(row.target_mask) - 1,
+                target_logprobs=True,
+                entropy=True,
+                adapter="one",
+                temperature=0.8,
+            )
+            for row in rows
+        ]
+    )
+    scores = Scores(torch.cat([o.target_logprob_P for o in outputs]), torch.cat([o.entropy_P for o in outputs]))
+    ours = loss.sums(scores, batch)
+    rank.backward(ours.loss)
+    assert torch.equal(ours.loss.detach(), sums["loss"])
+    assert expected.any() and torch.equal(gradient(rank, "one"), expected)
+
+
+def test_a_fresh_adapter_changes_nothing_until_it_is_stepped(own_rank):
+    asked = [ForwardInput([5, 6, 7, 8], logits=True, adapter=None)]
+    own_rank.create_adapter("fresh", Lora(rank=4, alpha=8), seed=3)
+    with torch.no_grad():
+        base = own_rank.forward(asked)[0].logit_PV
+        assert torch.equal(own_rank.forward([ForwardInput([5, 6, 7, 8], logits=True)])[0].logit_PV, base)
+    before = {name: own_rank.snapshot(name).tensors for name in ("one", "fresh")}
+    step(own_rank, ["fresh"])
+    after = own_rank.snapshot("one").tensors
+    assert all(torch.equal(before["one"][key], after[key]) for key in after)
+    assert any(not torch.equal(before["fresh"][key], t) for key, t in own_rank.snapshot("fresh").tensors.items())
