@@ -31,6 +31,7 @@ from service.cli.main import main
 from service.database.engine import open_database
 from service.host import connect, control_workers
 from service.rebuild import rebuild
+from service.runs.views import RunView
 from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from shared.storage.artifacts import seal, upload
 from shared.storage.paths import published_version, version_claim
@@ -293,3 +294,17 @@ def reaches(api: httpx.Client, run_id: str, state: str) -> dict[str, Any]:
         return view if view["state"] == state else None
 
     return wait_until(look, f"{run_id} is {state}", timeout_s=300)
+
+
+def submitted(api: httpx.Client, **changes) -> RunView:
+    answer = api.post("/runs/sft", json=sft(**changes))
+    assert answer.status_code == 201, answer.text
+    return RunView.model_validate_json(answer.content)
+
+
+def ended(api: httpx.Client, run_id: str) -> RunView:
+    def look() -> RunView | None:
+        view = RunView.model_validate_json(api.get(f"/runs/{run_id}").content)
+        return view if view.state != "running" else None
+
+    return wait_until(look, f"the end of {run_id}")
