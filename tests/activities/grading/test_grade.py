@@ -23,7 +23,7 @@ from shared.grading.graders import Grader, SampleGrade, parse_grader
 from shared.settings import GradingSettings, Settings
 from shared.storage.artifacts import seal, upload
 from shared.storage.store import LocalStore
-from tests.activities.grading.test_python_sandbox import REFUSAL, REPOSITORY, processes_of
+from tests.activities.grading.sandboxes import REFUSAL, REPOSITORY, processes_of
 from tests.activities.scoring_server import Judge, completion, scoring_server
 
 CHECK = {

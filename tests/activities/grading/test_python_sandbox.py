@@ -1,111 +1,27 @@
 """Hostile graders as real processes: each fails its sample with a message, harms nothing and leaves nothing behind."""
 
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from activities.formats.examples import Question
 from activities.grading.outcome import NotGraded
-from activities.grading.python_sandbox import PythonSandbox
-from activities.isolation import bubblewrap
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
-from shared.errors import InvalidInput
-from shared.settings import GradingSettings
+from tests.activities.grading.sandboxes import (
+    CAPABILITIES,
+    LIMITS,
+    REFUSAL,
+    REPOSITORY,
+    Place,
+    do,
+    outcome,
+    processes_of,
+)
 
-LIMITS = GradingSettings(python_time_s=1.5, python_memory_bytes=256 << 20)
-REPOSITORY = Path(__file__).parents[3]
-
-
-def _refusal() -> str | None:
-    """Why this machine cannot isolate: what the product says of it."""
-    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"longshore-refusal-{os.getpid()}"
-    folder.mkdir()
-    try:
-        with PythonSandbox("def grade(sample, item): return 1", LIMITS, folder):
-            return None
-    except InvalidInput as error:
-        return error.message
-    finally:
-        shutil.rmtree(folder)
-
-
-REFUSAL = _refusal()
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Every process that names the folder on its command line: launcher, supervisor and children do."""
-    found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has just gone
-            if str(folder).encode() in command.read_bytes():
-                found.append(int(command.parent.name))
-    return found
-
-
-@pytest.fixture(params=["bubblewrap", "namespaces"])
-def bwrap(request: pytest.FixtureRequest) -> str | None:
-    """Both kinds of isolation: the path of bubblewrap, or None for namespaces of our own."""
-    if request.param == "namespaces":
-        return None
-    if bubblewrap.INSTALLED is None:
-        pytest.skip("bubblewrap (bwrap) is not installed")
-    return bubblewrap.INSTALLED
-
-
-@dataclass(frozen=True)
-class Place:
-    """A sandbox's folder, and what isolates it."""
-
-    folder: Path
-    bwrap: str | None
-
-    def sandbox(self, source: str, settings: GradingSettings = LIMITS) -> PythonSandbox:
-        return PythonSandbox(source, settings, self.folder, self.bwrap)
-
-
-@pytest.fixture
-def place(tmp_path: Path, bwrap: str | None) -> Iterator[Place]:
-    """A place in which nothing is left and for which nobody works when the test ends."""
-    folder = tmp_path / "sandbox"
-    folder.mkdir()
-    yield Place(folder, bwrap)
-    assert list(folder.iterdir()) == []
-    assert processes_of(folder) == []
-
-
-def test_bubblewrap_isolates_where_it_is_installed(place: Place) -> None:
-    with place.sandbox("def grade(sample, item): return 1.0") as sandbox:
-        assert sandbox.isolation == ("namespaces" if place.bwrap is None else "bubblewrap")
-        assert sandbox.grade({}, {}) == 1.0
-
-
-def do(*lines: str) -> str:
-    """A grader that does something, then returns `result`, 1.0 unless it is set."""
-    body = "\n".join(f"    {line}" for text in lines for line in text.splitlines())
-    return f"import os, sys\ndef grade(sample, item):\n    result = 1.0\n{body}\n    return result\n"
-
-
-def outcome(source: str, place: Place, settings: GradingSettings = LIMITS, **item: Any) -> float | str:
-    with place.sandbox(source, settings) as sandbox:
-        assert processes_of(place.folder), "the way to find its processes works"
-        try:
-            return sandbox.grade({"output_text": "12 sacks"}, item)
-        except NotGraded as error:
-            return str(error)
 
 
 def test_a_grader_sees_sample_and_item(place: Place) -> None:
@@ -239,15 +155,6 @@ def test_what_a_grader_may_do_gets_a_grade(name: str, place: Place) -> None:
     assert isinstance(found := outcome(is_open + do(HARMLESS[name]), place), float), found
 
 
-CAPABILITIES = """
-def num_capabilities():
-    import ctypes
-    data = (ctypes.c_uint32 * 6)(*[2**32 - 1] * 6)
-    assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), data) == 0
-    return sum(word.bit_count() for word in data)
-"""
-
-
 def test_a_grader_has_no_rights(place: Place) -> None:
     """Read in the child, for there is no /proc: capabilities by capget, and the limits that bind."""
     source = CAPABILITIES + do(
@@ -348,187 +255,3 @@ def test_a_killed_owner_takes_its_sandbox_along(place: Place) -> None:
     while processes_of(place.folder) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert processes_of(place.folder) == []
-
-
-# Where the system refuses.
-
-REFUSED = """
-import sys
-from pathlib import Path
-from activities.grading.python_sandbox import PythonSandbox
-from shared.errors import InvalidInput
-from shared.settings import GradingSettings
-try:
-    source, folder = "def grade(s, i):\\n    return 1", Path(sys.argv[1])
-    with PythonSandbox(source, GradingSettings(), folder, *sys.argv[2:] or [None]) as box:
-        print(box.grade({}, {}))
-except InvalidInput as error:
-    print(error)
-"""
-
-
-def without_namespaces(place: Place, program: str = REFUSED) -> list[str]:
-    """What a program says in a process without the right to make namespaces, as in many containers."""
-    drop = "import ctypes, os, sys; assert ctypes.CDLL(None).prctl(24, 21, 0, 0, 0) == 0; "
-    drop += "os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", drop, sys.executable, "-c", program, str(place.folder)]
-    command += filter(None, [place.bwrap])
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can take a right away from its own kind")
-
-
-@needs_root
-def test_where_namespaces_are_refused_so_is_the_grader(place: Place) -> None:
-    [refusal] = without_namespaces(place)
-    assert "this system refuses the isolation that python graders need (unshare of namespaces: EPERM" in refusal
-
-
-def of_renderer(process: psutil.Process) -> dict[str, str]:
-    """What the kernel says of the process that renders: the last of its launchers' line."""
-    while children := process.children():
-        [process] = children
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    told = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return told | {"net": str(Path(f"/proc/{process.pid}/ns/net").readlink())}
-
-
-def test_chat_templates_render_in_the_same_sandbox(bwrap: str | None) -> None:
-    before = {child.pid for child in psutil.Process().children()}
-    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    template = TemplateSource(source, {}, ["</s>"])
-    with TemplateProcess(template, "model", bwrap=bwrap) as process:
-        [launcher] = [child for child in psutil.Process().children() if child.pid not in before]
-        told = of_renderer(launcher)
-        isolated_by = Path(launcher.exe()).name
-        [asked] = process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})])
-    assert asked == "<|user|>q</s>"
-    assert (told["Seccomp"], told["NoNewPrivs"], int(told["CapEff"], 16)) == ("2", "1", 0)
-    assert told["net"] != str(Path("/proc/self/ns/net").readlink())
-    assert (isolated_by == "bwrap") == (bwrap is not None)
-    if os.geteuid() == 0:
-        assert told["Uid"].split() == ["65534"] * 4
-
-
-TEMPLATE_WITHOUT = """
-import psutil, sys
-from pathlib import Path
-from activities.formats.examples import Question
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
-source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-with TemplateProcess(TemplateSource(source, {}, ["</s>"]), "model", 10, *sys.argv[2:] or [None]) as process:
-    print(*process.asked([Question("p", [{"role": "user", "content": "q"}], None, {})]))
-    [child] = psutil.Process().children()
-    told = dict(line.split(":", 1) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines())
-    print(told["Seccomp"].strip(), int(told["CapEff"], 16), told["Uid"].split()[1])
-"""
-
-
-@needs_root
-def test_where_namespaces_are_refused_templates_render_as_nobody_who_opens_no_file(place: Place) -> None:
-    assert without_namespaces(place, TEMPLATE_WITHOUT) == ["<|user|>q</s>", "2 0 65534"]
-
-
-CONFINED = """
-import os, socket, sys
-from activities.isolation import bubblewrap, confine
-if sys.argv[1:]:
-    confine.confine(sys.argv[1], 1 << 30)
-else:
-    confine.confine_in_bubblewrap(1 << 30)
-    assert os.getcwd() == "/"
-for call in (lambda: open("/dev/null"), lambda: open(os.__file__), socket.socket, os.fork, lambda: os.mkdir("/tmp/x")):
-    try: call()
-    except PermissionError: continue
-    os._exit(1)
-os._exit(9)
-"""
-
-
-def test_what_renders_templates_opens_no_file_and_no_socket(tmp_path: Path, bwrap: str | None) -> None:
-    command = [sys.executable, "-c", CONFINED, str(tmp_path)]
-    if bwrap is not None:
-        start = bubblewrap.Start([REPOSITORY / "activities"], {}, ["CAP_SYS_CHROOT"])
-        command = bubblewrap.command(bwrap, ["-c", CONFINED], start, bubblewrap.namespace_options()[0])
-    done = subprocess.run(command, cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 9, done.stderr
-
-
-SAMPLES = [
-    "0.5",
-    "open('/etc/passwd')",
-    "os.fork()",
-    "os.listdir('/tmp').__len__()",
-    "open('/tmp/x', 'w').write('1')",
-    "num_capabilities()",
-    "os.chmod('/dev/null', 0)",
-    "os.listdir('/packages' if os.path.exists('/packages') else '/tmp').__len__()",
-]
-
-
-@needs_root
-def test_an_ordinary_user_gets_a_sandbox_too(bwrap: str | None) -> None:
-    """Run by root, this file tests root's way; here is the other one, by the system's Python."""
-    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
-    if python is None:
-        pytest.skip("needs a Python that others may run")
-    folder = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
-    program = Path(__file__).with_name("sandbox_of_a_user.py")
-    try:
-        work = folder / "work"
-        work.mkdir()
-        for package in ("isolation", "grading"):
-            shutil.copytree(REPOSITORY / "activities" / package, folder / "activities" / package)
-        shutil.copy(REPOSITORY / "activities" / "__init__.py", folder / "activities")
-        shutil.copy(program, folder)
-        subprocess.run(["chown", "-R", "12345:12345", str(folder)], check=True)
-        frames = [(CAPABILITIES + do("result = eval(item['code'])")).encode()]
-        frames += [json.dumps({"sample": {}, "item": {"code": code}}).encode() for code in [*SAMPLES, SAMPLES[3]]]
-        done = subprocess.run(
-            [python, str(folder / program.name), str(work), *filter(None, [bwrap])],
-            input=b"".join(len(frame).to_bytes(8, "big") + frame for frame in frames),
-            capture_output=True,
-            user=12345,
-            group=12345,
-            extra_groups=[],
-            env={"PYTHONPATH": str(folder)},
-            cwd=work,
-            timeout=60,
-        )
-        ready, *answers = frames_in(done.stdout)
-        if "refused" in ready:
-            pytest.skip(f"ordinary users get no namespaces here: {ready['refused']}")
-        grades = [json.loads(answer["answer"]) for answer in answers]
-        assert [grade.get("grade") for grade in grades] == [0.5, None, None, 0.0, 1.0, 0.0, None, 0.0, 0.0], grades
-        assert "No such file" in grades[1]["failed"] and "PermissionError" in grades[2]["failed"]
-    finally:
-        shutil.rmtree(folder)
-
-
-def frames_in(data: bytes) -> list[Any]:
-    found = []
-    while data:
-        end = 8 + int.from_bytes(data[:8], "big")
-        found.append(json.loads(data[8:end]))
-        data = data[end:]
-    return found
-
-
-def test_the_filter_is_what_refuses(tmp_path: Path) -> None:
-    """The same calls without it: an ordinary process forks, opens sockets and takes shared memory."""
-    code = "import os, socket, sys; socket.socket(); pid = os.fork(); sys.exit(0) if pid else os._exit(0)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    filtered = """
-import os, sys
-from activities.isolation import namespaces, syscall_filter
-namespaces.libc.prctl(namespaces.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-syscall_filter.filter_calls(syscall_filter.DENIED)
-for call in (os.fork, lambda: __import__('socket').socket(), lambda: os.execv('/bin/true', ['true'])):
-    try: call()
-    except PermissionError: continue
-    sys.exit(1)
-"""
-    assert subprocess.run([sys.executable, "-c", filtered], cwd=REPOSITORY).returncode == 0
