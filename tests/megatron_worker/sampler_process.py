@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from shared.chat.completions import SamplerReady
 
@@ -55,3 +58,8 @@ def write_adapter(folder: Path, model: Path, seed: int, targets: tuple[str, ...]
         config = LoraConfig(r=rank, lora_alpha=12, target_modules=list(targets), init_lora_weights=False)
         get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
     return folder
+
+
+def post(ready: SamplerReady, path: str, body: dict[str, Any]) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {ready.api_key}"}
+    return httpx.post(f"{ready.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)

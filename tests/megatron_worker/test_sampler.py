@@ -1,18 +1,12 @@
-"""Our sampler against transformers, PEFT and the trainer; equal bits whatever else goes on; adapters; the process."""
+"""Our sampler against transformers, PEFT and the trainer; equal bits whatever else goes on; adapters; requests."""
 
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -22,14 +16,13 @@ from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
-from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width
+from megatron_worker.sampler.decoder import Decoder
 from shared.chat.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput
 from shared.jobs.job import LINEARS, Reinforce
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
-from tests.megatron_worker.sampler_process import NAME, ROOT, ready, running, start, write_adapter
+from tests.megatron_worker.sampler_process import NAME, post, running, write_adapter
 
 # Of a sampler's logprob and the trainer's, both float32, over prompts and completions of up to 320 tokens.
 AGREEMENT = 1e-5
@@ -64,11 +57,6 @@ def sampler(ours, place):
         sampler.load_adapter("all", str(place / "all"))
         sampler.load_adapter("some", str(place / "some"))
         yield sampler
-
-
-def post(ready, path, body):
-    headers = {"Authorization": f"Bearer {ready.api_key}"}
-    return httpx.post(f"{ready.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)
 
 
 # Against others.
@@ -256,26 +244,6 @@ def test_samples_do_not_depend_on_what_else_is_drawn(place, sampler, tmp_path):
         assert [second.sample(*w[:3], n=1, seed=w[3])[0] for w in reversed(wanted)] == alone[::-1]
 
 
-def test_all_slots_are_equal_on_this_machine(place):
-    decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
-    adapter = load_adapter("all", place / "all", decoder)
-    assert reliable_width(decoder, {}, 32) == 32
-    assert reliable_width(decoder, adapter.lora_weights, 32) == 32
-
-
-def test_unequal_slots_make_the_lane_narrower(place):
-    class Uneven(Decoder):
-        """Rounds the last of eight or more rows otherwise, as a kernel with a tail might."""
-
-        def logits(self, hidden_BH):
-            logit_BV = super().logits(hidden_BH).clone()
-            if len(logit_BV) >= 8:
-                logit_BV[-1] *= 1 + 2**-20
-            return logit_BV
-
-    assert reliable_width(Uneven(place / "model", torch.float32, torch.device("cpu")), {}, 32) == 4
-
-
 # Adapters.
 
 
@@ -407,85 +375,3 @@ def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):
         connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(0.3)
     sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)  # all 900 would outlast this test's time
-
-
-def test_a_cancelled_ticket_leaves_its_slots(place):
-    """It would never end by itself; what comes after it finds its slots free, and it does not grow any more."""
-    decoder = Decoder(place / "model", torch.float32, torch.device("cpu"))
-    tokenizer = Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
-    generator, model = Generator(decoder, 2), Adapter(NAME, "", {})
-
-    def ticket(max_tokens):
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        sequences = [Sequence((5, 6), sampling, seed, Ending(sampling, frozenset(), tokenizer)) for seed in range(3)]
-        submitted = Ticket(model, sequences)
-        generator.submit(submitted)
-        return submitted
-
-    loop = threading.Thread(target=generator.run, daemon=True)
-    loop.start()
-    endless = ticket(10**6)
-    while not endless.sequences[0].token_ids:
-        time.sleep(0.01)
-    endless.cancelled = True
-    assert ticket(2).done.wait(300)
-    num_drawn = [len(sequence.token_ids) for sequence in endless.sequences]
-    assert ticket(30).done.wait(300)
-    assert [len(sequence.token_ids) for sequence in endless.sequences] == num_drawn
-    generator.stop()
-    loop.join(300)
-    assert not loop.is_alive()
-
-
-# The process.
-
-
-def test_sigterm_ends_it_while_it_works(place, tmp_path):
-    process = start(place / "model", tmp_path)
-    found = ready(process, tmp_path)
-    assert (tmp_path / "ready.json").stat().st_mode & 0o777 == 0o600
-    body = {"model": NAME, "prompt": [1], "n": 500, "max_tokens": 4000, "ignore_eos": True}
-    failures = []
-
-    def ask():
-        try:
-            post(found, "/v1/completions", body)
-        except httpx.HTTPError as error:
-            failures.append(error)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    time.sleep(0.5)
-    process.terminate()
-    assert process.wait(300) == 0
-    asking.join(300)
-    assert len(failures) == 1
-    assert not (tmp_path / "ready.json").exists()
-
-
-def test_it_leaves_with_its_parent(place, tmp_path):
-    """The parent is killed, not asked."""
-    code = "import sys, time; from pathlib import Path; from tests.megatron_worker.sampler_process import start; "
-    code += "start(Path(sys.argv[1]), Path(sys.argv[2])); time.sleep(600)"
-    parent = subprocess.Popen([sys.executable, "-c", code, str(place / "model"), str(tmp_path)], cwd=ROOT)
-    while not psutil.Process(parent.pid).children():
-        time.sleep(0.02)
-    sampler = psutil.Process(ready(parent, tmp_path).pid)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    sampler.wait(300)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_model_that_cannot_be_used_is_exit_2(place, tmp_path, missing):
-    shutil.copytree(place / "model", tmp_path / "model")
-    (tmp_path / "model" / missing).unlink()
-    assert start(tmp_path / "model", tmp_path).wait(150) == 2
-    assert missing in (tmp_path / "stderr.txt").read_text()
-
-
-def test_it_starts_without_megatron():
-    modules = "megatron_worker.sampler.answers, megatron_worker.training.evaluation"
-    code = f"import sys, {modules}; print('megatron.core' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
