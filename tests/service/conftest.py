@@ -246,6 +246,17 @@ def cli(service: Service, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 
 @pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """The arguments that submit a run with a local model folder and a local dataset."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train set.jsonl").write_text('{"text": "a"}\n')
+    return [
+        *("submit", "sft", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "train set.jsonl")),
+        *("--steps", "4", "--batch-size", "2"),
+    ]
+
+
+@pytest.fixture
 def api(service: Service) -> Iterator[httpx.Client]:
     with service.http() as client:
         yield client
