@@ -18,7 +18,7 @@ from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.settings import S3Settings
 from shared.storage.store import LocalStore
 from tests.activities.templates import write_model
-from tests.activities.trajectories.test_chat_trajectories import ASKED, MAX_TOKENS, Server, sampled_ids
+from tests.activities.trajectories.chat_server import ASKED, MAX_TOKENS, Server, sampled_ids
 
 SURE = {"role": "user", "content": "Sure?"}
 
