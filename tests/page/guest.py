@@ -10,7 +10,7 @@ from tests.service.conftest import KEY
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
 try:
-    from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright  # noqa: F401
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright  # noqa: F401
 except ImportError:
     pytest.skip("playwright is not installed", allow_module_level=True)
 if CHROMIUM is None:

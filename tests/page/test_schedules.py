@@ -3,7 +3,7 @@
 import re
 from urllib.parse import urlsplit
 
-from tests.page.guest import Guest, expect
+from tests.page.guest import Guest, Locator, Page, expect
 from tests.service.conftest import Service, sft, wait_until
 
 
@@ -25,68 +25,93 @@ def test_schedules_are_paused_and_act(guest: Guest, service: Service, api) -> No
     api.delete("/schedules/nocturnal")
 
 
+class Form:
+    """The form of a new schedule."""
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.element = page, page.locator("#new-schedule")
+        self.make = page.get_by_role("button", name="Create schedule")
+
+    def field(self, name: str) -> Locator:
+        return self.element.locator(f'[name="{name}"]')
+
+    def refused(self, name: str, rule: str) -> None:
+        self.make.click()
+        expect(self.field(name)).to_have_attribute("aria-invalid", "true")
+        expect(self.field(name)).to_be_focused()
+        expect(self.page.locator(f"#new-schedule-{name}-problem")).to_contain_text(rule)
+        expect(self.element.locator(".field-problem")).to_have_count(1)
+
+
 def test_schedules_are_made_filled_in_and_removed(guest: Guest, service: Service, api) -> None:
     rows = service.settings.root_path.parent / "weekly.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     page = guest.page
     page.goto("/schedules")
     page.get_by_text("New schedule").click()
-    form, make = page.locator("#new-schedule"), page.get_by_role("button", name="Create schedule")
-
-    def field(name: str):
-        return form.locator(f'[name="{name}"]')
-
-    def refused(name: str, rule: str) -> None:
-        make.click()
-        expect(field(name)).to_have_attribute("aria-invalid", "true")
-        expect(field(name)).to_be_focused()
-        expect(page.locator(f"#new-schedule-{name}-problem")).to_contain_text(rule)
-        expect(form.locator(".field-problem")).to_have_count(1)
-
-    make.click()
-    expect(field("name")).to_be_focused()
-    expect(page.locator("#new-schedule-dataset-problem")).to_contain_text("at least 1 character")
-    expect(form.locator(".field-problem")).to_have_count(4)  # and the model's, and cron's
-    field("model").fill("file:///models/tiny")
-    field("dataset").fill(rows.as_uri())
-    field("cron").fill("0 2 * * 1")
-    refused("name", "a letter or digit first")
-    field("name").fill("weekly")
-    field("settings").fill("{")
-    refused("settings", "This is no JSON")
-    field("settings").fill('{"epochs": 1, "batch_size": 2, "learning_rate": 99}')
-    refused("settings", "learning_rate")
-    field("settings").fill('{"epochs": 1, "batch_size": 2}')
-    field("model").fill("")
-    refused("model", "at least 1 character")
-    field("model").fill("file:///models/tiny")
-    field("cron").fill("at two")
-    refused("cron", "five fields")
-    field("when").select_option("every")
-    expect(field("cron")).to_be_hidden()
-    refused("every", "valid integer")
-    field("when").select_option("cron")
-    field("cron").fill("0 2 * * 1")
-    field("timezone").fill("Europe/Atlantis")
-    refused("timezone", "no time zone is called")
-    field("timezone").fill("Europe/Berlin")
-    field("overlap").select_option("buffer_one")
-    field("catch_up").fill("45")
-    field("run_name").fill("Weekly notes")
-    refused("run_name", "a letter or digit first")
-    field("run_name").fill("weekly-notes")
-    field("continues").check()
-    make.click()
+    form = Form(page)
+    fill_in_what_is_trained(form, rows.as_uri())
+    fill_in_when(form)
+    form.make.click()
     card = page.get_by_label("Schedule weekly", exact=True)
     expect(card).to_contain_text("0 2 * * 1 (Europe/Berlin)")
     expect(card).to_contain_text("45 minutes")
-    expect(form).to_be_hidden()
+    expect(form.element).to_be_hidden()
     made = api.get("/schedules/weekly").json()["scheduled"]
     wanted = {"cron": "0 2 * * 1", "timezone": "Europe/Berlin", "overlap": "buffer_one", "catch_up_s": 2700}
     assert made.items() >= (wanted | {"continues": True, "even_unchanged": False}).items()
     run = made["run"]
     assert (run["name"], run["dataset"]["uri"], run["batch_size"]) == ("weekly-notes", rows.as_uri(), 2)
+    backfill(page, card)
+    polled: list[str] = []
+    page.on("request", lambda request: polled.append(urlsplit(request.url).path))
+    remove(page, card)
+    assert api.get("/schedules/weekly").status_code == 404 and "/api/v1/schedules" in polled
+    guest.troubles[:] = [t for t in guest.troubles if "422" not in t and "404" not in t]  # as Chromium notes refusals
 
+
+def fill_in_what_is_trained(form: Form, dataset: str) -> None:
+    """Nothing at first; then name, settings and model as they may not be, and as they may."""
+    form.make.click()
+    expect(form.field("name")).to_be_focused()
+    expect(form.page.locator("#new-schedule-dataset-problem")).to_contain_text("at least 1 character")
+    expect(form.element.locator(".field-problem")).to_have_count(4)  # and the model's, and cron's
+    form.field("model").fill("file:///models/tiny")
+    form.field("dataset").fill(dataset)
+    form.field("cron").fill("0 2 * * 1")
+    form.refused("name", "a letter or digit first")
+    form.field("name").fill("weekly")
+    form.field("settings").fill("{")
+    form.refused("settings", "This is no JSON")
+    form.field("settings").fill('{"epochs": 1, "batch_size": 2, "learning_rate": 99}')
+    form.refused("settings", "learning_rate")
+    form.field("settings").fill('{"epochs": 1, "batch_size": 2}')
+    form.field("model").fill("")
+    form.refused("model", "at least 1 character")
+    form.field("model").fill("file:///models/tiny")
+
+
+def fill_in_when(form: Form) -> None:
+    """By a cron expression, and what its runs are called; refused first, as above."""
+    form.field("cron").fill("at two")
+    form.refused("cron", "five fields")
+    form.field("when").select_option("every")
+    expect(form.field("cron")).to_be_hidden()
+    form.refused("every", "valid integer")
+    form.field("when").select_option("cron")
+    form.field("cron").fill("0 2 * * 1")
+    form.field("timezone").fill("Europe/Atlantis")
+    form.refused("timezone", "no time zone is called")
+    form.field("timezone").fill("Europe/Berlin")
+    form.field("overlap").select_option("buffer_one")
+    form.field("catch_up").fill("45")
+    form.field("run_name").fill("Weekly notes")
+    form.refused("run_name", "a letter or digit first")
+    form.field("run_name").fill("weekly-notes")
+    form.field("continues").check()
+
+
+def backfill(page: Page, card: Locator) -> None:
     page.get_by_role("button", name="Backfill: weekly").click()
     ask = page.locator("#backfill")
     ask.get_by_label("From", exact=True).fill("2026-03-01T00:00:00")
@@ -98,16 +123,15 @@ def test_schedules_are_made_filled_in_and_removed(guest: Guest, service: Service
     expect(ask).to_be_hidden()
     expect(card.get_by_role("link", name=re.compile("^sft-"))).to_have_count(1)
 
-    polled: list[str] = []
-    page.on("request", lambda request: polled.append(urlsplit(request.url).path))
+
+def remove(page: Page, card: Locator) -> None:
+    """On second thoughts."""
     page.get_by_role("button", name="Remove: weekly").click()
     page.get_by_role("button", name="No, go back").click()
     expect(card).to_be_visible()
     page.get_by_role("button", name="Remove: weekly").click()
     page.get_by_role("button", name="Yes").click()
     expect(card).to_have_count(0)
-    assert api.get("/schedules/weekly").status_code == 404 and "/api/v1/schedules" in polled
-    guest.troubles[:] = [t for t in guest.troubles if "422" not in t and "404" not in t]  # as Chromium notes refusals
 
 
 def test_the_schedules_page_asks_for_the_list_alone(guest: Guest, api) -> None:
