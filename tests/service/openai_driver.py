@@ -126,19 +126,7 @@ def jobs(client: openai.OpenAI) -> dict[str, Any]:
     evals = client.files.create(file=("evals.jsonl", ROW.encode()), purpose="evals")
     create = client.fine_tuning.jobs.create
     version = openai.__version__
-    first = create(
-        model=MODEL,
-        training_file=file.id,
-        validation_file=file.id,
-        suffix=f"Harbour Bot {version}",
-        metadata={"team": "quay", "client": version},
-        integrations=[{"type": "wandb", "wandb": {"project": "harbour", "tags": ["a"]}}],
-        method={
-            "type": "supervised",
-            "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 0.5}},
-        },
-        extra_body=SMALL,
-    )
+    first = first_job(client, file.id)
     others = [create(model=MODEL, training_file=file.id, metadata={"client": version, "n": str(n)}) for n in range(3)]
     odd = {'a "quoted" \\ name.é[0]': version}
     labelled = create(model=MODEL, training_file=file.id, metadata=odd)
@@ -174,28 +162,52 @@ def jobs(client: openai.OpenAI) -> dict[str, Any]:
     return result | {
         "cancelled": until(client, waits.id, "cancelled").model_dump(),
         "resumed": until(client, paused.id, "succeeded").status,
-        "refusals": {
-            "file": refused(lambda: create(model=MODEL, training_file="file-none")),
-            "purpose": refused(lambda: create(model=MODEL, training_file=evals.id)),
-            "epochs": refused(lambda: create(model=MODEL, training_file=file.id, hyperparameters={"n_epochs": 0})),
-            "unknown": refused(lambda: create(model=MODEL, training_file=file.id, extra_body={"colour": "red"})),
-            "ours": refused(
-                lambda: create(model=MODEL, training_file=file.id, extra_body={"longshore": {"group_size": 4}})
-            ),
-            "rank": refused(lambda: create(model=MODEL, training_file=file.id, extra_body={"longshore": {"rank": 0}})),
-            "twice": refused(
-                lambda: create(
-                    model=MODEL,
-                    training_file=file.id,
-                    hyperparameters={"learning_rate_multiplier": 2.0},
-                    extra_body={"longshore": {"learning_rate": 0.1}},
-                )
-            ),
-            "hosted": refused(lambda: create(model="gpt-4o-mini", training_file=file.id)),
-            "job": refused(lambda: client.fine_tuning.jobs.retrieve("ftjob-none")),
-            "event": refused(lambda: client.fine_tuning.jobs.list_events(first.id, after="ftevent-none")),
-            "key": refused(lambda: client.with_options(api_key="sk-nobody").fine_tuning.jobs.list()),
+        "refusals": refused_jobs(client, file.id, evals.id, first.id),
+    }
+
+
+def first_job(client: openai.OpenAI, file_id: str) -> Any:
+    """With all that a job may be told."""
+    version = openai.__version__
+    return client.fine_tuning.jobs.create(
+        model=MODEL,
+        training_file=file_id,
+        validation_file=file_id,
+        suffix=f"Harbour Bot {version}",
+        metadata={"team": "quay", "client": version},
+        integrations=[{"type": "wandb", "wandb": {"project": "harbour", "tags": ["a"]}}],
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 0.5}},
         },
+        extra_body=SMALL,
+    )
+
+
+def refused_jobs(client: openai.OpenAI, file_id: str, evals_id: str, job_id: str) -> dict[str, Any]:
+    """What is no job, and who may not ask for one."""
+    create = client.fine_tuning.jobs.create
+    return {
+        "file": refused(lambda: create(model=MODEL, training_file="file-none")),
+        "purpose": refused(lambda: create(model=MODEL, training_file=evals_id)),
+        "epochs": refused(lambda: create(model=MODEL, training_file=file_id, hyperparameters={"n_epochs": 0})),
+        "unknown": refused(lambda: create(model=MODEL, training_file=file_id, extra_body={"colour": "red"})),
+        "ours": refused(
+            lambda: create(model=MODEL, training_file=file_id, extra_body={"longshore": {"group_size": 4}})
+        ),
+        "rank": refused(lambda: create(model=MODEL, training_file=file_id, extra_body={"longshore": {"rank": 0}})),
+        "twice": refused(
+            lambda: create(
+                model=MODEL,
+                training_file=file_id,
+                hyperparameters={"learning_rate_multiplier": 2.0},
+                extra_body={"longshore": {"learning_rate": 0.1}},
+            )
+        ),
+        "hosted": refused(lambda: create(model="gpt-4o-mini", training_file=file_id)),
+        "job": refused(lambda: client.fine_tuning.jobs.retrieve("ftjob-none")),
+        "event": refused(lambda: client.fine_tuning.jobs.list_events(job_id, after="ftevent-none")),
+        "key": refused(lambda: client.with_options(api_key="sk-nobody").fine_tuning.jobs.list()),
     }
 
 
