@@ -1,4 +1,4 @@
-"""A store in which two names have versions beside one model, and hosts that answer questions to them."""
+"""A store in which two names have versions beside one model, hosts that answer questions to them, and a question."""
 
 import asyncio
 import shutil
@@ -18,6 +18,7 @@ from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
 from service.temporal import Temporal
 from shared.chat.completions import SamplerReady
+from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact
 from shared.settings import ServingSettings, Settings
 from shared.storage.artifacts import seal, upload
@@ -27,8 +28,11 @@ from tests.megatron_worker.sampler_process import write_adapter
 from tests.workflows.published import publish
 
 IDLE_S = 4.0
-
-
+NUM_TOKENS = 24
+MESSAGES = [
+    {"role": "system", "content": "You count crates."},
+    {"role": "user", "content": [{"type": "text", "text": "How many crates "}, {"type": "text", "text": "are there?"}]},
+]
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
@@ -104,3 +108,13 @@ async def there_is(look: Any, is_enough: Any = bool, timeout_s: float = 60) -> A
             return seen
         await asyncio.sleep(0.05)
     raise TimeoutError(f"not within {timeout_s} s: {seen}")
+
+
+def greedy(model: str, **changes: Any) -> ChatRequest:
+    fields = {"messages": MESSAGES, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return ChatRequest(model=model, **fields | changes)
+
+
+def said(answer: ChatCompletion) -> str:
+    [choice] = answer.choices
+    return choice.message.content

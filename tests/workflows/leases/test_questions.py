@@ -1,0 +1,257 @@
+"""Questions to published adapters over a real sampler: what is answered, remembered, listed and refused."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from activities.host_context import HostContext
+from activities.sampling.chat import chat_completion
+from activities.sampling.complete import Complete
+from activities.sampling.samplers import Samplers
+from service.apis.openai.chat import chunks_of
+from service.inference.published_models import PublishedModels
+from shared.chat.answer_records import recall
+from shared.chat.completions import CompletionRequest, CompletionResponse
+from shared.chat.messages import ChatCompletion
+from shared.errors import InvalidInput, NotFound
+from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.settings import SamplingSettings
+from shared.storage.artifacts import find
+from shared.storage.paths import published_version
+from tests.service.conftest import KEY, serving
+from tests.workflows.leases.harbour import NUM_TOKENS, Harbour, greedy, said
+from tests.workflows.published import BASE, CREATED_AT
+
+PLAIN = [{"role": "system", "content": "You count crates."}, {"role": "user", "content": "How many crates are there?"}]
+TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
+
+
+def reference(model: Path, adapter: Path) -> tuple[list[int], str, list[float]]:
+    """transformers' prompt, and its own greedy answer with the adapter: text, and a logprob a token."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template(PLAIN, add_generation_prompt=True, return_dict=False)
+    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    with torch.no_grad():
+        ids = tuned.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=-1
+        )
+        logprobs = tuned(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    drawn = ids[0, len(prompt) :]
+    told = logprobs.gather(1, drawn[:, None])[:, 0].tolist()
+    return prompt, tokenizer.decode(drawn, skip_special_tokens=True), told
+
+
+async def test_two_adapters_of_one_model_say_at_once_what_transformers_says(harbour: Harbour) -> None:
+    inference = harbour.inference()
+    assert harbour.samplers() == []
+    asked = [inference.chat("default", greedy(name, logprobs=True, top_logprobs=2)) for name in harbour.adapters]
+    answers = await asyncio.gather(*asked)
+    assert len(harbour.samplers()) == 1
+    assert len({said(answer) for answer in answers}) == 3
+    for answer, (name, adapter) in zip(answers, harbour.adapters.items(), strict=True):
+        prompt, text, logprobs = reference(harbour.model, adapter)
+        assert (answer.model, said(answer), answer.choices[0].finish_reason) == (name, text, "length")
+        assert answer.usage.model_dump() == {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": NUM_TOKENS,
+            "total_tokens": len(prompt) + NUM_TOKENS,
+        }
+        told = answer.choices[0].logprobs
+        assert told is not None
+        assert [token.logprob for token in told.content] == pytest.approx(logprobs, abs=1e-4)
+        assert all(token.top_logprobs[0].logprob == token.logprob for token in told.content)
+        assert {len(token.top_logprobs) for token in told.content} <= {1, 2}  # one: both have the same text
+        assert bytes(b for token in told.content for b in token.bytes or ()).decode(errors="replace") == text
+
+
+async def test_choices_are_seeded_and_a_text_is_continued(harbour: Harbour) -> None:
+    inference = harbour.inference()
+    free = greedy("south", temperature=1, seed=5, n=3)
+    changes = [{}, {}, {"seed": 6, "n": 1}, {"model": "north"}]
+    asked = [inference.chat("default", free.model_copy(update=update)) for update in changes]
+    first, again, alone, other = await asyncio.gather(*asked)
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    drawn = [[choice.model_dump(exclude={"answer_id"}) for choice in one.choices] for one in (first, again)]
+    assert drawn[0] == drawn[1]
+    assert len({choice.message.content for choice in first.choices}) == 3
+    assert alone.choices[0].message == first.choices[1].message
+    assert other.choices[0].message != first.choices[0].message
+    text = CompletionRequest(model="south", prompt="How many crates", max_tokens=8, temperature=0, logprobs=0)
+    continued = await inference.complete("default", text)
+    assert (continued.model, continued.choices[0].index) == ("south", 0)
+    assert continued.choices[0].logprobs is not None
+    assert continued.usage.completion_tokens == len(continued.choices[0].logprobs.tokens) <= 8
+    whole = alone.choices[0].message.content
+    stop = next(character for character in whole[1:] if character.isascii() and character.isprintable())
+    stopped = await inference.chat("default", free.model_copy(update={"seed": 6, "n": 1, "stop": [stop, "nowhere"]}))
+    assert (stopped.choices[0].finish_reason, said(stopped)) == ("stop", whole[: whole.index(stop)])
+
+
+async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(harbour: Harbour) -> None:
+    """In vLLM's fields, and in the store; answers that cannot be kept are given all the same."""
+    asked = greedy("north", temperature=1, seed=5, n=2, return_token_ids=True, logprobs=True)
+    answer = await harbour.inference().chat("default", asked)
+    record = recall(harbour.store, "default", answer.id)
+    assert record is not None and recall(harbour.store, "other", answer.id) is None
+    assert (record.name, record.version, record.model_sha256) == ("north", 2, harbour.artifact.sha256)
+    assert list(record.prompt_ids) == answer.prompt_token_ids
+    assert answer.usage.prompt_tokens == len(record.prompt_ids)
+    for choice, kept in zip(answer.choices, record.choices, strict=True):
+        assert (choice.answer_id, choice.token_ids) == (answer.id, list(kept.token_ids))
+        assert choice.logprobs is not None
+        assert tuple(token.logprob for token in choice.logprobs.content) == kept.logprobs
+        assert kept.content == choice.message.content
+    chunks = list(chunks_of(answer, include_usage=False))
+    assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
+    told = [chunk.choices[0].token_ids for chunk in chunks if chunk.choices[0].token_ids]
+    assert told == [choice.token_ids for choice in answer.choices]
+    plain = await harbour.inference().chat("default", greedy("north"))
+    assert plain.prompt_token_ids is plain.choices[0].token_ids is plain.choices[0].logprobs is None
+    kept_too = recall(harbour.store, "default", plain.id)
+    assert kept_too is not None and len(kept_too.choices[0].logprobs) == NUM_TOKENS, "also where nobody asked for ids"
+
+
+async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> None:
+    inference = harbour.inference()
+    for tenant, model in [("default", "west"), ("default", "north:v3"), ("other", "north"), ("default", BASE)]:
+        with pytest.raises(NotFound, match="no published model"):
+            await inference.chat(tenant, greedy(model))
+    for changes, place, rule in [
+        ({"messages": [{"role": "pilot", "content": "?"}]}, "messages", r"messages\[0\]\.role must be one of"),
+        ({"messages": [{"role": "user"}]}, "messages", r"messages\[0\]\.content is missing"),
+        ({"max_tokens": 3000}, "max_tokens", "do not fit into 2048 tokens"),
+        ({"messages": [{"role": "user", "content": "crates " * 3000}]}, "messages", "do not fit into 2048 tokens"),
+    ]:
+        with pytest.raises(InvalidInput, match=rule) as refused:
+            await inference.chat("default", greedy("north", **changes))
+        assert refused.value.place == place
+    with pytest.raises(InvalidInput, match="a token id is outside the vocabulary") as refused:
+        await inference.complete("default", CompletionRequest(model="north", prompt=[100_000]))
+    assert "127.0.0.1" not in str(refused.value)
+
+
+async def test_a_server_behind_a_url_is_asked_for_what_it_serves(harbour: Harbour) -> None:
+    """It is the leased sampler, in another role."""
+    expected = reference(harbour.model, harbour.adapters["north"])[1]  # before: nothing waits for it, and it goes
+    await harbour.inference().chat("default", greedy("north"))
+    ready = harbour.ready()
+    settings = harbour.settings.model_copy(update={"sampling": SamplingSettings(url=ready.url, api_key=ready.api_key)})
+    complete = Complete(HostContext(settings), Samplers(settings))
+    adapter = find(harbour.store, published_version("default", "adapters", "north", 2))
+    request = CompleteRequest(
+        model=harbour.artifact, adapter=adapter, base=BASE, place=ServedSampler(), asked=greedy("north")
+    )
+    try:
+        answer = await asyncio.to_thread(complete.complete, request)
+        assert isinstance(answer.answer, ChatCompletion)
+        assert said(answer.answer) == expected
+        with pytest.raises(InvalidInput, match=r"serves .*/tiny, and this was trained from org/large@main"):
+            await asyncio.to_thread(complete.complete, request.model_copy(update={"base": "org/large@main"}))
+    finally:
+        complete.close()
+
+
+async def test_clients_are_answered_over_http_whole_or_in_a_stream(harbour: Harbour) -> None:
+    body = {"model": "north", "messages": PLAIN, "temperature": 0, "max_completion_tokens": 70, "ignore_eos": True}
+
+    def ask() -> None:
+        with serving(harbour.settings) as service, service.http() as admin:
+            bearer = {"authorization": f"Bearer {KEY}"}
+            with httpx.Client(base_url=f"{service.url}/v1", headers=bearer, timeout=200, trust_env=False) as http:
+                assert "north" in [model["id"] for model in http.get("/models").json()["data"]]
+                assert http.get("/models/north:v1").json()["parent"] == BASE
+                whole = http.post("/chat/completions", json=body)
+                assert whole.status_code == 200, whole.text
+                message = whole.json()["choices"][0]["message"]
+                streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+                lines = http.post("/chat/completions", json=streamed).text.split("\n\n")
+                assert lines[-2:] == ["data: [DONE]", ""]
+                chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
+                deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+                assert deltas[0]["role"] == message["role"] == "assistant"
+                assert len(deltas) > 3
+                assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+                assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-2:] == [None, "length"]
+                assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole.json()["usage"])
+                offered = http.post("/chat/completions", json=body | {"tools": [TOOL]})  # its template shows no tools
+                assert offered.json()["choices"][0]["message"] == message
+                text = http.post("/completions", json={"model": "south", "prompt": "How many", "max_tokens": 4})
+                assert text.json()["usage"]["completion_tokens"] <= 4
+                for changes, status, place in [
+                    ({"model": "west"}, 404, None),
+                    ({"model": "west", "stream": True}, 404, None),
+                    ({"temperature": 3}, 400, "temperature"),
+                    ({"tools": [{"type": "function"}]}, 400, "tools"),
+                    ({"crates": 1}, 400, "crates"),
+                    ({"messages": [{"role": "pilot", "content": ""}]}, 400, "messages"),
+                ]:
+                    refused = http.post("/chat/completions", json=body | changes)
+                    assert (refused.status_code, refused.json()["error"]["param"]) == (status, place), refused.text
+                reader = admin.post("/keys", json={"title": "reader", "scopes": ["read"]}).json()["key"]
+                assert http.get("/models", headers={"authorization": f"Bearer {reader}"}).status_code == 403
+
+    await asyncio.to_thread(ask)
+
+
+def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> None:
+    published = PublishedModels(harbour.store)
+    listed = {model.id: model for model in published.list("default")}
+    assert {"north", "south"} <= set(listed)
+    assert (listed["north"].root, listed["north"].version, listed["north"].parent) == ("north:v2", 2, BASE)
+    assert (listed["north"].created, listed["north"].owned_by) == (int(CREATED_AT), "default")
+    assert published.show("default", "north:v1").model_dump() == {
+        **listed["north"].model_dump(),
+        "id": "north:v1",
+        "root": "north:v1",
+        "version": 1,
+    }
+    assert published.list("other") == []
+    for unknown in ("north:v3", "north:v0", "north:v01", "../default/adapters/north", "", "north:v1/claims"):
+        with pytest.raises(NotFound):
+            published.show("default", unknown)
+
+
+def test_a_version_on_its_way_is_not_the_newest_yet(harbour: Harbour) -> None:
+    harbour.store.put_bytes("tenants/default/adapters/south/claims/v000002.json", b'{"run_id": "sft-1"}')
+    assert PublishedModels(harbour.store).find("default", "south").version == 1
+
+
+def test_bytes_of_half_characters_are_their_own() -> None:
+    drawn = CompletionResponse.model_validate(
+        {
+            "id": "cmpl-1",
+            "created": 1,
+            "model": "m",
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "é",
+                    "finish_reason": "stop",
+                    "token_ids": [7, 8],
+                    "logprobs": {
+                        "tokens": ["\ufffd", "\ufffd"],
+                        "token_logprobs": [-0.5, None],
+                        "top_logprobs": [{"\ufffd": -0.5, "e": -2.0}, {"x": -9.0, "\ufffd": -10.0}],
+                    },
+                }
+            ],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+        }
+    )
+    asked = greedy("m", logprobs=True, top_logprobs=1)
+    answer = chat_completion(asked, drawn, {7: b"\xc3", 8: b"\xa9"}.__getitem__, "chatcmpl-1", [1])
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert answer.id == "chatcmpl-1"
+    assert [(token.bytes, token.logprob) for token in told.content] == [([0xC3], -0.5), ([0xA9], -9999.0)]
+    assert [[(top.token, top.bytes) for top in t.top_logprobs] for t in told.content] == [
+        [("\ufffd", None)],
+        [("x", [120])],
+    ]
