@@ -17,30 +17,26 @@ Client and stack share the cores.
 import argparse
 import asyncio
 import json
-import math
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import psutil
 from temporalio.client import Client as Temporal
 
 from benchmarks.control_plane import LONGSHORE, tiny_run
 from benchmarks.light_client import LightClient
 from benchmarks.machine import provenance
+from benchmarks.stack_processes import Memory, processor_s
 from service.database.engine import open_database
 from service.dev.connection import Connection
 from service.runs.rows import run_row
-from shared.child_environment import STACK_MARK
 from shared.runs.requests import RunRecord, SFTRun
 from shared.runs.status import RunStatus
 from shared.settings import Settings
@@ -57,8 +53,6 @@ SETTINGS = {
 }
 ENDED = ("succeeded", "failed", "cancelled")
 _SETTLE_S = 10.0
-_SAMPLE_EVERY_S = 1.0
-_FLAT = 0.1
 
 
 def main() -> None:
@@ -138,12 +132,12 @@ async def _reads(light: LightClient, root: Path, run_ids: Sequence[str], rate: f
     for path in paths:  # connections, and what is read once
         await ask(path, time.perf_counter())
     answers.clear()
-    cpu_before = _cpu_s(root)
+    cpu_before = processor_s(root)
     begin = time.perf_counter() + 2  # when all are ready to be sent
     due = [begin + number / rate for number in range(round(rate * seconds))]
     await asyncio.gather(*(ask(paths[number % len(paths)], when) for number, when in enumerate(due)))
     took_s = time.perf_counter() - begin
-    cpu_after = _cpu_s(root)
+    cpu_after = processor_s(root)
     by_path = {path: _milliseconds([ms for one, ms, _ in answers if one == path]) for path in paths}
     return {
         "rate_per_s": round(len(answers) / took_s, 1),
@@ -295,58 +289,6 @@ async def _written(root: Path, ids: Sequence[str]) -> int:
     return found
 
 
-class Memory:
-    """What the processes of a stack hold, in MB of resident memory: at first, and over watched spans of time."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._before = _rss_mb(root)
-        self._peaks: list[dict[str, float]] = []
-        self._after: list[dict[str, float]] = []
-        self._totals: list[float] = []
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """A wave's time: its peak, and what is held at its end."""
-        watching = asyncio.create_task(self._watch())
-        yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        self._after.append(await asyncio.to_thread(_rss_mb, self._root))
-
-    async def _watch(self) -> None:
-        peak: dict[str, float] = {}
-        self._peaks.append(peak)
-        self._totals.append(0.0)
-        while True:
-            now = await asyncio.to_thread(_rss_mb, self._root)
-            for role, held in now.items():
-                peak[role] = max(held, peak.get(role, 0.0))
-            together = sum(held for role, held in now.items() if role != "worker")
-            self._totals[-1] = max(self._totals[-1], together)
-            await asyncio.sleep(_SAMPLE_EVERY_S)
-
-    def report(self) -> dict[str, Any]:
-        """By process; whether the last wave took more than the first; whether any of the control plane did."""
-        held = {}
-        for role in self._peaks[0]:
-            peaks = [peak.get(role, 0.0) for peak in self._peaks]
-            growth = peaks[-1] / peaks[0] - 1
-            held[role] = {
-                "before": self._before.get(role),
-                "peaks": peaks,
-                "after": [after.get(role) for after in self._after],
-                "growth": round(growth, 3),
-                "is_flat": growth <= _FLAT,
-            }
-        totals = [round(total, 1) for total in self._totals]
-        return {
-            "memory_mb": held,
-            "peak_mb": totals,
-            "is_flat": all(one["is_flat"] for role, one in held.items() if role != "worker"),
-        }
-
-
 async def _submit(api: httpx.AsyncClient, run: SFTRun, key: str) -> str:
     body = run.model_dump(mode="json", exclude={"kind"})
     answer = await api.post("/api/v1/runs/sft", json=body, headers={"idempotency-key": key})
@@ -403,37 +345,6 @@ async def _until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s:
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {timeout_s:.0f} s")
         await asyncio.sleep(0.5)
-
-
-def _rss_mb(root: Path) -> dict[str, float]:
-    return {role: round(size, 1) for role, size in _of_each(root, lambda p: p.memory_info().rss / 1e6).items()}
-
-
-def _cpu_s(root: Path) -> dict[str, float]:
-    """The client's beside the stack's."""
-    return {**_of_each(root, lambda p: sum(p.cpu_times()[:2])), "client": sum(psutil.Process().cpu_times()[:2])}
-
-
-def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, float]:
-    """Of each process of the stack, by what it is."""
-    found: dict[str, list[float]] = {}
-    for process in psutil.process_iter():
-        try:
-            command = process.cmdline()
-            if process.environ().get(STACK_MARK) == str(root) or command[-2:] == ["--root", str(root)]:
-                found.setdefault(_role(command), []).append(value(process))
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return {role: math.fsum(values) for role, values in sorted(found.items())}
-
-
-def _role(command: Sequence[str]) -> str:
-    words = " ".join(command)
-    roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker", "wandb": "wandb"}
-    roles |= {"service.dev.supervisor": "supervisor"}
-    if "service.host" in words:
-        return f"{command[-1]} host"
-    return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)
 
 
 if __name__ == "__main__":

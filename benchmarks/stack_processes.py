@@ -1,0 +1,99 @@
+"""What the processes of a stack hold and use: resident memory over watched spans of time, and processor seconds."""
+
+import asyncio
+import math
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shared.child_environment import STACK_MARK
+
+_SAMPLE_EVERY_S = 1.0
+_FLAT = 0.1
+
+
+class Memory:
+    """What the processes of a stack hold, in MB of resident memory: at first, and over watched spans of time."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._before = _rss_mb(root)
+        self._peaks: list[dict[str, float]] = []
+        self._after: list[dict[str, float]] = []
+        self._totals: list[float] = []
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """A wave's time: its peak, and what is held at its end."""
+        watching = asyncio.create_task(self._watch())
+        yield
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        self._after.append(await asyncio.to_thread(_rss_mb, self._root))
+
+    async def _watch(self) -> None:
+        peak: dict[str, float] = {}
+        self._peaks.append(peak)
+        self._totals.append(0.0)
+        while True:
+            now = await asyncio.to_thread(_rss_mb, self._root)
+            for role, held in now.items():
+                peak[role] = max(held, peak.get(role, 0.0))
+            together = sum(held for role, held in now.items() if role != "worker")
+            self._totals[-1] = max(self._totals[-1], together)
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    def report(self) -> dict[str, Any]:
+        """By process; whether the last wave took more than the first; whether any of the control plane did."""
+        held = {}
+        for role in self._peaks[0]:
+            peaks = [peak.get(role, 0.0) for peak in self._peaks]
+            growth = peaks[-1] / peaks[0] - 1
+            held[role] = {
+                "before": self._before.get(role),
+                "peaks": peaks,
+                "after": [after.get(role) for after in self._after],
+                "growth": round(growth, 3),
+                "is_flat": growth <= _FLAT,
+            }
+        totals = [round(total, 1) for total in self._totals]
+        return {
+            "memory_mb": held,
+            "peak_mb": totals,
+            "is_flat": all(one["is_flat"] for role, one in held.items() if role != "worker"),
+        }
+
+
+def _rss_mb(root: Path) -> dict[str, float]:
+    return {role: round(size, 1) for role, size in _of_each(root, lambda p: p.memory_info().rss / 1e6).items()}
+
+
+def processor_s(root: Path) -> dict[str, float]:
+    """The client's beside the stack's."""
+    return {**_of_each(root, lambda p: sum(p.cpu_times()[:2])), "client": sum(psutil.Process().cpu_times()[:2])}
+
+
+def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, float]:
+    """Of each process of the stack, by what it is."""
+    found: dict[str, list[float]] = {}
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            if process.environ().get(STACK_MARK) == str(root) or command[-2:] == ["--root", str(root)]:
+                found.setdefault(_role(command), []).append(value(process))
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return {role: math.fsum(values) for role, values in sorted(found.items())}
+
+
+def _role(command: Sequence[str]) -> str:
+    words = " ".join(command)
+    roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker", "wandb": "wandb"}
+    roles |= {"service.dev.supervisor": "supervisor"}
+    if "service.host" in words:
+        return f"{command[-1]} host"
+    return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)
