@@ -4,8 +4,9 @@ Data commands are spread over the data-parallel ranks here: nothing above this m
 is on the device. Every method is collective: all ranks call it, in the same order, with equal arguments.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_worker.training.frozen_logprobs import bins_to_score
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
 
+BINS_A_PASS = 8  # of an evaluation, or of scoring; a training step is one pass, however many bins it has
 Slot = str | None
 """A name of an adapter and what trains it; None: the base, which is trained itself or computes without an adapter."""
 
@@ -114,21 +116,29 @@ class Dispatcher:
 
     def evaluate(
         self, slot: Slot, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool]
-    ) -> dict[str, float] | None:
-        """The loss's sums over the examples of the data's first step, as of `forward_backward`; None when cancelled."""
+    ) -> Generator[None, None, dict[str, float] | None]:
+        """The loss's sums over the examples of the data's first step, as of `forward_backward`; None when cancelled.
+
+        Yields between its passes: commands of other slots may come there.
+        """
         facts = self.facts
         sums = Sums(loss, facts.device)
-        with self._scoring(slot):
-            for batch in data.batches(0, facts.dp_rank, facts.dp_size, facts.device):
-                if cancelled():
-                    return None
-                sums.add(loss.sums(self.engine.forward(batch, loss.outputs), batch).detached(), batch)
-            return self.engine.reduce(sums.totals)
+        batches = data.batches(0, facts.dp_rank, facts.dp_size, facts.device)
+        while some := list(islice(batches, BINS_A_PASS)):
+            if cancelled():
+                return None
+            with self._scoring(slot):
+                for batch in some:
+                    sums.add(loss.sums(self.engine.forward(batch, loss.outputs), batch).detached(), batch)
+            yield
+        return self.engine.reduce(sums.totals)
 
-    def score(self, slot: Slot, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0) -> None:
+    def score(
+        self, slot: Slot, data: PackedBatches, steps: range, column: Scored, temperature: float = 1.0
+    ) -> Iterator[None]:
         """Fill a column of the data with the log-probabilities of its targets, in nats, by the weights as they are.
 
-        Each rank fills in its own share, and NaN elsewhere.
+        Each rank fills in its own share, and NaN elsewhere. Yields between its passes, as `evaluate` does.
 
         Args:
             steps: those whose examples are scored, up to the last of the data that is computed at all.
@@ -137,11 +147,14 @@ class Dispatcher:
         facts = self.facts
         logprob = np.full(data.units.header.num_targets, np.nan, dtype=np.float32)
         outputs = Outputs(temperature=temperature)
-        with self._scoring(slot):
-            for units in bins_to_score(data, steps.start, steps.stop, facts.dp_rank, facts.dp_size):
-                logprob_N = self.engine.forward(data.batch(units, facts.device), outputs).logprob_N
-                assert logprob_N is not None
-                logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
+        bins = bins_to_score(data, steps.start, steps.stop, facts.dp_rank, facts.dp_size)
+        for first in range(0, len(bins), BINS_A_PASS):
+            with self._scoring(slot):
+                for units in bins[first : first + BINS_A_PASS]:
+                    logprob_N = self.engine.forward(data.batch(units, facts.device), outputs).logprob_N
+                    assert logprob_N is not None
+                    logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
+            yield
         data.put(column, logprob)
 
     # Passes that every rank makes alike.

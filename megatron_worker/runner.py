@@ -6,7 +6,7 @@ do a pass of another one.
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,10 @@ from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
 from shared.jobs.job import Full, Job, JobPlan, PackedData, is_policy_loss, reference_of, scores_old
 
 Folders = dict[Artifact, Path]
+
+
+class CancelledEarly(Exception):
+    """The job was cancelled before its first step."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,12 @@ def run_job(
     work: Work | None = None
     with ExitStack() as open_files:
         try:
-            work = prepare(job, warm, staging, report, ranks, cancelled, open_files)
+            work = yield from prepare(job, warm, staging, report, ranks, cancelled, open_files)
             return (yield from train(work))
         except JobFailed as failed:
             return Outcome("failed", work.step if work else job.plan.first_step, failed.fault)
+        except CancelledEarly:
+            return Outcome("cancelled", job.plan.first_step)
 
 
 def prepare(
@@ -127,8 +133,13 @@ def prepare(
     ranks: WorkerRanks,
     cancelled: Callable[[], bool],
     open_files: ExitStack,
-) -> Work:
-    """Stage inputs, put the engine on the device, load what to go on from, report `started`."""
+) -> Generator[None, None, Work]:
+    """Stage inputs, put the engine on the device, load what to go on from, report `started`.
+
+    Raises:
+        JobFailed: what one rank could not do.
+        CancelledEarly: while log-probabilities were computed that the steps need.
+    """
     plan = job.plan
     make_deterministic(plan)
     kept = warm.kept_for(job)
@@ -143,13 +154,14 @@ def prepare(
     # Several agreements: loading is collective, so no rank may come to it alone.
     if kept is None:
         ranks.agree(lambda: _make_trainable(work, folders))
-    ranks.agree(lambda: _score_reference(work, folders, kept))
+    ranks.agree(lambda: _load_reference(work, folders, kept))
+    yield from _agreed(work, _score_reference(work, folders))
     if kept is not None:
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, model_sha256))
     elif job.needs_its_beginning and plan.initial_checkpoint is not None:
         before = folders[plan.initial_checkpoint]
         ranks.agree(lambda: load_initial_checkpoint(load, plan, model_sha256, before))
-    ranks.agree(lambda: _score_old(work, folders))
+    yield from _agreed(work, _score_old(work, folders))
     if job.start is not None:
         checkpoint = folders[job.start]
         work.done = ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, checkpoint))
@@ -187,14 +199,14 @@ def train(work: Work) -> Passes:
 
 def _train(work: Work) -> Generator[None, None, bool]:
     """Returns whether the last evaluation was made, if one was due."""
-    evaluated = evaluate(work)
+    evaluated = yield from evaluate(work)
     while work.done < work.plan.num_steps and not work.cancelled():
         yield
         metrics = train_step(work, work.done)
         work.done += 1
         work.report.emit(Step, step=work.step, metrics=metrics)
         save_if_due(work)
-        evaluated = evaluate(work)
+        evaluated = yield from evaluate(work)
     save(work)
     return evaluated
 
@@ -261,15 +273,17 @@ def save(work: Work) -> None:
         work.report.emit(Saved, step=work.step, path=str(work.saved.path), manifest_sha256=work.saved.sha256)
 
 
-def evaluate(work: Work) -> bool:
+def evaluate(work: Work) -> Generator[None, None, bool]:
     """Held-out metrics and samples of the weights as they are, if they are due now. False when a cancel cut in."""
     if not work.evaluator.is_due(work.done, work.plan.num_steps):
         return True
     evaluator, dispatcher = work.evaluator, work.dispatcher
     assert evaluator.data is not None
-    sums = dispatcher.evaluate(work.slot, evaluator.data, evaluator.loss_function, work.cancelled)
-    samples = sums and evaluator.samples(partial(dispatcher.greedy, work.slot), work.cancelled)
-    if sums is None or samples is None:
+    sums = yield from dispatcher.evaluate(work.slot, evaluator.data, evaluator.loss_function, work.cancelled)
+    if sums is None:
+        return False
+    samples = yield from evaluator.samples(partial(dispatcher.greedy, work.slot), work.cancelled)
+    if samples is None:
         return False
     metrics = evaluator.metrics(sums)
     work.report.emit(Evaluated, step=work.step, metrics=metrics, samples=samples)
@@ -329,27 +343,39 @@ def _make_trainable(work: Work, folders: Folders) -> None:
     torch.manual_seed(plan.seed)
 
 
-def _score_reference(work: Work, folders: Folders, kept: Kept | None) -> None:
-    """Before any checkpoint is loaded: full training has the base as it was published only now."""
-    if reference_of(work.plan.loss) is None:
-        return
+def _agreed(work: Work, passes: Iterator[None]) -> Iterator[None]:
+    """Do a command's passes, each agreed on by all ranks. Raises CancelledEarly between them."""
+    end = object()
+    while work.ranks.agree(lambda: next(passes, end)) is not end:
+        if work.cancelled():
+            raise CancelledEarly
+        yield
+
+
+def _load_reference(work: Work, folders: Folders, kept: Kept | None) -> None:
     if work.reference is not None and (kept is None or kept.reference is None):
         assert work.reference_slot is not None
         work.dispatcher.load_frozen(work.reference_slot, folders[work.reference])
+
+
+def _score_reference(work: Work, folders: Folders) -> Iterator[None]:
+    """Before any checkpoint is loaded: full training has the base as it was published only now."""
+    if reference_of(work.plan.loss) is None:
+        return
     score = partial(
         work.dispatcher.score, work.reference_slot, column="ref_logprob_N", temperature=work.plan.temperature
     )
-    score(work.data, range(_done(work, folders), work.plan.num_steps))
+    yield from score(work.data, range(_done(work, folders), work.plan.num_steps))
     if (held_out := work.evaluator.wants_reference) is not None:
-        score(held_out, range(1))
+        yield from score(held_out, range(1))
 
 
-def _score_old(work: Work, folders: Folders) -> None:
+def _score_old(work: Work, folders: Folders) -> Iterator[None]:
     """All but what the first step alone trains on: there the old policy is the policy itself (targets.py)."""
     plan = work.plan
     if scores_old(plan.loss):
         steps = range(max(_done(work, folders), 1), plan.num_steps)
-        work.dispatcher.score(work.slot, work.data, steps, "old_logprob_N", plan.temperature)
+        yield from work.dispatcher.score(work.slot, work.data, steps, "old_logprob_N", plan.temperature)
 
 
 def _done(work: Work, folders: Folders) -> int:

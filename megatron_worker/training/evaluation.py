@@ -5,7 +5,7 @@ The loss is cross entropy whatever is trained for, since held-out rows have no a
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -68,12 +68,14 @@ class Evaluator:
             held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
         return held_out
 
-    def samples(self, greedy: Greedy, cancelled: Callable[[], bool]) -> tuple[Sample, ...] | None:
-        """Greedy completions of the first `num_samples` prompts; None when cancelled meanwhile."""
+    def samples(
+        self, greedy: Greedy, cancelled: Callable[[], bool]
+    ) -> Generator[None, None, tuple[Sample, ...] | None]:
+        """Greedy completions of the first `num_samples` prompts; None when cancelled. Yields between its passes."""
         prompts = self.prompts[: self.evaluation.num_samples]
         if not prompts:
             return ()
-        completions = self._complete(greedy, [p.prompt_ids for p in prompts], cancelled)
+        completions = yield from self._complete(greedy, [p.prompt_ids for p in prompts], cancelled)
         if completions is None:
             return None
         texts = _decode(self.model, completions)
@@ -84,8 +86,8 @@ class Evaluator:
 
     def _complete(
         self, greedy: Greedy, prompts: list[list[int]], cancelled: Callable[[], bool]
-    ) -> list[list[int]] | None:
-        """Complete prompts a few tokens at a time, so that a cancel is noticed soon; None when cancelled."""
+    ) -> Generator[None, None, list[list[int]] | None]:
+        """Complete prompts a few tokens a pass, so that a cancel is noticed soon; None when cancelled."""
         stop_ids, max_tokens = read_stop_ids(self.model), self.evaluation.sample_tokens
         completions: list[list[int]] = [[] for _ in prompts]
         growing = list(range(len(prompts)))
@@ -97,6 +99,7 @@ class Evaluator:
             for row, tokens in zip(growing, more, strict=True):
                 completions[row] += tokens
             growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]
+            yield
         return completions
 
 

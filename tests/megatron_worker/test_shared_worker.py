@@ -8,16 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_worker.engine import LossFunction
 from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Turns
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded, Terminal
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, Schedule
+from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
 from shared.storage.paths import WorkerPaths, write_atomically
+from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
 from tests.megatron_worker.tiny_engine import TinyEngine, build
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, submit, write_plan
 
 
 @pytest.fixture
@@ -58,11 +60,16 @@ def has_ended(job: Job) -> bool:
 
 
 class Noted(TinyEngine):
-    """Notes whose update came when."""
+    """Notes whose update came when, and what was computed without one."""
 
     def __init__(self, *args, order: list[str]) -> None:
         super().__init__(*args)
         self.order = order
+
+    def forward(self, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            self.order.append(f"forward of {self._active}")
+        return super().forward(*args, **kwargs)
 
     def optim_step(self, *args, **kwargs):
         self.order.append(self._active)
@@ -76,7 +83,34 @@ def test_jobs_in_turn_end_in_the_bits_of_each_alone(workshop: Workshop):
         alone = do(workshop, f"alone-{job.plan.run_id}", job.plan)
         assert losses(job) == losses(alone)
         assert checkpoint(job, 6).sha256 == checkpoint(alone, 6).sha256
-    assert order[-9:] == ["run-1", "run-2", "run-3"] * 3  # by then all have begun
+    updates = [name for name in order if not name.startswith("forward")]
+    assert len(updates) == 18 and sum(a != b for a, b in pairwise(updates)) >= 12, f"in turn: {updates}"
+
+
+def test_others_are_trained_between_the_bins_that_a_run_scores_and_evaluates(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    """A data set of any length is evaluated, or scored before the first step: nobody waits for all of it."""
+    monkeypatch.setattr("megatron_worker.dispatch.BINS_A_PASS", 1)
+    write_rollouts(workshop.root / "rollouts", 6)
+    write_plan(workshop.root / "rollouts-plan", workshop.root / "rollouts", ROLLOUT)
+    data = PackedData(units=sealed(workshop.root / "rollouts"), plan=sealed(workshop.root / "rollouts-plan"))
+    order: list[str] = []
+    jobs = serve(
+        workshop,
+        [
+            workshop.plan(run_id="evaluated", evaluation=Evaluation(data=workshop.held_out)),
+            workshop.plan(run_id="scored", loss=TRAINER, data=data, num_steps=len(ROLLOUT)),
+            workshop.plan(run_id="trained"),
+        ],
+        lambda plan, model: Noted(model, order=order),
+    )
+    for of in ("forward of evaluated", "forward of None", "forward of scored"):  # None: the reference is the base
+        places = [place for place, name in enumerate(order) if name == of]
+        assert len(places) >= 2
+        assert any(later - earlier > 1 for earlier, later in pairwise(places)), f"{of}: {order}"
+    for job in jobs:
+        assert losses(job) == losses(do(workshop, f"alone-{job.plan.run_id}", job.plan))
 
 
 def test_tenants_have_equal_shares_however_many_runs_they_have():

@@ -113,6 +113,8 @@ class Leasing:
 
     def release(self) -> None:
         """Give the process back, if there is one. Its host is told with its next heartbeat; nothing waits for that."""
+        if not workflow.in_workflow():  # this execution was evicted from its host's memory: no word of it counts
+            return
         for lease in self._asked:
             _leave(lease)
         self._held_before_s = self.held_s

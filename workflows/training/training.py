@@ -152,7 +152,7 @@ class Training:
 
     def release(self) -> None:
         """Give the worker back, if there is one."""
-        if workflow.in_workflow():  # else this execution was evicted from its host's memory: no word of it counts
+        if workflow.in_workflow():  # else it was evicted, as in `Leasing.release`
             self.leasing.release()
             self.changed()
 
