@@ -2,10 +2,10 @@
 
     python -m benchmarks.shared_worker [--steps 40] [--hidden 64] [--layers 2]
 
-Starts `longshore dev` twice in a temporary folder, once with LONGSHORE_WORKER_SHARING=none and once with `all`, warms
-it up with one run, and submits eight runs at once: supervised and preference runs and RL runs whose client sends the
+Starts `longshore dev` twice in a temporary folder, with LONGSHORE_QUOTAS__WORKER_SHARING `none` and `all`, warms it up
+with one run, and submits eight runs at once: supervised and preference runs and RL runs whose client sends the
 trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds as the runs'
-status tells them, and whether each adapter has the same SHA-256 in both.
+status tells them, and how many adapters have the same SHA-256 in both.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class Measured:
 
 def _measure(folder: Path, model: Path, num_steps: int, sharing: str) -> Measured:
     root = folder / sharing
-    environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_WORKER_SHARING": sharing}
+    environment = {**os.environ, "LONGSHORE_ROOT": str(root), "LONGSHORE_QUOTAS__WORKER_SHARING": sharing}
     subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
     try:
         connection = Connection.read(root)

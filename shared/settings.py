@@ -97,6 +97,9 @@ def _no_truth(given: Any) -> Any:
     return given
 
 
+WorkerSharing = Literal["all", "tenant", "none"]
+
+
 class QuotaSettings(BaseModel, extra="forbid"):
     """Quotas of tenants that have none of their own; None: no limit."""
 
@@ -106,6 +109,11 @@ class QuotaSettings(BaseModel, extra="forbid"):
     gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
     stored_bytes: int | None = Field(
         default=None, ge=0, description="uploads, what was published, and the data that runs have brought"
+    )
+    worker_sharing: WorkerSharing | None = Field(
+        default=None,
+        description="whose adapters are trained on one worker: `all`, also where absent: every tenant's that has no "
+        "other word here; `tenant`: this one's; `none`: one run's",
     )
 
 
@@ -185,9 +193,6 @@ class Settings(BaseSettings):
     )
     max_ranks: int = Field(
         default=8, ge=1, le=4096, description="of one worker: more are refused at submission, and by the host itself"
-    )
-    worker_sharing: Literal["all", "tenant", "none"] = Field(
-        default="all", description="whose runs may train adapters of one base on a worker at once"
     )
     runs_per_worker: int = Field(default=8, ge=1, le=64, description="that may train on one worker at once")
     sharing_window_s: float = Field(

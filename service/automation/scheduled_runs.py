@@ -19,7 +19,6 @@ from service.temporal import Temporal
 from shared.errors import NotFound
 from shared.runs.requests import RunRecord, Source
 from shared.runs.schedules import AcceptRequest, Decision, LastScheduled, ScheduledAction
-from shared.runs.start import workflow_of
 from shared.settings import Settings
 from shared.storage.paths import RunKeys, content_key, last_scheduled
 from shared.storage.store import ObjectStore
@@ -67,7 +66,7 @@ class ScheduledRuns:
                 await asyncio.to_thread(self._remove_dataset, request)
                 return Decision(reason=reason)
         await asyncio.to_thread(self._remember, request)
-        workflow, start = workflow_of(record, self._settings, start_id=content_key(request.run_id))
+        workflow, start = await self._runs.workflow_of(record, start_id=content_key(request.run_id))
         return Decision(workflow=workflow, start=start)
 
     async def _record(self, run_id: str) -> RunRecord | None:

@@ -17,6 +17,7 @@ from service.runs.views import RunView
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
 from shared.runs.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
+from shared.settings import WorkerSharing
 
 _KEPT = 1024
 _STATUS_COLUMNS = ("state", "phase", "step", "num_steps", "started_at", "ended_at", "gpu_seconds")
@@ -100,6 +101,10 @@ class RunRows:
             return True
 
         return await self._database.writing(work)
+
+    async def worker_sharing(self, tenant: str) -> WorkerSharing | None:
+        """Whose adapters may be trained beside a tenant's."""
+        return await self._database.reading(lambda session: self._quotas.of(session, tenant).worker_sharing)
 
     async def check_place(self, tenant: str) -> None:
         """Raises QuotaExceeded when a tenant may not have one more run going on."""

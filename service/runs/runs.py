@@ -33,7 +33,7 @@ from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
-from shared.runs.start import check_parallelism, result_sha256, threads_per_rank, workflow_of
+from shared.runs.start import RLStart, RunStart, check_parallelism, result_sha256, threads_per_rank, workflow_of
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
@@ -165,13 +165,22 @@ class Runs:
     async def _start(self, record: RunRecord, *, resumed: bool = False) -> None:
         """Start a run's workflow. Raises Conflict when it is to be resumed and is running."""
         ended = await asyncio.to_thread(result_sha256, self._store, record.run_id) if resumed else None
-        name, start = workflow_of(record, self._settings, resumed=resumed, goes_on_from=ended)
+        name, start = await self.workflow_of(record, resumed=resumed, goes_on_from=ended)
         policy = WorkflowIDReusePolicy.ALLOW_DUPLICATE if resumed else WorkflowIDReusePolicy.REJECT_DUPLICATE
         try:
             await self._temporal.start(name, start, record.run_id, record.tenant, id_reuse_policy=policy)
         except WorkflowAlreadyStartedError:
             if resumed:
                 raise Conflict(f"{record.run_id} is running") from None
+
+    async def workflow_of(
+        self, record: RunRecord, *, start_id: str | None = None, resumed: bool = False, goes_on_from: str | None = None
+    ) -> tuple[str, RunStart | RLStart]:
+        """The name and input of the workflow that does a run, by its tenant's rules as of now."""
+        sharing = await self._rows.worker_sharing(record.tenant)
+        return workflow_of(
+            record, self._settings, sharing, start_id=start_id, resumed=resumed, goes_on_from=goes_on_from
+        )
 
     # Showing.
 

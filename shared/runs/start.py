@@ -23,7 +23,7 @@ from shared.runs.requests import (
     Tenant,
 )
 from shared.runs.status import RLState
-from shared.settings import Settings
+from shared.settings import Settings, WorkerSharing
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
@@ -78,6 +78,7 @@ class RLStart(Start):
 def workflow_of(
     record: RunRecord,
     settings: Settings,
+    sharing: WorkerSharing | None,
     *,
     start_id: str | None = None,
     resumed: bool = False,
@@ -86,6 +87,7 @@ def workflow_of(
     """The name and input of the workflow that does a run.
 
     Args:
+        sharing: whose adapters may be trained beside the run's.
         start_id: one that nobody has used; a new one if absent.
         goes_on_from: of a resumed run, what `result_sha256` says.
     """
@@ -99,7 +101,7 @@ def workflow_of(
         "resumed": resumed,
         "goes_on_from": goes_on_from,
         "is_tracked": settings.wandb_mode != "disabled",
-        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[settings.worker_sharing],
+        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[sharing or "all"],
     }
     match record.run:
         case SFTRun() | DPORun() as run:

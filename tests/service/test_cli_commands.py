@@ -169,10 +169,25 @@ def test_tenants_have_quotas(cli: Cli) -> None:
     refused = cli("--api-key", key, "submit", "sft", "-m", "org/tiny", "-d", "https://example.org/rows.jsonl")
     assert refused.code == 100 and "longshore usage" in refused.stderr, refused
     assert re.search(r"^runs that go on +0 +0$", cli("--api-key", key, "usage").stdout, re.MULTILINE)
-    assert cli("tenants", "quotas", "harbour", "--stored-bytes", str(3 << 30), "--gpu-hours", "7.5").code == 0
+    assert (
+        cli(
+            "tenants",
+            "quotas",
+            "harbour",
+            "--stored-bytes",
+            str(3 << 30),
+            "--gpu-hours",
+            "7.5",
+            "--worker-sharing",
+            "tenant",
+        ).code
+        == 0
+    )
     quotas = cli("tenants", "usage", "harbour", "--json").json["quotas"]
-    assert quotas == {"concurrent_runs": None, "gpu_hours": 7.5, "stored_bytes": 3 << 30}
+    rest = {"concurrent_runs": None, "worker_sharing": "tenant"}
+    assert quotas == {"gpu_hours": 7.5, "stored_bytes": 3 << 30, **rest}
     assert re.search(r"^stored +0 bytes +3.00 GiB$", cli("tenants", "usage", "harbour").stdout, re.MULTILINE)
+    assert cli("tenants", "quotas", "harbour", "--worker-sharing", "nobody").code == 2
     listed = cli("tenants", "ls")
     assert re.search(r"^harbour +The harbour +- +7.50 +3.00 GiB$", listed.stdout, re.MULTILINE), listed
     assert "quota: stored" in listed.stdout

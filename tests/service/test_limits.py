@@ -1,11 +1,14 @@
 """What a key may do: its scopes, where its tenant's URIs lead, quotas, rates; and what is put on record of it."""
 
+import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from temporalio.client import Client
 
 from service.accounts.limits import SignInLimit
 from service.accounts.tenants import TenantRecord
@@ -46,6 +49,26 @@ def test_tenants_are_an_affair_of_the_first_ones_admins(api, theirs) -> None:
     for answer in (theirs.get("/tenants"), theirs.post("/tenants", json={"tenant": "mine"})):
         assert answer.status_code == 403
     assert theirs.put("/tenants/acme/quotas", json={"concurrent_runs": 1000}).status_code == 403
+
+
+def test_a_tenant_may_have_workers_of_its_own(service: Service, api, temporal_address: str) -> None:
+    """What the run's workflow is told; what becomes of it is in tests/workflows/leases/test_sharing.py."""
+
+    async def told(run_id: str) -> str | None:
+        workflow = (await Client.connect(temporal_address)).get_workflow_handle(run_id)
+        begun = (await workflow.fetch_history()).events[0].workflow_execution_started_event_attributes
+        found: str | None = json.loads(begun.input.payloads[0].data)["shares_with"]
+        return found
+
+    made = api.post("/tenants", json={"tenant": "apart", "quotas": {"worker_sharing": "tenant"}}).json()
+    with service.http(made["key"]["key"]) as apart:
+        assert asyncio.run(told(started(api, seed=SUCCEEDS))) == ""
+        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == "apart"
+        assert api.put("/tenants/apart/quotas", json={"worker_sharing": "none"}).status_code == 200
+        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) is None
+        assert api.put("/tenants/apart/quotas", json={}).status_code == 200
+        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == ""
+    assert api.put("/tenants/apart/quotas", json={"worker_sharing": "some"}).status_code == 422
 
 
 def test_an_uri_of_another_tenant_is_refused_wherever_it_stands(api, theirs) -> None:

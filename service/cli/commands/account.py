@@ -31,6 +31,15 @@ GpuHours = Annotated[float | None, typer.Option(min=0, help="GPU hours of the la
 StoredBytes = Annotated[int | None, typer.Option(min=0, help="Bytes of uploads and published artifacts.")]
 
 
+class SharingName(StrEnum):
+    all = "all"
+    tenant = "tenant"
+    none = "none"
+
+
+Sharing = Annotated[SharingName | None, typer.Option(help="Whose adapters may be trained beside its own on a worker.")]
+
+
 class ScopeName(StrEnum):  # Typer takes no list of a Literal
     read = "read"
     write = "write"
@@ -124,9 +133,11 @@ def create_tenant(
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
     stored_bytes: StoredBytes = None,
+    worker_sharing: Sharing = None,
 ) -> Answer:
     """Create a tenant and its first key, an admin's, which is shown only once."""
-    body = {"tenant": tenant, "title": title, "quotas": _quotas(concurrent_runs, gpu_hours, stored_bytes)}
+    quotas = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing)
+    body = {"tenant": tenant, "title": title, "quotas": quotas}
     made = client.ask("POST", "/tenants", json=body)
     if warning := made.get("warning"):
         say(f"warning: {warning}")
@@ -160,15 +171,23 @@ def quotas(
     concurrent_runs: ConcurrentRuns = None,
     gpu_hours: GpuHours = None,
     stored_bytes: StoredBytes = None,
+    worker_sharing: Sharing = None,
 ) -> Answer:
     """Replace the quotas of a tenant. Those that are not given fall back to the installation's."""
-    body = _quotas(concurrent_runs, gpu_hours, stored_bytes)
+    body = _quotas(concurrent_runs, gpu_hours, stored_bytes, worker_sharing)
     client.ask("PUT", f"/tenants/{tenant}/quotas", json=body)
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
-def _quotas(concurrent_runs: int | None, gpu_hours: float | None, stored_bytes: int | None) -> dict[str, float]:
-    given = {"concurrent_runs": concurrent_runs, "gpu_hours": gpu_hours, "stored_bytes": stored_bytes}
+def _quotas(
+    concurrent_runs: int | None, gpu_hours: float | None, stored_bytes: int | None, worker_sharing: str | None
+) -> dict[str, float | str]:
+    given = {
+        "concurrent_runs": concurrent_runs,
+        "gpu_hours": gpu_hours,
+        "stored_bytes": stored_bytes,
+        "worker_sharing": worker_sharing,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -181,7 +200,8 @@ def _usage(found: dict[str, Any]) -> Answer:
             ("stored", "stored_bytes"),
         )
     )
-    return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), rows))
+    sharing = ("adapters beside each other on a worker", "", found["quotas"]["worker_sharing"] or "all")
+    return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), [*rows, sharing]))
 
 
 def _in_units(name: str, value: float | None, nothing: str = "") -> str:

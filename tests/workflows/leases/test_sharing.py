@@ -20,7 +20,7 @@ SLOW_S = 0.02
 
 @pytest.fixture
 async def stack(temporal_address: str, tmp_path: Path) -> AsyncIterator[Stack]:
-    async with started(temporal_address, tmp_path, worker_sharing="all", worker_idle_s=20.0) as stack:
+    async with started(temporal_address, tmp_path, worker_idle_s=20.0) as stack:
         await stack.add_gpu_host(SLOW_S)
         yield stack
     assert stack.worker_ids() == []
