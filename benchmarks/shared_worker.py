@@ -54,6 +54,7 @@ def main() -> None:
         "speedup": round(alone.seconds / shared.seconds, 2),
         "gpu_seconds_alone": round(alone.gpu_seconds, 2),
         "gpu_seconds_shared": round(shared.gpu_seconds, 2),
+        "longest_wait_for_the_shared_worker_s": round(max(shared.waits_s), 3),
         "equal_adapters": sum(a == b for a, b in zip(alone.adapters, shared.adapters, strict=True)),
         **provenance(),
     }
@@ -67,6 +68,8 @@ class Measured:
         assert all(run.state == "succeeded" for run in runs), [run.problem for run in runs]
         self.seconds = seconds
         self.gpu_seconds = sum(run.gpu_seconds for run in runs)
+        spans = [next(span for span in run.timeline if span.phase == "waiting_for_worker") for run in runs]
+        self.waits_s = [span.ended - span.began for span in spans if span.ended is not None]
         self.adapters = [run.adapter_sha256 for run in runs]
 
 

@@ -11,6 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
+    from activities.hosts.worker_process import WORKER_DIED
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
     from shared.jobs.job import JobPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
@@ -138,7 +139,9 @@ class Training:
             if pause := policies.pause_before_lease(len(losses)):
                 await workflow.sleep(pause)
             try:
-                return await self._lease_and_run(plan, shares=not losses)
+                # A worker may have died of this job: another one is not to die of it with other runs on it.
+                is_suspect = len(losses) > 1 or any(WORKER_DIED in loss for loss in losses)
+                return await self._lease_and_run(plan, shares=not is_suspect)
             except Damaged as damaged:
                 assert self.checkpoint is not None
                 self._passed_over += (self.checkpoint.artifact.uri,)
@@ -177,7 +180,6 @@ class Training:
         return self.step > step_before
 
     async def _lease_and_run(self, plan: JobPlan, shares: bool) -> JobResult:
-        """`shares`: not after a loss, which may be this job's doing, and is to be no other's."""
         keep = False
         try:
             if not self.leasing.is_warm:

@@ -10,7 +10,7 @@ from temporalio.client import WorkflowHandle
 from activities.hosts.worker_process import processes_of
 from shared.runs.start import RunTiming
 from shared.runs.status import PhaseSpan, RunStatus
-from tests.workflows.stack import Stack, eventually, has_checkpoint, started
+from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
 from tests.workflows.stand_in_worker import adapter_bytes
 from workflows.sft import SFTWorkflow
 
@@ -102,6 +102,30 @@ async def test_a_lost_worker_is_lost_to_all_and_each_goes_on_alone(stack: Stack)
         assert stack.weights(status) == adapter_bytes(seed, 250)
     early, late = sorted(map(training, statuses), key=lambda span: span.began)
     assert late.began >= early.ended
+
+
+async def test_runs_meet_again_when_their_host_was_killed(temporal_address: str, tmp_path: Path) -> None:
+    async with started(temporal_address, tmp_path) as stack:
+        host = stack.spawn_gpu_host(SLOW_S)
+        handles = [await stack.start(steps=1_000_000, seed=seed, shares_with="") for seed in (1, 2)]
+        await eventually(lambda: _num_leased(handles, 2), "both leases")
+        host.kill()
+        host.wait()
+        stack.spawn_gpu_host(SLOW_S)
+
+        async def have_met_again() -> bool:
+            found = [await handle.query(SFTWorkflow.status) for handle in handles]
+            return all((status.phase, status.epoch) == ("training", 2) for status in found)
+
+        await eventually(have_met_again, "both leases of the other host")
+        for handle in handles:
+            await handle.cancel()
+        assert {(await ended(stack, handle)).state for handle in handles} == {"cancelled"}
+
+
+async def ended(stack: Stack, handle: WorkflowHandle) -> RunStatus:
+    await failure_of(handle)
+    return await stack.result(handle.id)
 
 
 async def test_a_run_that_is_cancelled_leaves_the_worker_to_the_others(stack: Stack) -> None:
