@@ -3,7 +3,8 @@
 `python -m tests.workflows.record_histories rollouts` starts a stack of its own, whose server-driven run samples a step
 ahead, evaluates held-out prompts, and loses a sampler and a worker.
 
-`python -m tests.workflows.record_histories serving TEMPORAL_ADDRESS` records users' questions alone, and
+`python -m tests.workflows.record_histories serving TEMPORAL_ADDRESS` records users' questions alone,
+`python -m tests.workflows.record_histories joined TEMPORAL_ADDRESS` a run that joins another's worker, and
 `python -m tests.workflows.record_histories short TEMPORAL_ADDRESS` workflows of one activity each.
 
 Do so only when runs that are under way need not survive the change: a history that no longer replays means that a
@@ -40,6 +41,7 @@ from tests.service.apis.native import schedule_stack, webhook_stack
 from tests.workflows import test_rl
 from tests.workflows.leases.harbour import started as started_harbour
 from tests.workflows.leases.test_serving import questions_and_a_kill
+from tests.workflows.leases.test_sharing import is_leased
 from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
@@ -56,6 +58,7 @@ async def main(address: str) -> None:
             await _record(stack, "cancelled", await _cancelled(stack))
             await _record(stack, "failed", await _failed(stack))
             await _record(stack, "paused", await _paused(stack))
+    await record_joined(address)
     await record_rl(address)
     await record_serving(address)
     await record_short(address)
@@ -82,6 +85,22 @@ def record_rollouts() -> None:
             connection = Connection.read(stack.root)
             assert connection is not None
             asyncio.run(_record_run(connection.temporal_address, run_id, "rollouts"))
+
+
+async def record_joined(address: str) -> None:
+    """A run that joins another's worker, loses it, and goes on alone."""
+    with tempfile.TemporaryDirectory() as root:
+        async with started(address, Path(root)) as stack:
+            await stack.add_gpu_host(step_s=0.03)
+            first = await stack.start(steps=1000, shares_with="")
+            await eventually(lambda: has_checkpoint(first), "a checkpoint")
+            joined = await stack.start(steps=20, shares_with="")
+            await eventually(lambda: is_leased(joined), "its lease")
+            for process in processes_of(stack.worker_ids()[0]):
+                process.kill()
+            await first.cancel()
+            await joined.result()
+            await _record(stack, "joined", joined.id)
 
 
 async def record_serving(address: str) -> None:
@@ -256,6 +275,8 @@ if __name__ == "__main__":
             record_rollouts()
         case ["serving", address]:
             asyncio.run(record_serving(address))
+        case ["joined", address]:
+            asyncio.run(record_joined(address))
         case ["short", address]:
             asyncio.run(record_short(address))
         case [address]:

@@ -43,6 +43,7 @@ def test_there_are_histories() -> None:
         "completion",
         "failed",
         "grader",
+        "joined",
         "paused",
         "preview",
         "rl",

@@ -43,6 +43,13 @@ class Leasing:
         return self.grant is not None and not self._asked[0].done()
 
     @property
+    def failure(self) -> str | None:
+        """Why the lease ended, if it did so by itself."""
+        ended = self._asked[0] if self.grant is not None and self._asked[0].done() else None
+        error = None if ended is None or ended.cancelled() else ended.exception()
+        return None if error is None else problem_of(error).message
+
+    @property
     def held_s(self) -> float:
         """Seconds that a process was leased and up, over all leases so far; of one that others share, what was had."""
         if self.grant is None:

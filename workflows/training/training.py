@@ -194,7 +194,9 @@ class Training:
             keep = self.holds and not self.must_yield()
             return accepted
         except ActivityError as error:
-            raise lost(error) from error
+            loss = lost(error)
+            # A job that finds its lease gone does not know why.
+            raise Lost(self.leasing.failure or str(loss)) from error
         finally:
             if not keep:
                 self.release()
