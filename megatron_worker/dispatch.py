@@ -18,7 +18,7 @@ from megatron_worker.training.frozen_logprobs import bins_to_score
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
 
-BINS_A_PASS = 8  # of an evaluation, or of scoring; a training step is one pass, however many bins it has
+BINS_A_PASS = 8
 Slot = str | None
 """A name of an adapter and what trains it; None: the base, which is trained itself or computes without an adapter."""
 
@@ -91,19 +91,27 @@ class Dispatcher:
 
     # Passes over packed data.
 
-    def forward_backward(self, slot: Slot, data: PackedBatches, step: int, loss: LossFunction) -> dict[str, float]:
+    def forward_backward(
+        self, slot: Slot, data: PackedBatches, step: int, loss: LossFunction
+    ) -> Generator[None, None, dict[str, float]]:
         """Add the gradients of a step's examples to what the slot has accumulated.
+
+        Yields between its passes: commands of other slots may come there. A pipeline, which is filled with all bins of
+        a step, has one.
 
         Returns:
             the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (sums.py), on every rank.
         """
         facts = self.facts
         sums = Sums(loss, facts.device)
-        with self.resident(slot):
-            batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
-            for batch, found in self.engine.forward_backward_all(batches, loss):
-                sums.add(found, batch)
-            return self.engine.reduce(sums.totals)
+        batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
+        for number, some in enumerate(_in_passes(batches, BINS_A_PASS if facts.layout.pp == 1 else None)):
+            if number:
+                yield
+            with self.resident(slot):
+                for batch, found in self.engine.forward_backward_all(some, loss):
+                    sums.add(found, batch)
+        return self.engine.reduce(sums.totals)
 
     def optim_step(self, slot: Slot, adam: Adam, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients, clip, step, zero. A norm that is not finite changes no weight."""
@@ -124,7 +132,7 @@ class Dispatcher:
         facts = self.facts
         sums = Sums(loss, facts.device)
         batches = data.batches(0, facts.dp_rank, facts.dp_size, facts.device)
-        while some := list(islice(batches, BINS_A_PASS)):
+        for some in _in_passes(batches, BINS_A_PASS):
             if cancelled():
                 return None
             with self._scoring(slot):
@@ -178,3 +186,9 @@ class Dispatcher:
         self.engine.set_adapter(slot)
         with torch.no_grad(), self.engine.scoring():
             yield
+
+
+def _in_passes(batches: Iterator[Batch], num_bins: int | None) -> Iterator[list[Batch]]:
+    """So many at a time, or all at once."""
+    while some := list(islice(batches, num_bins)):
+        yield some

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
 from shared.jobs.job import Full, Job, JobPlan, PackedData, is_policy_loss, reference_of, scores_old
 
+T = TypeVar("T")
 Folders = dict[Artifact, Path]
 
 
@@ -202,7 +203,7 @@ def _train(work: Work) -> Generator[None, None, bool]:
     evaluated = yield from evaluate(work)
     while work.done < work.plan.num_steps and not work.cancelled():
         yield
-        metrics = train_step(work, work.done)
+        metrics = yield from train_step(work, work.done)
         work.done += 1
         work.report.emit(Step, step=work.step, metrics=metrics)
         save_if_due(work)
@@ -211,16 +212,16 @@ def _train(work: Work) -> Generator[None, None, bool]:
     return evaluated
 
 
-def train_step(work: Work, step: int) -> dict[str, float]:
-    """One update. Metrics are sums and means over all ranks.
+def train_step(work: Work, step: int) -> Generator[None, None, dict[str, float]]:
+    """One update. Metrics are sums and means over all ranks; `step_s` leaves out what others did in between.
 
     Raises:
         JobFailed: `not_finite`; no weight has changed since the step before.
     """
+    reduced, duration_s = yield from _timed(work.dispatcher.forward_backward(work.slot, work.data, step, work.loss))
     began = time.perf_counter()
-    reduced = work.dispatcher.forward_backward(work.slot, work.data, step, work.loss)
     update = _update(work, step, reduced)
-    duration_s = time.perf_counter() - began
+    duration_s += time.perf_counter() - began
     return {
         **update,
         **{name: value for name, value in reported(reduced).items() if name not in ("loss", "weight")},
@@ -228,6 +229,19 @@ def train_step(work: Work, step: int) -> dict[str, float]:
         "tokens_per_s": reduced["tokens"] / duration_s,
         "memory_bytes": float(work.ranks.largest([work.dispatcher.engine.memory().device_bytes])[0]),
     }
+
+
+def _timed(passes: Generator[None, None, T]) -> Generator[None, None, tuple[T, float]]:
+    """Do a command's passes. Returns what it returns, and the seconds of the passes."""
+    seconds = 0.0
+    while True:
+        began = time.perf_counter()
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value, seconds + time.perf_counter() - began
+        seconds += time.perf_counter() - began
+        yield
 
 
 def _update(work: Work, step: int, reduced: dict[str, float]) -> dict[str, float]:

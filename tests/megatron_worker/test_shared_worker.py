@@ -60,19 +60,18 @@ def has_ended(job: Job) -> bool:
 
 
 class Noted(TinyEngine):
-    """Notes whose update came when, and what was computed without one."""
+    """Notes what was computed for whom, and when."""
 
     def __init__(self, *args, order: list[str]) -> None:
         super().__init__(*args)
         self.order = order
 
     def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            self.order.append(f"forward of {self._active}")
+        self.order.append(f"{'bin' if torch.is_grad_enabled() else 'score'} of {self._active}")
         return super().forward(*args, **kwargs)
 
     def optim_step(self, *args, **kwargs):
-        self.order.append(self._active)
+        self.order.append(f"update of {self._active}")
         return super().optim_step(*args, **kwargs)
 
 
@@ -83,14 +82,14 @@ def test_jobs_in_turn_end_in_the_bits_of_each_alone(workshop: Workshop):
         alone = do(workshop, f"alone-{job.plan.run_id}", job.plan)
         assert losses(job) == losses(alone)
         assert checkpoint(job, 6).sha256 == checkpoint(alone, 6).sha256
-    updates = [name for name in order if not name.startswith("forward")]
+    updates = [name for name in order if name.startswith("update")]
     assert len(updates) == 18 and sum(a != b for a, b in pairwise(updates)) >= 12, f"in turn: {updates}"
 
 
-def test_others_are_trained_between_the_bins_that_a_run_scores_and_evaluates(
+def test_others_have_their_turn_between_the_bins_of_a_step_an_evaluation_or_scoring(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ):
-    """A data set of any length is evaluated, or scored before the first step: nobody waits for all of it."""
+    """However much a run trains on at once, evaluates, or scores before its first step: nobody waits for all of it."""
     monkeypatch.setattr("megatron_worker.dispatch.BINS_A_PASS", 1)
     write_rollouts(workshop.root / "rollouts", 6)
     write_plan(workshop.root / "rollouts-plan", workshop.root / "rollouts", ROLLOUT)
@@ -105,10 +104,13 @@ def test_others_are_trained_between_the_bins_that_a_run_scores_and_evaluates(
         ],
         lambda plan, model: Noted(model, order=order),
     )
-    for of in ("forward of evaluated", "forward of None", "forward of scored"):  # None: the reference is the base
+    # None: the reference is the base. A step of "trained" has three bins.
+    for of in ("score of evaluated", "score of None", "score of scored", "bin of trained"):
         places = [place for place, name in enumerate(order) if name == of]
         assert len(places) >= 2
-        assert any(later - earlier > 1 for earlier, later in pairwise(places)), f"{of}: {order}"
+        between = [order[earlier + 1 : later] for earlier, later in pairwise(places)]
+        mine = f"update of {of.split()[-1]}"
+        assert any(names and mine not in names for names in between), f"{of}: {order}"
     for job in jobs:
         assert losses(job) == losses(do(workshop, f"alone-{job.plan.run_id}", job.plan))
 
