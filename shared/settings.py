@@ -112,8 +112,8 @@ class QuotaSettings(BaseModel, extra="forbid"):
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
-        description="whose adapters are trained on one worker: `all`, also where absent: every tenant's that has no "
-        "other word here; `tenant`: this one's; `none`: one run's",
+        description="whose adapters are trained on one worker: `tenant`, also where absent: this one's; `all`: those "
+        "of every tenant of which the same is said; `none`: one run's",
     )
 
 

@@ -101,7 +101,7 @@ def workflow_of(
         "resumed": resumed,
         "goes_on_from": goes_on_from,
         "is_tracked": settings.wandb_mode != "disabled",
-        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[sharing or "all"],
+        "shares_with": {"all": "", "tenant": record.tenant, "none": None}[sharing or "tenant"],
     }
     match record.run:
         case SFTRun() | DPORun() as run:

@@ -51,7 +51,7 @@ def test_tenants_are_an_affair_of_the_first_ones_admins(api, theirs) -> None:
     assert theirs.put("/tenants/acme/quotas", json={"concurrent_runs": 1000}).status_code == 403
 
 
-def test_a_tenant_may_have_workers_of_its_own(service: Service, api, temporal_address: str) -> None:
+def test_tenants_share_workers_where_it_is_said_of_them(service: Service, api, temporal_address: str) -> None:
     """What the run's workflow is told; what becomes of it is in tests/workflows/leases/test_sharing.py."""
 
     async def told(run_id: str) -> str | None:
@@ -60,14 +60,14 @@ def test_a_tenant_may_have_workers_of_its_own(service: Service, api, temporal_ad
         found: str | None = json.loads(begun.input.payloads[0].data)["shares_with"]
         return found
 
-    made = api.post("/tenants", json={"tenant": "apart", "quotas": {"worker_sharing": "tenant"}}).json()
+    made = api.post("/tenants", json={"tenant": "apart", "quotas": {"worker_sharing": "all"}}).json()
     with service.http(made["key"]["key"]) as apart:
-        assert asyncio.run(told(started(api, seed=SUCCEEDS))) == ""
-        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == "apart"
+        assert asyncio.run(told(started(api, seed=SUCCEEDS))) == "default"
+        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == ""
         assert api.put("/tenants/apart/quotas", json={"worker_sharing": "none"}).status_code == 200
         assert asyncio.run(told(started(apart, seed=SUCCEEDS))) is None
         assert api.put("/tenants/apart/quotas", json={}).status_code == 200
-        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == ""
+        assert asyncio.run(told(started(apart, seed=SUCCEEDS))) == "apart"
     assert api.put("/tenants/apart/quotas", json={"worker_sharing": "some"}).status_code == 422
 
 

@@ -200,7 +200,7 @@ def _usage(found: dict[str, Any]) -> Answer:
             ("stored", "stored_bytes"),
         )
     )
-    sharing = ("adapters beside each other on a worker", "", found["quotas"]["worker_sharing"] or "all")
+    sharing = ("adapters beside each other on a worker", "", found["quotas"]["worker_sharing"] or "tenant")
     return Answer(found, partial(print_table, (found["tenant"], "used", "quota"), [*rows, sharing]))
 
 

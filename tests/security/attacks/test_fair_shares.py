@@ -50,6 +50,17 @@ def test_slow_previews_of_one_tenant_leave_others_their_answers(
     assert set(answers) <= {200, 429}, answers
 
 
+@pytest.fixture
+def sharing(operator: Tenant, attacker: Tenant, victim: Tenant) -> Iterator[None]:
+    """Both tenants' runs may be on one worker."""
+    for quotas in ({"worker_sharing": "all"}, {}):
+        for tenant in (attacker, victim):
+            answer = operator.http.put(f"/api/v1/tenants/{tenant.name}/quotas", json=quotas)
+            assert answer.status_code == 200, answer.text
+        if quotas:
+            yield
+
+
 def submitted(tenant: Tenant, model: Path, steps: int, **run: object) -> str:
     uri = tenant.upload("rows.jsonl", ROW * 4)
     answer = tenant.submit("sft", model=str(model), dataset={"uri": uri}, steps=steps, batch_size=2, **run)
@@ -58,7 +69,7 @@ def submitted(tenant: Tenant, model: Path, steps: int, **run: object) -> str:
 
 
 def test_a_run_is_trained_beside_the_endless_ones_of_another_tenant(
-    attacker: Tenant, victim: Tenant, tiny_model: Path
+    attacker: Tenant, victim: Tenant, sharing: None, tiny_model: Path
 ) -> None:
     """One GPU host, whose worker the attacker's adapters are trained on."""
     theirs = [submitted(attacker, tiny_model, 100_000) for _ in range(3)]
