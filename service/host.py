@@ -249,6 +249,18 @@ def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[
     return [ask.sample, ask.prove_adapter]
 
 
+@asynccontextmanager
+async def polling(*workers: Worker) -> AsyncIterator[None]:
+    """Poll by all, and stop all at once: a run whose job one of them gives up asks for a lease, for others to take."""
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(worker.shutdown() for worker in workers))
+
+
 def _worker(
     client: Client,
     queue: str,
@@ -296,15 +308,14 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
             case "gpu":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + 2 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
-                for worker in gpu_workers(client, settings, threads, pool, record.queue):
-                    await stack.enter_async_context(worker)
+                await stack.enter_async_context(polling(*gpu_workers(client, settings, threads, pool, record.queue)))
             case "sampler":
                 threads = stack.enter_context(ThreadPoolExecutor(2 + _SAMPLING_THREADS + _COMPLETION_THREADS))
                 sampler = SamplerCommand(host)
                 pool = await _pool(stack, settings, sampler)
                 answers = stack.enter_context(closing(Complete(host, Samplers(settings, pool))))
-                for worker in sampler_workers(client, settings, threads, pool, answers, record.queue):
-                    await stack.enter_async_context(worker)
+                workers = sampler_workers(client, settings, threads, pool, answers, record.queue)
+                await stack.enter_async_context(polling(*workers))
         _log.info("%s host polls %s at %s", role, settings.temporal_namespace, settings.temporal_address)
         await stopped.wait()
         _log.info("%s host leaves", role)

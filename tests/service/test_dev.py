@@ -151,7 +151,8 @@ def test_runs_survive_a_restart_and_ports_stay(dev: Dev) -> None:
     assert kept == replace(before, pid=None)
     # Of the usual ports the tests beside this one may have those that were just left.
     with Ports() as ports:
-        api, temporal, ui = (f"127.0.0.1:{ports.take(wanted)}" for wanted in (18484, 17233, 18233))
+        own = os.getpid() % 1000  # another round of these tests may be beside this one
+        api, temporal, ui = (f"127.0.0.1:{ports.take(wanted + own)}" for wanted in (18000, 17000, 19000))
     kept = replace(kept, api_url=f"http://{api}", temporal_address=temporal, temporal_ui=f"http://{ui}")
     kept.write()
     assert dev.cli("dev", "--detach", "--ui").code == 0

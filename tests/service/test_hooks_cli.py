@@ -82,9 +82,9 @@ def test_a_night_on_the_command_line(
 
     for said in wait_until(told, "the run's notices"):
         assert said["data"]["id"] == run_id and said["data"]["schedule"] == "nightly"
-    assert (
-        "run.succeeded" in cli("webhook", "deliveries", hook["id"]).stdout and hook["id"] in cli("webhook", "ls").stdout
-    )
+    # What was answered is on record somewhat later.
+    wait_until(lambda: "run.succeeded" in cli("webhook", "deliveries", hook["id"]).stdout, "the delivery is listed")
+    assert hook["id"] in cli("webhook", "ls").stdout
     statuses = [[a["status"] for a in d["attempts"]] for d in _settled(api, hook["id"], 2)]
     assert sorted(statuses, key=len) == [[200], [500, 200]]
 

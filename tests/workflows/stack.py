@@ -25,7 +25,7 @@ from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.models.publish import Publish
 from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
-from service.host import _end_idle_workers, connect, control_workers, gpu_workers
+from service.host import _end_idle_workers, connect, control_workers, gpu_workers, polling
 from service.seals import seal_key
 from shared.runs.requests import DatasetSource, SFTRun
 from shared.runs.start import RunStart, RunTiming, result_sha256
@@ -71,8 +71,8 @@ class Stack:
         )
         self.exits.callback(pool.close)
         self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
-        for worker in gpu_workers(self.client, self.settings, threads, pool, f"host-{uuid.uuid4().hex}"):
-            await self.exits.enter_async_context(worker)
+        workers = gpu_workers(self.client, self.settings, threads, pool, f"host-{uuid.uuid4().hex}")
+        await self.exits.enter_async_context(polling(*workers))
 
     def spawn_gpu_host(self, step_s: float = 0.01, root: Path | None = None) -> subprocess.Popen:
         """A host in a process of its own, to be killed. `root`: of another machine, which has the store in common."""
