@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from megatron_worker.training.frozen_logprobs import bins_to_score
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
 
+T = TypeVar("T")
 BINS_A_PASS = 8
 Slot = str | None
 """A name of an adapter and what trains it; None: the base, which is trained itself or computes without an adapter."""
@@ -156,9 +158,9 @@ class Dispatcher:
         logprob = np.full(data.units.header.num_targets, np.nan, dtype=np.float32)
         outputs = Outputs(temperature=temperature)
         bins = bins_to_score(data, steps.start, steps.stop, facts.dp_rank, facts.dp_size)
-        for first in range(0, len(bins), BINS_A_PASS):
+        for some in _in_passes(iter(bins), BINS_A_PASS):
             with self._scoring(slot):
-                for units in bins[first : first + BINS_A_PASS]:
+                for units in some:
                     logprob_N = self.engine.forward(data.batch(units, facts.device), outputs).logprob_N
                     assert logprob_N is not None
                     logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
@@ -188,7 +190,7 @@ class Dispatcher:
             yield
 
 
-def _in_passes(batches: Iterator[Batch], num_bins: int | None) -> Iterator[list[Batch]]:
+def _in_passes(bins: Iterator[T], num_bins: int | None) -> Iterator[list[T]]:
     """So many at a time, or all at once."""
-    while some := list(islice(batches, num_bins)):
+    while some := list(islice(bins, num_bins)):
         yield some

@@ -134,7 +134,7 @@ class Lease:
         Raises:
             WorkerLost: the worker ended or did not come up, this host leaves, or the epoch was leased before.
         """
-        mark = _mark(request)
+        mark = mark_of(request.run_id, request.epoch)
         with beating(), ExitStack() as after:
             if not self._record(mark):
                 if request.join_queue is not None:
@@ -156,7 +156,7 @@ class Lease:
         Returns at once where no worker takes the run in here, or another host has. Raises WorkerLost as `lease` does.
         """
         assert request.join_queue is not None
-        mark = _mark(request)
+        mark = mark_of(request.run_id, request.epoch)
         with beating(), self._lease.join(request.join_queue, mark, request.ready_timeout_s) as worker:
             if worker is not None and self._record(mark) and self._lease.tell(worker, mark, joined=True):
                 self._lease.hold(worker)
@@ -174,8 +174,9 @@ class Lease:
         return self._store.put_if_absent(key, record.model_dump_json().encode())
 
 
-def _mark(request: LeaseRequest) -> LeaseMark:
-    return LeaseMark(run_id=request.run_id, fence=Fence(epoch=request.epoch, attempt=activity.info().attempt))
+def mark_of(run_id: RunId, epoch: int) -> LeaseMark:
+    """The lease that the current activity holds."""
+    return LeaseMark(run_id=run_id, fence=Fence(epoch=epoch, attempt=activity.info().attempt))
 
 
 def _wait_for_others(worker: WorkerProcess) -> None:

@@ -137,14 +137,14 @@ class _Attempt:
 
     def _leave_worker(self) -> None:
         """End the worker, or the job alone where the worker serves other runs too and does as it is told."""
-        give_up_at = time.monotonic() + self.request.cancel_grace_s
-        with suppress(OSError, ValueError):
-            if len(self.worker.leases) > 1 and not host_is_leaving():
+        if len(self.worker.leases) > 1 and not host_is_leaving():
+            give_up_at = time.monotonic() + self.request.cancel_grace_s
+            with suppress(OSError, ValueError):
                 write_atomically(self.cancel, b"")
-            while self.cancel.exists() and self.worker.is_alive() and time.monotonic() < give_up_at:
-                if any(isinstance(line.event, Terminal) for line in self.reader.read()):
-                    return
-                time.sleep(_POLL_S)
+                while self.worker.is_alive() and time.monotonic() < give_up_at:
+                    if any(isinstance(line.event, Terminal) for line in self.reader.read()):
+                        return
+                    time.sleep(_POLL_S)
         self.worker.end()
 
     def _follow(self) -> Terminal | None:

@@ -8,14 +8,14 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.host_context import HOST_LEAVES, HostContext, beating, host_is_leaving
-from activities.hosts.lease import ProcessLease
+from activities.hosts.lease import ProcessLease, mark_of
 from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
-from shared.contract import Fence, Frozen
+from shared.contract import Frozen
 from shared.errors import SamplerUnavailable, WorkerLost
-from shared.jobs.leases import LeaseMark, ProcessKey, SamplerKey
+from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.runs.requests import RunId
 from shared.storage.paths import WorkerPaths
 
@@ -79,8 +79,7 @@ class LeaseSampler:
                 raise WorkerLost(HOST_LEAVES) from error
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
-        fence = Fence(epoch=request.epoch, attempt=activity.info().attempt)
-        mark = LeaseMark(run_id=request.run_id, fence=fence)
+        mark = mark_of(request.run_id, request.epoch)
         with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
             if worker is not None:
                 _forget_adapters(worker)

@@ -63,8 +63,8 @@ class Leasing:
             self._shared_s = held_s
 
     def granted(self, grant: LeaseGrant) -> None:
-        """Take a host's signal that the process is up."""
-        if grant.fence.epoch == self.epoch and self._asked:
+        """Take a host's signal that the process is up. It may come again, where the host did not hear that it came."""
+        if grant.fence.epoch == self.epoch and self._asked and self.grant is None:
             self._held_before_s, self._granted_at = self.held_s, workflow.time()
             self.grant = grant
             for other in self._asked[: grant.joined] + self._asked[grant.joined + 1 :]:
@@ -77,12 +77,12 @@ class Leasing:
         self.epoch, self._shared_s = epoch, None
         self._asked = (self._ask(activity, request, self.queue),)
 
-    def take_or_join(self, request: LeaseRequest, epoch: int) -> None:
-        """Ask for a worker, and to join one that others use: the host that comes first serves the lease."""
-        assert request.join_queue is not None
-        self.take(Lease.lease, request, epoch)
-        self._shared_s = 0.0
-        self._asked += (self._ask(Lease.join_lease, request, request.join_queue),)
+    def take_worker(self, request: LeaseRequest) -> None:
+        """Ask for a worker; a run that may share one asks to join it as well, and is served by whoever comes first."""
+        self.take(Lease.lease, request, request.epoch)
+        if request.join_queue is not None:
+            self._shared_s = 0.0
+            self._asked += (self._ask(Lease.join_lease, request, request.join_queue),)
 
     def _ask(
         self, activity: Callable[[Any, Request], None], request: Request, queue: str

@@ -8,7 +8,7 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.host_context import HOST_LEAVES
-    from activities.hosts.lease import Lease, LeaseRequest
+    from activities.hosts.lease import LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
     from activities.hosts.worker_process import WORKER_DIED
@@ -202,18 +202,16 @@ class Training:
                 self.release()
 
     def _take_lease(self, plan: JobPlan, shares: bool) -> None:
-        epoch, key = self._last_epoch + 1, WorkerKey.of(plan)
+        key, group = WorkerKey.of(plan), self.start.shares_with
+        shares = shares and group is not None and isinstance(plan.trainable, Lora)
         request = LeaseRequest(
             run_id=self.start.run_id,
-            epoch=epoch,
+            epoch=self._last_epoch + 1,
             key=key,
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
+            join_queue=policies.join_queue(self.start.shape, key, group or "") if shares else None,
         )
-        if shares and self.start.shares_with is not None and isinstance(plan.trainable, Lora):
-            queue = policies.join_queue(self.start.shape, key, self.start.shares_with)
-            self.leasing.take_or_join(request.model_copy(update={"join_queue": queue}), epoch)
-        else:
-            self.leasing.take(Lease.lease, request, epoch)
+        self.leasing.take_worker(request)
         self.changed()
 
     async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:

@@ -8,6 +8,8 @@ import pytest
 from temporalio.client import WorkflowHandle
 
 from activities.hosts.worker_process import processes_of
+from shared.contract import Fence
+from shared.jobs.leases import LeaseGrant
 from shared.runs.start import RunTiming
 from shared.runs.status import PhaseSpan, RunStatus
 from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
@@ -42,6 +44,9 @@ async def test_runs_join_a_worker_and_another_one_has_its_turn_after_them(stack:
     joined = await stack.start(steps=50, seed=5, shares_with="")
     await eventually(lambda: is_leased(joined), "the joined run's lease")
     assert stack.worker_ids() == [worker_id]
+    again = LeaseGrant(fence=Fence(epoch=1), host_queue="nobody's", worker_id=worker_id, joined=True)
+    for handle in (first, joined):  # a host that did not hear that its signal came sends it again
+        await handle.signal("leased", again)
     await first.cancel()
     ended = await joined.result()
     cancelled = await stack.result(first.id)
