@@ -27,7 +27,7 @@ from shared.storage.store import ObjectStore, disk_errors, open_store
 _NEW_S = 10.0  # between its making and its lock, a folder looks abandoned
 BEAT_EVERY_S = 1.0
 HOST_LEAVES = "the host is shutting down"
-"""The reason that a host gives for ending a lease when it shuts down: nothing was lost that ought to have stayed."""
+"""What a host says of what it ends when it shuts down."""
 _log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 Arguments = TypeVarTuple("Arguments")

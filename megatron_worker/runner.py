@@ -10,18 +10,18 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import LossFunction
-from megatron_worker.losses import check_columns, loss_function
+from megatron_worker.losses import loss_function
+from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import Report
-from megatron_worker.process.faults import Fault, JobFailed, fault_of
+from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed, fault_of
 from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.process.staging import Staging
+from megatron_worker.process.staging import Folders, Inputs, Staging
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.checkpoint import (
@@ -32,20 +32,16 @@ from megatron_worker.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts
+from megatron_worker.training.evaluation import Evaluator
+from megatron_worker.training.inputs import check_probe, open_data
 from megatron_worker.training.schedule import learning_rate
 from megatron_worker.warm_engine import Kept, WarmEngine, slots_of
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
-from shared.jobs.job import Full, Job, JobPlan, PackedData, is_policy_loss, reference_of, scores_old
+from shared.jobs.job import Full, Job, JobPlan, is_policy_loss, reference_of, scores_old
 
 T = TypeVar("T")
-Folders = dict[Artifact, Path]
-
-
-class CancelledEarly(Exception):
-    """The job was cancelled before its first step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,8 @@ class Outcome:
     kept: Kept | None = None
 
 
-Passes = Generator[None, None, Outcome]
+Passes = Generator[Awaited | None, None, Outcome]
+"""Yields between its passes: None, or what the next one waits for."""
 
 
 @dataclass
@@ -134,28 +131,29 @@ def prepare(
     ranks: WorkerRanks,
     cancelled: Callable[[], bool],
     open_files: ExitStack,
-) -> Generator[None, None, Work]:
+) -> Generator[Awaited | None, None, Work]:
     """Stage inputs, put the engine on the device, load what to go on from, report `started`.
 
     Raises:
         JobFailed: what one rank could not do.
-        CancelledEarly: while log-probabilities were computed that the steps need.
+        CancelledEarly: while inputs were staged, or log-probabilities were computed that the steps need.
     """
     plan = job.plan
     make_deterministic(plan)
-    kept = warm.kept_for(job)
-    folders = staging.fetch(job, at_hand=(plan.initial_checkpoint, kept.reference) if kept else ())
-    model_sha256 = staging.contents_sha256(plan.model)
-    data, evaluator = ranks.agree(lambda: _open_data(plan, folders, open_files))
+    (folders, model_sha256), kept = yield from _stage_inputs(job, warm, staging, cancelled)
+    data, evaluator = ranks.agree(lambda: open_data(plan, folders, open_files))
     dispatcher = _take_engine(warm, plan, folders, kept, ranks)
-    ranks.agree(lambda: _check_probe(plan.probe, dispatcher.facts.vocab_size))
+    ranks.agree(lambda: check_probe(plan.probe, dispatcher.facts.vocab_size))
+    yield None  # not before: others may have what is kept forgotten until it is taken
     loss = loss_function(plan.loss, plan.temperature)
     work = Work(job, model_sha256, dispatcher, data, loss, evaluator, report, ranks, cancelled)
     load = partial(dispatcher.load_state, work.slot)
     # Several agreements: loading is collective, so no rank may come to it alone.
     if kept is None:
         ranks.agree(lambda: _make_trainable(work, folders))
+        yield None
     ranks.agree(lambda: _load_reference(work, folders, kept))
+    yield None
     yield from _agreed(work, _score_reference(work, folders))
     if kept is not None:
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, model_sha256))
@@ -177,6 +175,18 @@ def prepare(
         world_size=ranks.world_size,
     )
     return work
+
+
+def _stage_inputs(
+    job: Job, warm: WarmEngine, staging: Staging, cancelled: Callable[[], bool]
+) -> Generator[Awaited, None, tuple[Inputs, Kept | None]]:
+    """Stage what the job needs beside what its run's last job left in the engine, which is returned with it."""
+    kept = warm.kept_for(job)
+    at_hand = (job.plan.initial_checkpoint, kept.reference) if kept else ()
+    inputs = yield from staging.fetch(job, cancelled, at_hand)
+    if kept is not None and warm.kept_for(job) is None:  # it had to give way to what others left meanwhile
+        return (yield from staging.fetch(job, cancelled)), None
+    return inputs, kept
 
 
 def train(work: Work) -> Passes:
@@ -323,27 +333,6 @@ def _take_engine(
     except JobFailed:
         warm.refuse(plan)
         raise
-
-
-def _open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, Evaluator]:
-    def open_packed(data: PackedData) -> PackedBatches:
-        return open_files.enter_context(PackedBatches(folders[data.units], folders[data.plan]))
-
-    training, held_out, loss = open_packed(plan.data), plan.evaluation.data, held_out_loss(plan.loss)
-    check_columns(training.units, plan.loss)
-    if plan.num_steps > training.num_steps:
-        raise InvalidInput(f"the job has {plan.num_steps} steps, its data {training.num_steps}", "num_steps")
-    if held_out is None:
-        return training, Evaluator(plan.evaluation, None, [], folders[plan.model], loss)
-    evaluated, prompts = open_packed(held_out), read_prompts(folders[held_out.units])
-    check_columns(evaluated.units, loss)
-    return training, Evaluator(plan.evaluation, evaluated, prompts, folders[plan.model], loss)
-
-
-def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
-    for place, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise InvalidInput(f"token {token_id} is outside the vocabulary of {vocab_size}", f"probe[{place}]")
 
 
 def _make_trainable(work: Work, folders: Folders) -> None:

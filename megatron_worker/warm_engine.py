@@ -2,7 +2,7 @@
 
 import atexit
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,14 +76,6 @@ class WarmEngine:
         self.on_device = False
         self.in_hand: set[str] = set()
 
-    def accepts(self, plan: JobPlan) -> bool:
-        """Whether a job may begin now: alone, or with an adapter of its own beside other runs' on the same engine."""
-        if not self.in_hand:
-            return True
-        assert self.dispatcher is not None
-        is_beside_adapters = isinstance(plan.trainable, Lora) and None not in self.dispatcher.slots
-        return is_beside_adapters and self._key == WorkerKey.of(plan) and plan.run_id not in self.in_hand
-
     def kept_for(self, job: Job) -> Kept | None:
         """Return what the run's last job left, if this job begins with it."""
         kept = self._kept.get(job.plan.run_id) if self._key == WorkerKey.of(job.plan) else None
@@ -152,6 +144,13 @@ class WarmEngine:
         assert self.dispatcher is not None
         for slot in slots_of(run_id, trainable):
             self.dispatcher.drop_slot(slot)
+
+
+def fits_beside(plan: JobPlan, others: Collection[JobPlan]) -> bool:
+    """Whether a job may begin: alone, or with an adapter of its own beside other runs' on an equal engine."""
+    are_alike = all(isinstance(each.trainable, Lora) and WorkerKey.of(each) == WorkerKey.of(plan) for each in others)
+    is_another = plan.run_id not in {other.run_id for other in others}
+    return not others or (isinstance(plan.trainable, Lora) and are_alike and is_another)
 
 
 def slots_of(run_id: str, trainable: Lora | Full) -> tuple[Slot, str]:

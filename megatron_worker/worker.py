@@ -1,12 +1,13 @@
 """The resident worker: rank 0 watches the folder, every rank does the job that it broadcasts."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megatron_worker.ending import end_job
+from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import Report
 from megatron_worker.process.faults import Fault
 from megatron_worker.process.job_queue import Claim, JobQueue
@@ -14,7 +15,7 @@ from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.runner import Outcome, Passes, run_job
 from megatron_worker.training.checkpoint import RandomState, random_state, set_random_state
-from megatron_worker.warm_engine import BuildEngine, WarmEngine
+from megatron_worker.warm_engine import BuildEngine, WarmEngine, fits_beside
 from shared.contract import Frozen
 from shared.jobs.job import Job
 from shared.storage.paths import WorkerPaths, write_atomically
@@ -43,43 +44,58 @@ class CancelFlag:
 
     def __call__(self) -> bool:
         if not self._seen:
-            asked = self._ranks.rank == 0 and self._asked()
-            self._seen = bool(self._ranks.largest([int(asked)])[0])
+            self._seen = bool(self._ranks.largest([int(self.is_asked())])[0])
         return self._seen
+
+    def is_asked(self) -> bool:
+        """Whether rank 0 is asked for it, on rank 0."""
+        return self._ranks.rank == 0 and self._asked()
 
 
 class Turns:
     """Whose pass is next: of the tenants with a job in hand that which has had the least time, of its runs the one that
     has waited longest.
 
-    A tenant that comes begins with as much as the least of those that are there, so that nobody is kept waiting until a
-    newcomer has had what they had.
+    A tenant that comes, or comes back, counts as having had as much as the least of those that are there, if not more:
+    nobody is kept waiting until it has had what they had meanwhile, and nobody gains by going away.
     """
 
     def __init__(self) -> None:
-        self._had_s: dict[str, float] = {}
+        self._had_by_s: dict[str, float] = {}
+        self._least_s = 0.0
 
     def had(self, tenant: str, seconds: float) -> None:
         """Note the time of a pass."""
-        self._had_s[tenant] = self._had_s.get(tenant, 0.0) + seconds
+        self._had_by_s[tenant] = self._had_s(tenant) + seconds
 
     def next(self, waiting: Sequence[tuple[str, str]]) -> str:
         """The run to go on with, of runs and their tenants, those first that have waited longest."""
-        present = {tenant for _, tenant in waiting}
-        least_s = min((had_s for tenant, had_s in self._had_s.items() if tenant in present), default=0.0)
-        self._had_s = {tenant: self._had_s.get(tenant, least_s) for tenant in present}
-        return min(waiting, key=lambda each: self._had_s[each[1]])[0]
+        run_id, tenant = min(waiting, key=lambda each: self._had_s(each[1]))
+        self._least_s = self._had_s(tenant)
+        return run_id
+
+    def _had_s(self, tenant: str) -> float:
+        return max(self._had_by_s.get(tenant, 0.0), self._least_s)
 
 
 @dataclass
 class InHand:
-    """A job that has begun. `random_state`: where its passes draw on, while another job's are done."""
+    """A job that has begun. `random_state`: where its passes draw on, while another job's are done.
+
+    `awaited`: what its next pass waits for.
+    """
 
     job: Job
     passes: Passes
     report: Report
+    cancel: CancelFlag
     archive: Callable[[], None]
+    awaited: Awaited | None = None
     random_state: RandomState = field(default_factory=random_state)
+
+    def is_ready(self) -> bool:
+        """Whether its next pass has something to do, on rank 0."""
+        return self.awaited is None or self.awaited() or self.cancel.is_asked()
 
 
 class Worker:
@@ -99,7 +115,7 @@ class Worker:
 
     def serve(self, paths: WorkerPaths) -> None:
         """Do jobs until the folder's `stop` stands and no job is in hand."""
-        reader = QueueReader(paths, self._warm) if self._ranks.rank == 0 else None
+        reader = QueueReader(paths) if self._ranks.rank == 0 else None
         while True:
             order = self._next_order(reader)
             match order.kind:
@@ -108,7 +124,7 @@ class Worker:
                 case "begin":
                     assert order.job is not None
                     self._begin_claimed(order.job, order.stale, reader)
-                    if not order.stale:  # what it takes, it has taken before another one is looked at
+                    if not order.stale:
                         self._advance(order.job.plan.run_id)
                 case "go_on":
                     assert order.run_id is not None
@@ -129,12 +145,12 @@ class Worker:
         """A job from its inputs to its terminal event. `cancelled` and `archive` are asked on rank 0 alone."""
         self._begin(job, report, cancelled, archive)
         while (outcome := self._advance(job.plan.run_id)) is None:
-            pass
+            while self._ranks.rank == 0 and not self._in_hand[job.plan.run_id].is_ready():
+                time.sleep(SOON_POLL_S)
         return outcome
 
     def _next_order(self, reader: "QueueReader | None") -> Order:
-        waiting = [(run_id, task.job.tenant) for run_id, task in self._in_hand.items()]
-        order = reader.next_order(self._turns.next(waiting) if waiting else None) if reader else None
+        order = reader.next_order(self._in_hand, self._turns) if reader else None
         return Order.model_validate_json(self._ranks.broadcast(order.model_dump_json().encode() if order else None))
 
     def _begin_claimed(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
@@ -154,7 +170,7 @@ class Worker:
     def _begin(self, job: Job, report: Report, cancelled: Callable[[], bool], archive: Callable[[], None]) -> None:
         flag = CancelFlag(self._ranks, cancelled)
         passes = run_job(job, self._warm, self._staging, report, self._ranks, flag)
-        self._in_hand[job.plan.run_id] = InHand(job, passes, report, archive)
+        self._in_hand[job.plan.run_id] = InHand(job, passes, report, flag, archive)
 
     def _advance(self, run_id: str) -> Outcome | None:
         """Do one pass of a job, the last of them with the job's end; then it is the last in line for the next."""
@@ -164,7 +180,7 @@ class Worker:
         self._last = run_id
         began = time.monotonic()
         try:
-            next(task.passes)
+            task.awaited = next(task.passes)
         except StopIteration as end:
             outcome: Outcome = end.value
             end_job(task.job, outcome, self._warm, task.report, self._ranks, task.archive)
@@ -179,26 +195,26 @@ class Worker:
 class QueueReader:
     """Rank 0's own: the queue, and the claim of the job that began last."""
 
-    def __init__(self, paths: WorkerPaths, warm: WarmEngine) -> None:
+    def __init__(self, paths: WorkerPaths) -> None:
         self.queue = JobQueue(paths)
         self.claim: Claim
-        self._warm = warm
         write_atomically(paths.ready, b"")
 
-    def next_order(self, in_turn: str | None) -> Order:
-        """Begin a job that has come, or go on with the run whose turn it is; where there is none, wait.
+    def next_order(self, in_hand: Mapping[str, InHand], turns: Turns) -> Order:
+        """Begin a job that has come, or go on with the run whose turn it is; where none is ready, wait.
 
         Speaks up now and then all the same.
         """
         began = time.monotonic()
+        plans = [task.job.plan for task in in_hand.values()]
         while (waited_s := time.monotonic() - began) < KEEP_ALIVE_S:
             is_leaving = self.queue.should_leave()
-            if is_leaving and in_turn is None:
+            if is_leaving and not in_hand:
                 return Order(kind="leave")
-            if not is_leaving and (claim := self.queue.claim(self._warm.accepts)) is not None:
+            if not is_leaving and (claim := self.queue.claim(lambda plan: fits_beside(plan, plans))) is not None:
                 self.claim = claim
                 return Order(kind="begin", job=claim.job, stale=claim.stale)
-            if in_turn is not None:
-                return Order(kind="go_on", run_id=in_turn)
+            if ready := [(run_id, task.job.tenant) for run_id, task in in_hand.items() if task.is_ready()]:
+                return Order(kind="go_on", run_id=turns.next(ready))
             time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
         return Order(kind="wait")

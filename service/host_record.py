@@ -23,7 +23,7 @@ from temporalio.service import RPCError
 from temporalio.worker import ActivityInboundInterceptor, ExecuteActivityInput
 from temporalio.worker import Interceptor as WorkerInterceptor
 
-from shared.errors import WorkerLost
+from shared.errors import LeaseLost
 
 # An answer is sent after the activity's end, and may wait for a server that is away. To fail an activity whose
 # answer did arrive harms nothing: the server knows it no more.
@@ -101,7 +101,7 @@ class _Noting(ActivityInboundInterceptor):
 async def _fail(client: Client, token: bytes) -> None:
     try:
         async with asyncio.timeout(_TELL_S):
-            await client.get_async_activity_handle(task_token=token).fail(WorkerLost("its host was killed"))
+            await client.get_async_activity_handle(task_token=token).fail(LeaseLost("its host was killed"))
         _log.warning("failed an activity of a host that was killed")
     except (RPCError, TimeoutError) as error:  # most had been answered, and are not known any more
         _log.info("an activity of a host that was killed: %s", error)

@@ -53,3 +53,11 @@ class CorruptArtifact(InvalidInput):
 
 class WorkerLost(LongshoreError):
     """The worker process ended, or went silent, without a terminal event."""
+
+
+class LeaseLost(WorkerLost):
+    """The lease of a worker ended, and not by what its process did: its host was killed, or it serves another lease."""
+
+
+class HostLeft(LeaseLost):
+    """The host that held the lease shuts down: nothing was lost that ought to have stayed."""

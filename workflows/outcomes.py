@@ -22,6 +22,8 @@ _KINDS = {
     "StoreUnavailable": "store_unavailable",
     "DiskFull": "disk_full",
     "WorkerLost": "worker_lost",
+    "LeaseLost": "worker_lost",
+    "HostLeft": "worker_lost",
     "SamplerUnavailable": "sampler_unavailable",
     "SamplerMismatch": "sampler_mismatch",
 }

@@ -12,7 +12,7 @@ from activities.hosts.progress import Signals
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess, last_words, tail
 from shared.contract import Fence, Frozen
-from shared.errors import InvalidInput, LongshoreError, WorkerLost
+from shared.errors import HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
 from shared.runs.requests import RunId
 from shared.storage.paths import RunKeys
@@ -139,7 +139,7 @@ class Lease:
             if not self._record(mark):
                 if request.join_queue is not None:
                     return
-                raise WorkerLost(f"lease {mark.fence.label} of {mark.run_id} was taken before")
+                raise LeaseLost(f"lease {mark.fence.label} of {mark.run_id} was taken before")
             with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
                 if worker is None or not self._lease.tell(worker, mark):
                     return
@@ -201,7 +201,7 @@ def _is_up(worker: WorkerProcess, timeout_s: float) -> bool:
 def _is_held(worker: WorkerProcess) -> bool:
     """True while the lease goes on. Raises WorkerLost when it cannot, and InvalidInput when no other could either."""
     if host_is_leaving():
-        raise WorkerLost(HOST_LEAVES)
+        raise HostLeft(HOST_LEAVES)
     if activity.is_cancelled():
         return False
     if not worker.is_alive():

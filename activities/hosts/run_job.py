@@ -16,7 +16,7 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, own
 from shared.contract import Fence, Frozen
-from shared.errors import WorkerLost
+from shared.errors import HostLeft, WorkerLost
 from shared.jobs.events import Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
@@ -179,7 +179,7 @@ class _Attempt:
     def _obey(self) -> None:
         """Pass a cancellation on to the worker, and end a worker that does not follow it in time."""
         if host_is_leaving():
-            raise WorkerLost(HOST_LEAVES)
+            raise HostLeft(HOST_LEAVES)
         if not activity.is_cancelled():
             return
         if self.kill_at is None:

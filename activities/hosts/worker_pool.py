@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from activities.hosts.worker_process import WorkerCommand, WorkerProcess, end_leftovers, launch
-from shared.errors import LongshoreError, WorkerLost
+from shared.errors import LeaseLost, LongshoreError
 from shared.jobs.layout import MAX_WORLD_SIZE
 from shared.jobs.leases import LeaseMark, ProcessKey
 from shared.storage.paths import HostPaths
@@ -136,12 +136,12 @@ class WorkerPool:
         """The worker of a lease, kept from release until the block ends.
 
         Raises:
-            WorkerLost: this host has no such worker any more, or it serves another lease.
+            LeaseLost: this host has no such worker any more, or it serves another lease.
         """
         with self._lock:
             worker = self._leased.get(worker_id)
             if worker is None or worker.leases.get(lease.run_id) != lease:
-                raise WorkerLost(f"worker {worker_id} no longer serves this run's lease")
+                raise LeaseLost(f"worker {worker_id} no longer serves this run's lease")
             worker.num_jobs[lease.run_id] += 1
         try:
             yield worker

@@ -31,8 +31,6 @@ _NEW_S = 10.0
 # How often an idle OpenMP thread looks for work before it sleeps: 10 us. libgomp's own 300,000, 3 ms, is time that the
 # others on a busy machine do not get: 2 threads beside 2 busy processes took 6.6 s for a step of 0.4 s, so 1.1 s.
 _SPIN_COUNT = "1000"
-WORKER_DIED = "the worker process"
-"""What the message of a loss begins with that began in the worker, and not with its host."""
 _log = logging.getLogger(__name__)
 
 
@@ -116,7 +114,7 @@ class WorkerProcess:
         code = self.exit_code
         how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = last_words(tail(self.paths.output))
-        return f"{WORKER_DIED} {how}" + (f"; it said last: {said}" if said else "")
+        return f"the worker process {how}" + (f"; it said last: {said}" if said else "")
 
     def end(self, polite: bool = False) -> None:
         """End every process of the group, and reap it. Safe to repeat.

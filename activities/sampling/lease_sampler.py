@@ -14,7 +14,7 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
 from shared.contract import Frozen
-from shared.errors import SamplerUnavailable, WorkerLost
+from shared.errors import HostLeft, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.runs.requests import RunId
 from shared.storage.paths import WorkerPaths
@@ -76,7 +76,7 @@ class LeaseSampler:
                     self._hold(request)
         except CancelledError as error:
             if host_is_leaving():
-                raise WorkerLost(HOST_LEAVES) from error
+                raise HostLeft(HOST_LEAVES) from error
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
         mark = mark_of(request.run_id, request.epoch)

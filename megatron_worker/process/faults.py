@@ -22,6 +22,10 @@ class JobFailed(Exception):
         super().__init__(fault.message)
 
 
+class CancelledEarly(Exception):
+    """The job was cancelled before its first step."""
+
+
 def fault_of(error: Exception) -> Fault:
     match error:
         case JobFailed():

@@ -1,14 +1,27 @@
 """A job's inputs as local folders, every hash checked. One rank of each machine fetches, the others find it done."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
+from megatron_worker.process.background import Awaited, Check, in_background
 from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Artifact
 from shared.jobs.job import Job, PackedData, reference_of
 from shared.settings import S3Settings
 from shared.storage.artifacts import files_of, stage
+
+Folders = dict[Artifact, Path]
+
+
+class Inputs(NamedTuple):
+    """A job's artifacts as folders, and the SHA-256 of the base model's files, wherever they lie."""
+
+    folders: Folders
+    model_sha256: str
 
 
 @dataclass(frozen=True)
@@ -18,21 +31,39 @@ class Staging:
     cache: Path
     s3: S3Settings
     ranks: WorkerRanks
+    _locks: "WeakValueDictionary[Artifact, Lock]" = field(default_factory=WeakValueDictionary, init=False)
+    _locks_lock: Lock = field(default_factory=Lock, init=False)
 
-    def fetch(self, job: Job, at_hand: Collection[Artifact | None] = ()) -> dict[Artifact, Path]:
-        """Every input of the job but those at hand. Raises JobFailed on all ranks when one of them cannot have one."""
+    def fetch(
+        self, job: Job, cancelled: Callable[[], bool], at_hand: Collection[Artifact | None] = ()
+    ) -> Generator[Awaited, None, Inputs]:
+        """Every input of the job but those at hand. Yields while a store keeps it waiting.
+
+        Raises:
+            JobFailed: on all ranks, when one of them cannot have an input.
+            CancelledEarly: the transfer ends soon, and leaves nothing in the cache.
+        """
         wanted = [artifact for artifact in artifacts_of(job) if artifact not in at_hand]
 
-        def fetch_all() -> dict[Artifact, Path]:
-            return {artifact: stage(artifact, self.cache, self.s3) for artifact in wanted}
+        def fetch_all(check: Check) -> Inputs:
+            folders = {artifact: self._stage(artifact, check) for artifact in wanted}
+            return Inputs(folders, files_of(job.plan.model, self.s3)[1].contents_sha256)
 
         if self.ranks.world_size > 1:
-            self.ranks.agree(lambda: fetch_all() if self.ranks.local_rank == 0 else {})
-        return self.ranks.agree(fetch_all)
+            is_first = self.ranks.local_rank == 0
+            yield from in_background(lambda check: fetch_all(check) if is_first else None, self.ranks, cancelled)
+        return (yield from in_background(fetch_all, self.ranks, cancelled))
 
-    def contents_sha256(self, artifact: Artifact) -> str:
-        """What an artifact's files are, wherever they lie. Raises JobFailed as `fetch`."""
-        return self.ranks.agree(lambda: files_of(artifact, self.s3)[1].contents_sha256)
+    def _stage(self, artifact: Artifact, check: Check) -> Path:
+        """Stage it when no other job is at it: what several want is fetched once."""
+        with self._locks_lock:
+            lock = self._locks.setdefault(artifact, Lock())
+        while not lock.acquire(timeout=0.05):
+            check()
+        try:
+            return stage(artifact, self.cache, self.s3, check=check)
+        finally:
+            lock.release()
 
 
 def artifacts_of(job: Job) -> list[Artifact]:

@@ -301,8 +301,10 @@ def _failure(error: WorkflowFailureError) -> Exception:
                 place, separator, rest = cause.message.partition(": ")
                 is_placed = separator and place in _PLACES
                 return InvalidInput(rest, place) if is_placed else InvalidInput(cause.message)
-            case ApplicationError(type="WorkerLost" | "SamplerUnavailable" | "StoreUnavailable") | TooLate():
-                return _Lost(f"{cause.message}")
+            case ApplicationError(type="WorkerLost" | "LeaseLost" | "HostLeft"):
+                return _Lost(cause.message)
+            case ApplicationError(type="SamplerUnavailable" | "StoreUnavailable") | TooLate():
+                return _Lost(cause.message)
     return error
 
 

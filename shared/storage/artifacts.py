@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,7 +18,7 @@ from shared.errors import CorruptArtifact, NotFound
 from shared.field_rules import first_rule
 from shared.settings import S3Settings
 from shared.storage.paths import MANIFEST, content_key, fsync_folder, write_atomically
-from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
+from shared.storage.store import LocalStore, ObjectStore, disk_errors, go_on, open_store, open_uri, uri_of
 
 _CHUNK_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 20
@@ -187,7 +187,9 @@ def files_of(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Manifest]
     return open_store(manifest.root or artifact.uri, s3), manifest
 
 
-def stage(artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...] = ()) -> Path:
+def stage(
+    artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...] = (), check: Callable[[], None] = go_on
+) -> Path:
     """An artifact as a local folder, every file's hash checked.
 
     Files that are on this machine are used where they lie; others are copied into `cache`, under the artifact's hash.
@@ -195,6 +197,7 @@ def stage(artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...]
 
     Args:
         only: patterns such as `tokenizer*`: the files that are wanted, where not all are.
+        check: called between files, and from any thread as parts of one arrive. What it raises ends the staging.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
@@ -202,34 +205,35 @@ def stage(artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...]
     store, whole = files_of(artifact, s3)
     manifest = Manifest(files=tuple(e for e in whole.files if not only or any(fnmatch(e.path, p) for p in only)))
     if isinstance(store, LocalStore):
-        _check(store.root, manifest, cache)
+        _check(store.root, manifest, cache, check)
         return store.root
     target = cache / "artifacts" / (content_key(artifact.sha256, *only) if only else artifact.sha256)
     try:
-        _check(target, manifest, cache)
+        _check(target, manifest, cache, check)
     except CorruptArtifact:  # not here yet, or spoilt since
-        _fetch(store, manifest, target, cache)
-        _check(target, manifest, cache)
+        _fetch(store, manifest, target, cache, check)
+        _check(target, manifest, cache, check)
     return target
 
 
-def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path) -> None:
+def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path, check: Callable[[], None]) -> None:
     """Copy and check, then give the folder its name: what carries the name was whole once."""
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         for entry in manifest.files:
-            _fetch_file(store, entry, temporary / entry.path)
+            _fetch_file(store, entry, temporary / entry.path, check)
         with disk_errors(temporary):
             write_atomically(temporary / MANIFEST, manifest.encoded())
-        _take_place(temporary, target, manifest, cache)
+        _take_place(temporary, target, manifest, cache, check)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path) -> None:
+def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path, check: Callable[[], None]) -> None:
     place = uri_of(store, entry.path)
+    check()
     try:
-        store.get_file(entry.path, path)
+        store.get_file(entry.path, path, check)
     except NotFound as error:
         raise CorruptArtifact("the file is missing", place) from error
     if (size := path.stat().st_size) != entry.size:
@@ -238,7 +242,7 @@ def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path) -> None:
         raise CorruptArtifact("the file's SHA-256 is not the manifest's", place)
 
 
-def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> None:
+def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path, check: Callable[[], None]) -> None:
     """Give a whole folder its name. A whole one that has it already is left alone: somebody may be reading it."""
     try:
         new.rename(target)
@@ -247,19 +251,20 @@ def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path) -> Non
         if not target.exists():
             raise
     try:
-        _check(target, manifest, cache)
+        _check(target, manifest, cache, check)
     except CorruptArtifact:
         target.rename(new / "spoilt")
         new.rename(target)
         shutil.rmtree(target / "spoilt", ignore_errors=True)
 
 
-def _check(folder: Path, manifest: Manifest, cache: Path) -> None:
+def _check(folder: Path, manifest: Manifest, cache: Path, check: Callable[[], None]) -> None:
     stamp = _stamp(folder, manifest)
     mark = _mark(folder, manifest, cache)
     if mark.exists() and mark.read_bytes() == stamp:
         return
     for entry in manifest.files:
+        check()
         if sha256_file(folder / entry.path) != entry.sha256:
             raise CorruptArtifact("the file's SHA-256 is not the manifest's", str(folder / entry.path))
     write_atomically(mark, stamp)

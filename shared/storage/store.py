@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +32,9 @@ class ObjectInfo:
     etag: str | None = None
 
 
+def go_on() -> None: ...
+
+
 class ObjectStore(Protocol):
     """Blobs under keys. An object appears whole or not at all. Blocking: call it from a thread.
 
@@ -50,7 +53,9 @@ class ObjectStore(Protocol):
 
     def get_bytes(self, key: str) -> bytes: ...
 
-    def get_file(self, key: str, path: Path) -> None: ...
+    def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
+        """Copy an object to a path. `check` is called as parts arrive, from any thread; what it raises is raised."""
+        ...
 
     def read_range(self, key: str, start: int, length: int) -> bytes: ...
 
@@ -133,7 +138,8 @@ class LocalStore:
         with self._open(key) as file:
             return file.read()
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
+        check()
         with self._open(key) as source, disk_errors(path), replacing(path) as copy:
             _copy(source, copy)
 
@@ -293,10 +299,10 @@ class S3Store:
         with self._errors(key):
             return self._client.get_object(Bucket=self.bucket, Key=self._key(key))["Body"].read()
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, check: Callable[[], None] = go_on) -> None:
         with disk_errors(path), self._errors(key):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._client.download_file(self.bucket, self._key(key), str(path))
+            self._client.download_file(self.bucket, self._key(key), str(path), Callback=lambda _: check())
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         from botocore.exceptions import ClientError

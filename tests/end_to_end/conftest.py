@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.activities.groups import random_groups
+from tests.end_to_end.runs import Groups, jsonl
 from tests.end_to_end.stack import Answer, Stack, started
 
 QUICK = {
@@ -103,3 +105,21 @@ def sft_options(options: list[str]) -> list[str]:
 def undisturbed(stack: Stack, sft_options: list[str]) -> Answer:
     """The run as it ends when nothing happens to it."""
     return stack.cli(*sft_options, "--wait", "--timeout", "600")
+
+
+@pytest.fixture(scope="session")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Groups:
+    """The file of a step: four groups of four, in two mini-batches twice over."""
+    folder = tmp_path_factory.mktemp("groups")
+    return lambda number: str(jsonl(folder / f"{number}.jsonl", random_groups(seed=number)))
+
+
+@pytest.fixture(scope="session")
+def rl_options(tiny_model: Path) -> list[str]:
+    """A run whose steps a client sends."""
+    loss = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28, "kl": {"coefficient": 0.01}, "old": "trainer"}
+    return [
+        *("submit", "rl", "--json", "--model", str(tiny_model), "--loss", json.dumps(loss), "--lora-rank", "4"),
+        *("--learning-rate", "0.01", "--warmup", "3", "--mini-batches", "2", "--epochs", "2", "--max-tokens", "64"),
+        *("--seed", "7", "--idle", "20"),
+    ]

@@ -1,6 +1,5 @@
 """Preference pairs in, a published adapter out, through every process of the real system; the same in plain PEFT."""
 
-import json
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -9,26 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 
 pytestmark = pytest.mark.slow
 
 LORA_RANK, LORA_ALPHA, BETA, LEARNING_RATE, STEPS = 4, 8.0, 0.2, 0.002, 4
-
-
-def pair(number: int) -> dict[str, Any]:
-    """A question about the harbour: an answer in crates is preferred to one in sacks."""
-    return {
-        "input": {"messages": [{"role": "user", "content": f"How much is on quay {number}?"}]},
-        "preferred_output": [{"role": "assistant", "content": f"{number * 7 % 50} crates."}],
-        "non_preferred_output": [{"role": "assistant", "content": f"A sack of grain, or {number % 9}."}],
-    }
-
-
-def jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")

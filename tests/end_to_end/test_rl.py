@@ -3,59 +3,24 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.activities.groups import group, random_groups
+from tests.activities.groups import group
+from tests.end_to_end.runs import Groups, train, weights
 from tests.end_to_end.stack import Stack, wait_until
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 4
-LOSS = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28, "kl": {"coefficient": 0.01}, "old": "trainer"}
-Groups = Callable[[int], str]
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Groups:
-    """The file of a step: four groups of four, in two mini-batches twice over."""
-    folder = tmp_path_factory.mktemp("groups")
-
-    def file_of(number: int) -> str:
-        path = folder / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(one) + "\n" for one in random_groups(seed=number)))
-        return str(path)
-
-    return file_of
-
-
-@pytest.fixture(scope="module")
-def options(tiny_model: Path) -> list[str]:
-    return [
-        *("submit", "rl", "--json", "--model", str(tiny_model), "--loss", json.dumps(LOSS), "--lora-rank", "4"),
-        *("--learning-rate", "0.01", "--warmup", "3", "--mini-batches", "2", "--epochs", "2", "--max-tokens", "64"),
-        *("--seed", "7", "--idle", "20"),
-    ]
-
-
-def train(stack: Stack, run_id: str, groups: Groups, number: int) -> dict:
-    """A step to its end, however often it has to be asked for: its key trains once."""
-    return stack.cli(
-        *("step", run_id, groups(number), "--key", f"key-{number}", "--wait", "--timeout", "600", "--json")
-    ).json
-
-
-def weights(step: dict) -> bytes:
-    return Path(step["adapter"].removeprefix("file://"), "adapter_model.safetensors").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(stack: Stack, options: list[str], groups: Groups) -> list[dict]:
+def undisturbed(stack: Stack, rl_options: list[str], groups: Groups) -> list[dict]:
     """All steps in one run that nothing happens to."""
-    run_id = stack.cli(*options).json["run_id"]
+    run_id = stack.cli(*rl_options).json["run_id"]
     steps = [train(stack, run_id, groups, number) for number in range(1, NUM_STEPS + 1)]
     stack.cli("finish", run_id)
     stack.cli("watch", run_id, "--timeout", "600")
@@ -73,11 +38,11 @@ def test_every_step_trains_the_policy_on(undisturbed: list[dict]) -> None:
 
 
 def test_everything_is_killed_in_the_middle_and_the_last_adapter_has_the_same_bits(
-    fresh_stack: Stack, options: list[str], groups: Groups, undisturbed: list[dict]
+    fresh_stack: Stack, rl_options: list[str], groups: Groups, undisturbed: list[dict]
 ) -> None:
     """N steps, every process killed while the next one trains, the stack started anew, N more."""
     stack = fresh_stack
-    run_id = stack.cli(*options).json["run_id"]
+    run_id = stack.cli(*rl_options).json["run_id"]
     half = NUM_STEPS // 2
     steps = [train(stack, run_id, groups, number) for number in range(1, half + 1)]
     stack.cli("step", run_id, groups(half + 1), "--key", f"key-{half + 1}")
@@ -108,9 +73,9 @@ def _kill_everything(stack: Stack) -> None:
 
 
 def test_the_same_key_twice_trains_once_and_with_other_groups_is_refused(
-    stack: Stack, options: list[str], groups: Groups, undisturbed: list[dict]
+    stack: Stack, rl_options: list[str], groups: Groups, undisturbed: list[dict]
 ) -> None:
-    run_id = stack.cli(*options).json["run_id"]
+    run_id = stack.cli(*rl_options).json["run_id"]
     first = train(stack, run_id, groups, 1)
     assert weights(first) == weights(undisturbed[0])
     assert train(stack, run_id, groups, 1) == first
@@ -127,9 +92,9 @@ def test_the_same_key_twice_trains_once_and_with_other_groups_is_refused(
 
 
 def test_groups_that_cannot_be_trained_are_told_with_place_and_rule(
-    stack: Stack, options: list[str], tmp_path: Path
+    stack: Stack, rl_options: list[str], tmp_path: Path
 ) -> None:
-    run_id = stack.cli(*options).json["run_id"]
+    run_id = stack.cli(*rl_options).json["run_id"]
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(group(0.0, 1.0)) + "\n" + json.dumps(group(0.0, float("nan"))) + "\n")
     answer = stack.cli("step", run_id, str(bad), "--wait", check=False)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.runs import Groups, jsonl, pair, train, weights
 from tests.end_to_end.stack import Answer, Stack, wait_until
-from tests.end_to_end.test_dpo import jsonl, pair
-from tests.end_to_end.test_rl import Groups, groups, options, train, weights  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.slow
 
@@ -16,8 +15,8 @@ def test_runs_beside_others_end_in_the_bits_that_they_have_alone(
     tiny_model: Path,
     chat_dataset: Path,
     tmp_path: Path,
-    options: list[str],  # noqa: F811
-    groups: Groups,  # noqa: F811
+    rl_options: list[str],
+    groups: Groups,
 ) -> None:
     """The stack has one GPU host, and a run that holds it throughout: only beside it can the others be trained."""
     pairs = jsonl(tmp_path / "pairs.jsonl", [pair(number) for number in range(32)])
@@ -34,7 +33,7 @@ def test_runs_beside_others_end_in_the_bits_that_they_have_alone(
         return stack.cli(*command).json["run_id"]
 
     def policy_steps() -> list[bytes]:
-        run_id = submitted(options)
+        run_id = submitted(rl_options)
         steps = [weights(train(stack, run_id, groups, number)) for number in (1, 2)]
         stack.cli("finish", run_id)
         ended(stack, run_id)

@@ -1,12 +1,18 @@
 """Run by the launcher on two ranks: what the ranks agree on, and what they find out when one of them fails alone."""
 
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
-from megatron_worker.process.faults import JobFailed
+from megatron_worker.process.background import Check, in_background
+from megatron_worker.process.faults import CancelledEarly, JobFailed
 from megatron_worker.process.ranks import WorkerRanks, connect
 from shared.errors import InvalidInput
+
+T = TypeVar("T")
 
 
 def fail_on(control: WorkerRanks, ranks: tuple[int, ...]) -> str:
@@ -52,10 +58,58 @@ def check_a_fault_of_one_rank(control: WorkerRanks) -> None:
     time.sleep(1.5)
 
 
+def drive(control: WorkerRanks, call: Callable[[Check], T], is_cancelled: bool = False) -> tuple[int, T]:
+    """How often a call in the background yields, and what it returns. A cancel is known to rank 0."""
+    passes, num_passes = in_background(call, control, lambda: control.total([control.rank == 0 and is_cancelled])[0]), 0
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return num_passes, end.value
+        num_passes += 1
+
+
+def check_calls_in_the_background(control: WorkerRanks) -> None:
+    """One rank's call takes longer, or fails, or is not waited for any more: all of them come out alike."""
+
+    def slow_on_rank_1(check: Check) -> int:
+        time.sleep(0.5 * control.rank)
+        return control.rank
+
+    def broken_on_rank_1(check: Check) -> None:
+        if control.rank == 1:
+            raise InvalidInput("it cannot come", "units")
+
+    def endless(check: Check) -> None:
+        try:
+            while True:
+                check()
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    num_passes, rank = drive(control, slow_on_rank_1)
+    assert rank == control.rank and num_passes > 1 and control.total([num_passes]) == [2 * num_passes]
+    try:
+        drive(control, broken_on_rank_1)
+    except JobFailed as failed:
+        assert failed.fault.message == "units: it cannot come"
+    else:
+        raise AssertionError("a fault of one rank's call was not told to the other")
+    ended = threading.Event()
+    try:
+        drive(control, endless, is_cancelled=True)
+    except CancelledEarly:
+        assert ended.wait(60)
+    else:
+        raise AssertionError("a cancel was not heard")
+
+
 def main() -> int:
     with connect() as control:
         check_messages(control)
         check_agreement(control)
+        check_calls_in_the_background(control)
         check_a_fault_of_one_rank(control)
     print("agreed", flush=True)
     return 0

@@ -1,9 +1,6 @@
 """One worker, several runs: jobs of adapters are done in turn, and each ends as it would alone."""
 
-import threading
-import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,15 +8,14 @@ import pytest
 import torch
 
 from megatron_worker.engine import LossFunction
-from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Turns
-from shared.jobs.events import Cancelled, Failed, Started, Succeeded, Terminal
-from shared.jobs.job import Checkpointing, Evaluation, Full, Job, JobPlan, Lora, PackedData, Schedule
+from shared.jobs.events import Cancelled, Failed, Started, Succeeded
+from shared.jobs.job import Checkpointing, Evaluation, Full, JobPlan, Lora, PackedData, Schedule
 from shared.storage.paths import WorkerPaths, write_atomically
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
-from tests.megatron_worker.tiny_engine import TinyEngine, build
-from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, submit, write_plan
+from tests.megatron_worker.tiny_engine import TinyEngine
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, serve
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
 
 @pytest.fixture
@@ -35,28 +31,6 @@ def plans(workshop: Workshop) -> list[JobPlan]:
         workshop.plan(run_id="run-2", trainable=Lora(rank=2, alpha=4), seed=11, evaluation=evaluation),
         workshop.plan(run_id="run-3", trainable=Lora(rank=8, alpha=8), checkpointing=Checkpointing(every_steps=2)),
     ]
-
-
-def serve(workshop: Workshop, jobs: Sequence[JobPlan], build: BuildEngine = build, name: str = "shared") -> list[Job]:
-    """A worker that finds these jobs in its folder, and is asked to leave when the last of them has ended."""
-    paths = WorkerPaths(workshop.root / name)
-    submitted = [submit(paths, plan) for plan in jobs]
-
-    def stop_at_the_end() -> None:
-        deadline = time.monotonic() + 300
-        while not all(has_ended(job) for job in submitted) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        write_atomically(paths.stop, b"")
-
-    watching = threading.Thread(target=stop_at_the_end)
-    watching.start()
-    new_worker(workshop.root, build).serve(paths)
-    watching.join()
-    return submitted
-
-
-def has_ended(job: Job) -> bool:
-    return Path(job.log_path).exists() and isinstance((read_log(job.log_path) or [None])[-1], Terminal)
 
 
 class Noted(TinyEngine):
@@ -136,6 +110,24 @@ def test_tenants_have_equal_shares_however_many_runs_they_have():
         passes.append(turns.next(waiting))
         turns.had(dict(waiting)[passes[-1]], 1.0)
     assert 3 <= passes.count("c1") <= 5, "a newcomer has its third from now on, and nothing for the time before"
+
+
+def test_nobody_gains_by_going_away_and_nobody_loses():
+    """As a tenant does whose jobs are short, or whose inputs take their time to come."""
+    turns, had = Turns(), Counter[str]()
+    for number in range(300):
+        waiting = [("a", "a"), ("b", "b")] if number % 3 else [("a", "a")]
+        tenant = turns.next(waiting)
+        turns.had(tenant, 1.0 if tenant == "a" else 5.0)
+        had[tenant] += 1 if tenant == "a" else 5
+    assert abs(had["a"] - had["b"]) <= 6, had
+    for _ in range(1000):
+        turns.had(turns.next([("a", "a")]), 1.0)
+    passes = [turns.next([("a", "a"), ("b", "b")])]
+    for _ in range(9):
+        turns.had(passes[-1], 1.0)
+        passes.append(turns.next([("a", "a"), ("b", "b")]))
+    assert 4 <= passes.count("b") <= 6, "nothing is made up for"
 
 
 def test_a_job_that_ends_leaves_the_others_their_engine_and_takes_its_own_away(workshop: Workshop):

@@ -1,5 +1,8 @@
 """Jobs done by a worker of the tiny engine, and what they leave."""
 
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,17 +12,18 @@ from megatron_worker.process.staging import Staging
 from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Worker
 from shared.contract import Artifact
-from shared.jobs.events import Failed, Saved, Step
+from shared.jobs.events import Failed, Saved, Step, Terminal
 from shared.jobs.job import Job, JobPlan
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
+from shared.storage.paths import WorkerPaths, write_atomically
 from tests.megatron_worker.tiny_engine import build
-from tests.megatron_worker.workshop import Workshop, read_log
+from tests.megatron_worker.workshop import Workshop, read_log, submit
 
 
-def new_worker(root: Path, build: BuildEngine = build) -> Worker:
+def new_worker(root: Path, build: BuildEngine = build, s3: S3Settings | None = None) -> Worker:
     ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
-    return Worker(ranks, Staging(root / "cache", S3Settings(), ranks), build)
+    return Worker(ranks, Staging(root / "cache", s3 or S3Settings(), ranks), build)
 
 
 def do(
@@ -28,6 +32,34 @@ def do(
     job = workshop.job(name, plan, start)
     (worker or new_worker(workshop.root)).do_one(job)
     return job
+
+
+def serve(
+    workshop: Workshop,
+    jobs: Sequence[JobPlan],
+    build: BuildEngine = build,
+    name: str = "shared",
+    s3: S3Settings | None = None,
+) -> list[Job]:
+    """A worker that finds these jobs in its folder, and is asked to leave when the last of them has ended."""
+    paths = WorkerPaths(workshop.root / name)
+    submitted = [submit(paths, plan) for plan in jobs]
+
+    def stop_at_the_end() -> None:
+        deadline = time.monotonic() + 300
+        while not all(has_ended(job) for job in submitted) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write_atomically(paths.stop, b"")
+
+    watching = threading.Thread(target=stop_at_the_end)
+    watching.start()
+    new_worker(workshop.root, build, s3).serve(paths)
+    watching.join()
+    return submitted
+
+
+def has_ended(job: Job) -> bool:
+    return Path(job.log_path).exists() and isinstance((read_log(job.log_path) or [None])[-1], Terminal)
 
 
 def adapter_sha256(job: Job, step: int) -> str:

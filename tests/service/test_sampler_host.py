@@ -120,7 +120,7 @@ async def test_a_killed_host_takes_its_sampler_along_and_the_next_one_serves(
             await asyncio.to_thread(wait_until, lambda: not processes_of(record.worker_id), "the sampler has left")
         assert paths.worker(grant.worker_id).root.exists()
         with sampler_host(settings) as host:
-            assert await first.result() == "WorkerLost: its host was killed", "told by the next host, not by silence"
+            assert await first.result() == "LeaseLost: its host was killed", "told by the next host, not by silence"
             second = await lease(2)
             grant = await granted(second)
             assert [folder.name for folder in paths.workers.iterdir()] == [grant.worker_id]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
@@ -21,7 +21,14 @@ Request = TypeVar("Request")
 
 
 class Lost(Exception):
-    """A lease ended without its process, or lost it; another lease may do better."""
+    """A lease ended without its process, or lost it; another lease may do better.
+
+    `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), where there was one.
+    """
+
+    def __init__(self, message: str, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass
@@ -43,11 +50,11 @@ class Leasing:
         return self.grant is not None and not self._asked[0].done()
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> Lost | None:
         """Why the lease ended, if it did so by itself."""
         ended = self._asked[0] if self.grant is not None and self._asked[0].done() else None
         error = None if ended is None or ended.cancelled() else ended.exception()
-        return None if error is None else problem_of(error).message
+        return None if error is None else _loss(error)
 
     @property
     def held_s(self) -> float:
@@ -159,4 +166,9 @@ def lost(error: ActivityError) -> Lost:
         raise error
     if is_final(error):
         raise RunFailed(problem_of(error)) from error
-    return Lost(problem_of(error).message)
+    return _loss(error)
+
+
+def _loss(error: BaseException) -> Lost:
+    cause = error.cause if isinstance(error, ActivityError) else None
+    return Lost(problem_of(error).message, cause.type if isinstance(cause, ApplicationError) else None)

@@ -7,12 +7,11 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.host_context import HOST_LEAVES
     from activities.hosts.lease import LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
-    from activities.hosts.worker_process import WORKER_DIED
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
+    from shared.errors import HostLeft, WorkerLost
     from shared.jobs.job import JobPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
     from shared.runs.start import RLStart, RunStart
@@ -127,7 +126,7 @@ class Training:
             self._is_at_work = False
 
     async def _do(self, plan: JobPlan) -> JobResult:
-        losses: list[str] = []
+        losses: list[Lost] = []
         self._found = None
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
@@ -140,7 +139,7 @@ class Training:
                 await workflow.sleep(pause)
             try:
                 # A worker may have died of this job: another one is not to die of it with other runs on it.
-                is_suspect = len(losses) > 1 or any(WORKER_DIED in loss for loss in losses)
+                is_suspect = len(losses) > 1 or any(loss.kind == WorkerLost.__name__ for loss in losses)
                 return await self._lease_and_run(plan, shares=not is_suspect)
             except Damaged as damaged:
                 assert self.checkpoint is not None
@@ -149,8 +148,8 @@ class Training:
             except Lost as loss:
                 if self.is_ending():
                     raise RunCancelled from loss  # the worker that was to end in good order went down instead
-                losses.append(str(loss))
-                self.num_lost += HOST_LEAVES not in losses[-1]
+                losses.append(loss)
+                self.num_lost += loss.kind != HostLeft.__name__
                 workflow.logger.warning("lease %d came to nothing: %s", self.leasing.epoch, loss)
 
     def release(self) -> None:
@@ -196,7 +195,7 @@ class Training:
         except ActivityError as error:
             loss = lost(error)
             # A job that finds its lease gone does not know why.
-            raise Lost(self.leasing.failure or str(loss)) from error
+            raise self.leasing.failure or loss from error
         finally:
             if not keep:
                 self.release()

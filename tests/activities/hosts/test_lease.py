@@ -15,7 +15,7 @@ from activities.hosts import worker_process
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import end_leftovers, end_processes, launch, processes_of
 from shared.contract import Fence
-from shared.errors import WorkerLost
+from shared.errors import HostLeft, LeaseLost, WorkerLost
 from shared.jobs.job import Lora
 from shared.jobs.layout import Layout
 from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
@@ -136,7 +136,7 @@ def test_a_worker_that_dies_loses_its_lease(tmp_path: Path, plan) -> None:
         for process in processes_of(lease.grant.worker_id):
             process.kill()
         error = lease.ended()
-        assert isinstance(error, WorkerLost)
+        assert type(error) is WorkerLost, "the worker's own end: its runs do not meet on the next one"
         assert "signal 9" in str(error)
         assert host.worker_ids() == []
 
@@ -194,7 +194,7 @@ def test_an_epoch_is_leased_once(tmp_path: Path, plan) -> None:
         with HeldLease(host, plan, epoch=1) as lease:
             assert lease.grant
         error = HeldLease(host, plan, epoch=1).ended()
-        assert isinstance(error, WorkerLost)
+        assert isinstance(error, LeaseLost)
         assert "taken before" in str(error)
 
 
@@ -203,7 +203,9 @@ def test_a_leaving_host_gives_its_lease_up(tmp_path: Path, plan) -> None:
         lease = HeldLease(host, plan, epoch=1)
         worker_id = lease.grant.worker_id
         lease.environment.worker_shutdown()
-        assert "shutting down" in str(lease.ended())
+        error = lease.ended()
+        assert isinstance(error, HostLeft)
+        assert "shutting down" in str(error)
     assert host.num_processes(worker_id) == 0
     assert host.worker_ids() == []
 

@@ -18,7 +18,7 @@ from activities.records.checkpoints import (
     stored_checkpoints,
 )
 from shared.contract import Fence
-from shared.errors import CorruptArtifact, WorkerLost
+from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
 from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan, Reinforce
 from shared.settings import Settings
@@ -278,7 +278,7 @@ def test_a_job_of_an_older_fence_is_refused_by_the_host(host: Host, tmp_path: Pa
         old_grant = old.grant
     with HeldLease(host, plan, epoch=2) as lease:
         assert lease.grant.worker_id == old_grant.worker_id
-        with pytest.raises(WorkerLost, match="no longer serves"):
+        with pytest.raises(LeaseLost, match="no longer serves"):
             Running(host, lease, plan, fence=old_grant.fence).ended()
     assert not list(host.store.list(KEYS.logs))
 
@@ -290,7 +290,7 @@ def test_a_leaving_host_ends_the_worker_and_the_job(tmp_path: Path) -> None:
         job = Running(host, lease, plan)
         wait_until(lambda: find_newest(host.store, "r1").checkpoint, "a checkpoint")
         job.environment.worker_shutdown()
-        with pytest.raises(WorkerLost, match="shutting down"):
+        with pytest.raises(HostLeft, match="shutting down"):
             job.ended()
         lease.ended()
         assert host.worker_ids() == []

@@ -20,7 +20,7 @@ from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.samplers import Samplers
 from shared.chat.completions import SamplerReady, Sampling
 from shared.contract import Artifact, Fence
-from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
+from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
@@ -254,6 +254,6 @@ def test_a_lease_may_end_while_its_model_is_brought(tmp_path: Path, leaving: boo
         details = ActivityCancellationDetails(worker_shutdown=leaving, cancel_requested=not leaving)
         lease.environment.cancel(cancellation_details=details)
         error = lease.ended()
-        assert error is None or (leaving and isinstance(error, WorkerLost))
+        assert error is None or (leaving and isinstance(error, HostLeft))
         assert (error is not None) == leaving
         assert host.worker_ids() == []

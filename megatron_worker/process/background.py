@@ -1,0 +1,71 @@
+"""Calls in a thread, while the passes of other jobs are done: for what waits for a store, a disk or a network."""
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from typing import Generic, TypeVar
+
+from megatron_worker.process.faults import CancelledEarly
+from megatron_worker.process.ranks import WorkerRanks
+
+T = TypeVar("T")
+Check = Callable[[], None]
+"""Raises in a call that nobody waits for any more."""
+Awaited = Callable[[], bool]
+"""Tells rank 0 whether what a job waits for has come; it never blocks."""
+_PATIENCE_S = 0.02  # the inputs of a warm step take less
+
+
+class Abandoned(Exception):
+    """Nobody waits for the result of this call any more."""
+
+
+class BackgroundCall(Generic[T]):
+    """A call in a daemon thread of its own."""
+
+    def __init__(self, call: Callable[[Check], T]) -> None:
+        self._is_abandoned = threading.Event()
+        self._future: Future[T] = Future()
+        self.result = self._future.result
+        threading.Thread(target=self._do, args=(call,), name="background", daemon=True).start()
+
+    def is_done(self, patience_s: float = 0.0) -> bool:
+        """Return True if it has ended, or ends in time."""
+        return bool(wait([self._future], patience_s).done)
+
+    def abandon(self) -> None:
+        """Make its next check raise. The thread is not waited for."""
+        self._is_abandoned.set()
+
+    def _do(self, call: Callable[[Check], T]) -> None:
+        try:
+            self._future.set_result(call(self._check))
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def _check(self) -> None:
+        if self._is_abandoned.is_set():
+            raise Abandoned
+
+
+def in_background(
+    call: Callable[[Check], T], ranks: WorkerRanks, cancelled: Callable[[], bool]
+) -> Generator[Awaited, None, T]:
+    """Make a call on every rank, in a thread. Yields as long as some rank's has not ended, and returns the result.
+
+    Args:
+        call: it is given a check, to be called as often as it can end early. It may use no collective.
+
+    Raises:
+        JobFailed: the call failed on some rank.
+        CancelledEarly: the job was cancelled first. The thread ends at its next check.
+    """
+    background = BackgroundCall(call)
+    try:
+        while ranks.largest([int(not background.is_done(_PATIENCE_S))])[0]:
+            if cancelled():
+                raise CancelledEarly
+            yield background.is_done
+        return ranks.agree(background.result)
+    finally:
+        background.abandon()
