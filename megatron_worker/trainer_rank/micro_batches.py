@@ -78,7 +78,7 @@ def micro_batches(
     requests = _agreed_requests(rank, items)
     world_size = rank.facts.layout.world_size
     free = budget_bytes if budget_bytes is not None else free_bytes(rank.facts.device)
-    planner = _new_planner(rank, requests, model, min(everyone(world_size, free)))
+    planner = new_planner(rank, requests, model, min(everyone(world_size, free)))
     measures = budget_bytes is not None or rank.facts.device.type == "cuda"
     meter = new_meter(rank.facts.device)
     first, number, peak = 0, 0, None
@@ -157,7 +157,7 @@ def _digest(requests: list[list[Request]]) -> int:
     return digest
 
 
-def _new_planner(rank: Forwards, requests: list[list[Request]], model: MemoryModel, budget_bytes: float) -> Planner:
+def new_planner(rank: Forwards, requests: list[list[Request]], model: MemoryModel, budget_bytes: float) -> Planner:
     """With the cost of every backbone that may be met, measured where it is not known yet."""
     keeps_graph = torch.is_grad_enabled()
     slots: Slots = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_worker.process.agreement import everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from megatron_worker.trainer_rank.micro_batches import new_planner
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam
@@ -24,6 +25,7 @@ from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
 from tests.megatron_worker.trials import given_trials
 
+_WITHOUT_LIMIT = 1 << 40  # bytes
 _BUDGET = 2.2  # times what the largest item needs alone: two ranks need several micro-batches
 
 
@@ -71,7 +73,7 @@ def run(trial: Trial, out: Path) -> None:
 
 def start(trial: Trial, out: Path) -> TrainerRank:
     engine = ENGINES[trial.engine](out / trial.model / "model", trial.layout, "float32")
-    rank = TrainerRank(engine, memory_budget_bytes=1 << 40)
+    rank = TrainerRank(engine, memory_budget_bytes=_WITHOUT_LIMIT)
     load_adapters(rank, {name: out / trial.model / "adapters" / name for name in LORAS})
     return rank
 
@@ -81,11 +83,10 @@ def budget_of(rank: TrainerRank) -> int:
 
     How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
     """
-    needed = 0
-    for item in items_of_all_kinds():
-        for micro_batch in rank.forward_micro_batches([item]):
-            needed = max(needed, micro_batch.planning.estimated_bytes)
-            del micro_batch
+    requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items_of_all_kinds())]
+    planner = new_planner(rank, requests, rank._memory, _WITHOUT_LIMIT)
+    alone = (planner.next_shares([item], 0, _WITHOUT_LIMIT) for item in requests)
+    needed = max(share.corrected_bytes for shares in alone for share in shares)
     return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
 
 

@@ -2,7 +2,6 @@
 
 import os
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import (
 )
 
 _SHARE_OF_FREE = 0.9
+_PLAIN = (int, float, type(None), torch.dtype, torch.device)  # most of what operations are given beside tensors
 
 
 class Meter(Protocol):
@@ -61,11 +61,12 @@ class CpuMeter(TorchDispatchMode):
         return result
 
     def _see(self, result: Any, given: Any) -> None:
-        known = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in known and key not in self._live and size:
+        storages = {storage._cdata: storage for storage in _storages(result)}
+        if storages.keys() <= self._live.keys():  # as of a view: what was given need not be looked at
+            return
+        known = {storage._cdata for storage in _storages(given)}
+        for key, storage in storages.items():
+            if key not in known and key not in self._live and (size := storage.nbytes()):
                 gone = weakref.ref(storage, partial(self._forget, key))
                 self._live[key] = gone, size, self._num_marks
                 self._bytes += size
@@ -109,15 +110,15 @@ class CpuMeter(TorchDispatchMode):
         return self._young_peak
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _storages(value: Any) -> list[torch.UntypedStorage]:
     """Of what operations take and give: tensors, and tuples, lists and dictionaries of them."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
+        return [value.untyped_storage()]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [storage for part in value if not isinstance(part, _PLAIN) for storage in _storages(part)]
 
 
 class CudaMeter:
