@@ -20,7 +20,7 @@ from tests.end_to_end.conftest import LETTERS
 
 T = TypeVar("T")
 CLIENT_DRIVEN = "client-driven RL"
-_ASK_AGAIN_S = 1.0
+_ASK_AGAIN_S = 0.3
 _SILENT_S = 20.0
 
 

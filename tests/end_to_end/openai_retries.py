@@ -7,12 +7,17 @@ import json
 import sys
 
 import openai
+import openai._base_client
+
+_LONGEST_PAUSE_S = 1.0
 
 
 def main() -> None:
     url, key, model, dataset, number = sys.argv[1:]
-    # As many retries as a restart on a loaded machine may need; how they are spaced is the client's own affair.
-    client = openai.OpenAI(base_url=url, api_key=key, timeout=60, max_retries=60)
+    # By itself it pauses for up to 8 s: the service would be killed several times while it asks nothing.
+    openai._base_client.MAX_RETRY_DELAY = _LONGEST_PAUSE_S
+    # As many retries as a restart on a loaded machine may need.
+    client = openai.OpenAI(base_url=url, api_key=key, timeout=60, max_retries=600)
     ids = {}
     for n in range(int(number)):
         job = client.fine_tuning.jobs.create(

@@ -1,5 +1,6 @@
-"""A job file under parallel layouts, through the launcher, by hand: events, evaluation, samples, and moves."""
+"""A job file under parallel layouts, by hand: events, evaluation, samples, and moves. One goes through the launcher."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from shared.jobs.events import Evaluated, Saved, Step, Succeeded
 from shared.jobs.job import Adam, Checkpointing, Evaluation, Full, Job, Lora, Schedule
 from shared.jobs.layout import Layout
 from tests.megatron_worker.differences import furthest
-from tests.megatron_worker.launch import launch_ranks
+from tests.megatron_worker.launch import fork_ranks, launch_ranks
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 NUM_STEPS = 3
@@ -42,12 +43,19 @@ def adapters(workshop: Workshop) -> dict[str, object]:
 FULL = {"schedule": Schedule(kind="constant", learning_rate=3e-4), "trainable": Full(), "optimizer": Adam(eps=1e-5)}
 
 
-def do(workshop: Workshop, name: str, layout: Layout, fields: dict[str, object], start: Artifact | None = None) -> Job:
+def do(
+    workshop: Workshop,
+    name: str,
+    layout: Layout,
+    fields: dict[str, object],
+    start: Artifact | None = None,
+    start_ranks: Callable[..., str] = fork_ranks,
+) -> Job:
     plan = workshop.plan(layout=layout, checkpointing=Checkpointing(every_steps=1), **fields)
     job = workshop.job(name, plan, start)
     path = workshop.root / f"{name}.json"
     path.write_text(job.model_dump_json())
-    launch_ranks("megatron_worker", "--once", str(path), num_ranks=layout.world_size, timeout_s=200)
+    start_ranks("megatron_worker", "--once", str(path), num_ranks=layout.world_size)
     assert isinstance(read_log(job.log_path)[-1], Succeeded), read_log(job.log_path)[-1]
     return job
 
@@ -79,7 +87,7 @@ def test_a_job_is_the_same_on_one_rank_on_four_and_on_two_from_where_four_were(w
             assert ours == pytest.approx(theirs, rel=1e-5)
     samples = [[e.samples for e in read_log(job.log_path) if isinstance(e, Evaluated)] for job in (alone, many)]
     assert samples[0] == samples[1] != []
-    moved = do(workshop, "moved", OTHER, fields, first_checkpoint(many))
+    moved = do(workshop, "moved", OTHER, fields, first_checkpoint(many), start_ranks=launch_ranks)
     losses = [[step["loss"] for step in metrics(job, Step)] for job in (alone, moved)]
     assert losses[1] == pytest.approx(losses[0][1:], rel=1e-5)
     for job in (many, moved):

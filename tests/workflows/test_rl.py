@@ -330,11 +330,12 @@ async def test_a_run_that_was_stopped_resumes_where_its_last_done_step_left_it(
     stack: RLStack, undisturbed: list[bytes], way: str
 ) -> None:
     """A step that was cut in two is trained anew: from what the step before left, not from its own half."""
-    async with started(stack.settings.temporal_address, stack.settings.root_path / way) as second:
-        await second.add_gpu_host(step_s=2.0)  # a cancel takes a beat, about a second, to arrive
-        handle = await second.start_rl()
-        first = await second.train(handle, 1)
-        cut = asyncio.create_task(second.train(handle, 2))
+    address, root = stack.settings.temporal_address, stack.settings.root_path / way
+    async with started(address, root) as slow:
+        await slow.add_gpu_host(step_s=2.0)  # a cancel takes a beat, about a second, to arrive
+        handle = await slow.start_rl()
+        first = await slow.train(handle, 1)
+        cut = asyncio.create_task(slow.train(handle, 2))
         await eventually(lambda: _is_training(handle), "the first half of step 2")
         await (handle.cancel() if way == "cancelled" else handle.signal(RLWorkflow.pause))
         with pytest.raises(WorkflowUpdateFailedError):
@@ -346,15 +347,17 @@ async def test_a_run_that_was_stopped_resumes_where_its_last_done_step_left_it(
             assert (await handle.describe()).status == WorkflowExecutionStatus.CANCELED
         else:
             assert (await handle.result()).state == "paused"
-        assert (await second.result(handle.id)).state == way
-        resumed = await second.start_rl(run_id=handle.id, resumed=True)
-        again = await second.train(resumed, 1)
+        assert (await slow.result(handle.id)).state == way
+    async with started(address, root) as quick:
+        await quick.add_gpu_host()
+        resumed = await quick.start_rl(run_id=handle.id, resumed=True)
+        again = await quick.train(resumed, 1)
         assert (again.state, again.same_as, again.adapter) == ("done", 1, first.adapter), "the store remembers its key"
-        adapters = [second.adapter(await second.train(resumed, number)) for number in (2, 3, 4)]
+        adapters = [quick.adapter(await quick.train(resumed, number)) for number in (2, 3, 4)]
         await resumed.execute_update(RLWorkflow.finish)
         result = await resumed.result()
         assert (result.state, result.policy_version) == ("succeeded", 4)
-        assert [second.adapter(first), *adapters] == undisturbed
+        assert [quick.adapter(first), *adapters] == undisturbed
 
 
 async def test_a_step_that_comes_to_a_run_that_ends_is_refused_or_told_so(stack: RLStack) -> None:
