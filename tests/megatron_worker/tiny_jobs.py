@@ -44,17 +44,22 @@ def serve(
     """A worker that finds these jobs in its folder, and is asked to leave when the last of them has ended."""
     paths = WorkerPaths(workshop.root / name)
     submitted = [submit(paths, plan) for plan in jobs]
+    is_gone = threading.Event()
 
     def stop_at_the_end() -> None:
         deadline = time.monotonic() + 300
         while not all(has_ended(job) for job in submitted) and time.monotonic() < deadline:
-            time.sleep(0.01)
+            if is_gone.wait(0.01):
+                return
         write_atomically(paths.stop, b"")
 
     watching = threading.Thread(target=stop_at_the_end)
     watching.start()
-    new_worker(workshop.root, build, s3).serve(paths)
-    watching.join()
+    try:
+        new_worker(workshop.root, build, s3).serve(paths)
+    finally:
+        is_gone.set()
+        watching.join()
     return submitted
 
 
