@@ -39,7 +39,7 @@ def test_runs_beside_others_end_in_the_bits_that_they_have_alone(
         ended(stack, run_id)
         return steps
 
-    holder = submitted([*sft, "--steps", "100000", "--seed", "9"])
+    holder = submitted([*sft, "--steps", "20000", "--seed", "9"])
     wait_until(lambda: stack.cli("get", holder, "--json").json["phase"] == "training", "the first run's worker")
     run_ids = [submitted(each) for each in asked]
     steps = policy_steps()

@@ -72,7 +72,7 @@ def test_a_run_is_trained_beside_the_endless_ones_of_another_tenant(
     attacker: Tenant, victim: Tenant, sharing: None, tiny_model: Path
 ) -> None:
     """One GPU host, whose worker the attacker's adapters are trained on."""
-    theirs = [submitted(attacker, tiny_model, 100_000) for _ in range(3)]
+    theirs = [submitted(attacker, tiny_model, 20_000) for _ in range(3)]
     for run_id in theirs:
         wait_until(lambda of=run_id: attacker.http.get(f"/api/v1/runs/{of}").json()["step"] > 0, "all of them train")
     assert victim.ended(submitted(victim, tiny_model, 10))["state"] == "succeeded"
@@ -93,7 +93,7 @@ def test_runs_that_wait_for_a_worker_get_it_tenant_by_tenant(
     def waits(tenant: Tenant, run_id: str) -> bool:
         return bool(tenant.http.get(f"/api/v1/runs/{run_id}").json()["phase"] == "waiting_for_worker")
 
-    first = submit(attacker, 100_000)
+    first = submit(attacker, 20_000)
     wait_until(lambda: attacker.http.get(f"/api/v1/runs/{first}").json()["step"] > 0, "the first one trains")
     theirs = [submit(attacker, 1) for _ in range(6)]
     wait_until(lambda: all(waits(attacker, run_id) for run_id in theirs), "the attacker's runs wait")
