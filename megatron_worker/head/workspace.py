@@ -47,36 +47,3 @@ def scan_target_bytes(num_rows: int, element_bytes: int, num_buffers: int, top_k
     """Return the bytes of the workspace that one target of a scan takes."""
     num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
     return num_buffers * padded(num_rows) * element_bytes + num_tiles * kept * CANDIDATE_BYTES
-
-
-def scan_bytes(
-    num_targets: int,
-    num_rows: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    *,
-    num_buffers: int,
-    top_k: int = 0,
-    blocks: Blocks | None = None,
-    workspace_bytes: int = WORKSPACE_BYTES,
-) -> int:
-    """Return the most bytes that a scan (kernels.py) holds beside its arguments, its results included.
-
-    Args:
-        num_buffers: how many of `rows_NH` and `logit_rows_NH` it writes.
-    """
-    if not num_targets:
-        return 0
-    blocks, element = blocks or blocks_for(dtype), dtype.itemsize
-    num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
-    target = scan_target_bytes(num_rows, element, num_buffers, top_k, blocks)
-    size = chunk_targets(num_targets, target, blocks, workspace_bytes)
-    results = num_targets * (4 * 4 + top_k * 8)
-    space = size * (num_tiles * (4 * 4 + kept * (4 + 4)) + num_buffers * padded(num_rows) * element)
-    # Keys in the making, those of the chunk before being held still.
-    candidates = num_tiles * kept * size * (CANDIDATE_BYTES - 8)
-    if num_targets > size:
-        next_size = min(size, num_targets - size)
-        candidates = max(candidates, num_tiles * kept * (size * 8 + next_size * (CANDIDATE_BYTES - 8)))
-    products = size * hidden_size * element * (num_buffers > 0)
-    return results + space + max(candidates, products)

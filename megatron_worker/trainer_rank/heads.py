@@ -60,18 +60,15 @@ def logits_of(hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor
     return logits
 
 
-def gathered_rows(num_ids: int, hidden_size: int, shard_size: int) -> int:
-    """Of how many rows the embedding's rows of their `num_ids` ids live at a time: no more than a chunk's logits do."""
-    return max(1, CHUNK_ROWS * shard_size // max(1, num_ids * hidden_size))
-
-
 class _LogitsAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
         logit_NK = hidden_NH.new_empty(id_NK.shape, dtype=_dtype(hidden_NH))
-        for chunk, rows_CKH in _gathered(weight_VH, id_NK, shard):
+        for chunk in _chunks(id_NK, shard, hidden_NH.shape[1]):
+            rows_CKH = _gathered(weight_VH, id_NK[chunk], shard)
             hidden_CH = hidden_NH[chunk].to(rows_CKH.dtype)
             torch.bmm(rows_CKH, hidden_CH[:, :, None], out=logit_NK[chunk][:, :, None])
+            del rows_CKH  # before the next chunk's come
         _sum(logit_NK, shard.group)
         ctx.save_for_backward(weight_VH, id_NK)
         ctx.shard, ctx.hidden = shard, (hidden_NH.shape, hidden_NH.dtype)
@@ -83,22 +80,27 @@ class _LogitsAt(torch.autograd.Function):
         weight_VH, id_NK = ctx.saved_tensors
         shape, dtype = ctx.hidden
         grad_NH = grad_NK.new_empty(shape, dtype=dtype)
-        for chunk, rows_CKH in _gathered(weight_VH, id_NK, ctx.shard):
+        for chunk in _chunks(id_NK, ctx.shard, weight_VH.shape[1]):
+            rows_CKH = _gathered(weight_VH, id_NK[chunk], ctx.shard)
             grad_NH[chunk] = torch.bmm(grad_NK[chunk][:, None], rows_CKH)[:, 0].to(dtype)
+            del rows_CKH
         _sum(grad_NH, ctx.shard.group)
         return grad_NH, None, None, None
 
 
-def _gathered(weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Iterator[tuple[slice, Tensor]]:
-    """The embedding's rows of all ids, zeros of those of other shards, [C, K, H] in the softmax's dtype."""
+def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> Iterator[slice]:
+    """Yield rows whose ids' rows of the embedding take no more than the logits of CHUNK_ROWS rows do."""
     num_rows, num_ids = id_NK.shape
-    step = gathered_rows(num_ids, weight_VH.shape[1], shard.size)
-    for start in range(0, num_rows, step):
-        chunk = slice(start, min(start + step, num_rows))
-        column_CK = id_NK[chunk] - shard.first
-        owned_CK = (column_CK >= 0) & (column_CK < shard.num_real)
-        rows_CKH = weight_VH[torch.where(owned_CK, column_CK, 0)].to(_dtype(weight_VH))
-        yield chunk, rows_CKH.mul_(owned_CK[:, :, None])
+    step = max(1, CHUNK_ROWS * shard.size // max(1, num_ids * hidden_size))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def _gathered(weight_VH: Tensor, id_CK: Tensor, shard: VocabShard) -> Tensor:
+    """Return the embedding's rows of ids, zeros of those of other shards, [C, K, H] in the softmax's dtype."""
+    column_CK = id_CK - shard.first
+    owned_CK = (column_CK >= 0) & (column_CK < shard.num_real)
+    rows_CKH = weight_VH[torch.where(owned_CK, column_CK, 0)].to(_dtype(weight_VH))
+    return rows_CKH.mul_(owned_CK[:, :, None])
 
 
 class _Logits(torch.autograd.Function):

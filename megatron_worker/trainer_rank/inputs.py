@@ -75,6 +75,16 @@ class ForwardOutput:
     hidden_PH: Tensor | None = None
 
 
+@dataclass(frozen=True, order=True)
+class Question:
+    """Rows of one question meet a head together. `kind`: a name of `Request.kinds`."""
+
+    kind: str
+    entropy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """A checked input: arrays, defaults filled in, the slot by name."""
@@ -105,6 +115,23 @@ class Request:
         a = self.asked
         kinds = {"scores": self.scores, "ranks": self.ranks, "logits": a.logits, "hidden": a.hidden}
         return frozenset(name for name, is_asked in kinds.items() if is_asked)
+
+    @property
+    def num_labels(self) -> int:
+        return 0 if self.label_PK is None else self.label_PK.shape[1]
+
+    @property
+    def questions(self) -> list[Question]:
+        asked, found = self.asked, []
+        for kind in sorted(self.kinds):
+            match kind:
+                case "scores":
+                    found.append(Question(kind, entropy=asked.entropy, temperature=asked.temperature))
+                case "ranks":
+                    found.append(Question(kind, temperature=asked.temperature, top_k=asked.top_k))
+                case _:
+                    found.append(Question(kind))
+        return found
 
 
 def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> Request:

@@ -1,23 +1,20 @@
-"""The loop behind `forward_micro_batches`: agree, plan, forward, hand over, measure, learn."""
+"""The loop behind `forward_micro_batches`: agree, plan, forward, hand over, measure."""
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
 
 from megatron_worker.engine import Facts
-from megatron_worker.head.logprobs import kernels_do
 from megatron_worker.process.agreement import everyone
-from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, TopK
-from megatron_worker.trainer_rank.memory.backbone_costs import Backbone, BackboneCost, measure_backbone
-from megatron_worker.trainer_rank.memory.head_costs import Head
-from megatron_worker.trainer_rank.memory.meter import free_bytes, new_meter
-from megatron_worker.trainer_rank.memory.planner import Experience, Peak, Planner, Share, Slots
-from megatron_worker.trainer_rank.packing import PackSize
-from megatron_worker.trainer_rank.slot_engine import SlotEngine
+from megatron_worker.tensors.live_bytes import default_budget, new_meter
+from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request
+from megatron_worker.trainer_rank.memory.planner import Planner, Share, Slot
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 
@@ -51,9 +48,6 @@ class MicroBatch:
 class Forwards(Protocol):
     """What this loop needs of a TrainerRank."""
 
-    engine: SlotEngine
-    min_shared_tokens: int
-
     @property
     def facts(self) -> Facts: ...
     def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]: ...
@@ -63,77 +57,73 @@ class Forwards(Protocol):
     def agreement(self) -> AbstractContextManager[None]: ...
 
 
-class MemoryModel:
-    """What a TrainerRank has learnt of memory, from one loop to the next."""
-
-    def __init__(self) -> None:
-        self.costs: dict[Backbone, BackboneCost] = {}
-        self.experience = Experience()
-
-
 def micro_batches(
-    rank: Forwards, items: Sequence[Sequence[ForwardInput]], budget_bytes: int | None, model: MemoryModel
+    rank: Forwards, items: Sequence[Sequence[ForwardInput]], budget_bytes: int | None, planner: Planner
 ) -> Iterator[MicroBatch]:
-    """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: what is free."""
+    """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: `default_budget`."""
     requests = _agreed_requests(rank, items)
-    world_size = rank.facts.layout.world_size
-    free = budget_bytes if budget_bytes is not None else free_bytes(rank.facts.device)
-    planner = new_planner(rank, requests, model, min(everyone(world_size, free)))
-    measures = budget_bytes is not None or rank.facts.device.type == "cuda"
-    meter = new_meter(rank.facts.device)
+    world_size, device = rank.facts.layout.world_size, rank.facts.device
+    measures = budget_bytes is not None or device.type == "cuda"
+    in_all = min(everyone(world_size, default_budget(device) if budget_bytes is None else budget_bytes))
+    slots = measured_slots(rank, requests, planner, in_all)
     first, number, peak = 0, 0, None
+    meter = new_meter(device)
     if measures:
         meter.start()
     try:
         while first < len(items):
-            held = meter.mark() if measures else 0
-            budget = (budget_bytes - held) if budget_bytes is not None else free_bytes(rank.facts.device)
-            budget, held = min(everyone(world_size, (budget, held)))
-            shares = planner.next_shares(requests, first, budget, held)
+            held = max(everyone(world_size, meter.mark() if measures else 0))
+            plan = partial(planner.next_shares, requests, first, slots, in_all - held, held)
+            shares, answered = _as_many_as_fit(rank, items, plan)
             first += sum(len(share.items) for share in shares)
             own = shares[rank.facts.dp_rank]
-            planning = Planning(
-                number,
-                len(items) - first,
-                own.num_tokens,
-                own.num_logical_tokens,
-                int(own.corrected_bytes),
-                int(budget),
-                peak,
-            )
-            to_hand_over = [_forward(rank, items, own, planning)]
-            output_bytes = _bytes_of(to_hand_over[0])
-            yield to_hand_over.pop()  # nothing here holds its outputs
+            sizes = own.num_tokens, own.num_logical_tokens, int(own.planned_bytes)
+            planning = Planning(number, len(items) - first, *sizes, in_all - held, peak)
+            yield _handed_over(items, own, answered.pop(), planning)  # nothing here holds its outputs
             if measures:
-                peak = meter.peak_of_new(output_bytes)
-                _learn(rank, model.experience, own, peak)
+                peak = meter.peak() - held
+                _learn(rank, planner, own, peak / own.planned_bytes if peak > in_all - held and own.items else 1.0)
             number += 1
     finally:
         if measures:
             meter.stop()
 
 
-def _forward(rank: Forwards, items: Sequence[Sequence[ForwardInput]], own: Share, planning: Planning) -> MicroBatch:
-    inputs = tuple(tuple(items[place]) for place in own.items)
-    outputs = iter(rank.forward([asked for item in inputs for asked in item]))
-    by_item = tuple(tuple(next(outputs) for _ in item) for item in inputs)
-    return MicroBatch(inputs, by_item, own.items, planning)
+def _as_many_as_fit(
+    rank: Forwards, items: Sequence[Sequence[ForwardInput]], plan: Callable[..., list[Share]]
+) -> tuple[list[Share], list[list[ForwardOutput]]]:
+    """Plan and go forward; when a device is out of memory, do so again with half of the items.
+
+    Ranks that share a pack, or go in step, wait for each other inside a forward: there the error is not outlived.
+    """
+    shares = plan()
+    while True:
+        own, answered = shares[rank.facts.dp_rank], []
+        with suppress(torch.OutOfMemoryError):
+            answered.append(rank.forward([asked for place in own.items for asked in items[place]]))
+        if all(everyone(rank.facts.layout.world_size, len(answered) > 0)):
+            return shares, answered
+        answered.clear()
+        num_items = sum(len(share.items) for share in shares)
+        if num_items == 1:
+            raise InvalidInput(
+                "it alone takes more memory than the device has", f"items[{max(s.items for s in shares)[0]}]"
+            )
+        shares = plan(most=num_items // 2)
 
 
-def _bytes_of(micro_batch: MicroBatch) -> int:
-    """Of the outputs' storages, views of one counted once."""
-    answers = [vars(output).values() for item in micro_batch.outputs for output in item]
-    tensors = [t for values in answers for v in values for t in (vars(v).values() if isinstance(v, TopK) else (v,))]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+def _handed_over(
+    items: Sequence[Sequence[ForwardInput]], own: Share, outputs: Sequence[ForwardOutput], planning: Planning
+) -> MicroBatch:
+    inputs, rest = tuple(tuple(items[place]) for place in own.items), iter(outputs)
+    return MicroBatch(inputs, tuple(tuple(islice(rest, len(item))) for item in inputs), own.items, planning)
 
 
-def _learn(rank: Forwards, experience: Experience, own: Share, peak: int) -> None:
-    for peaks in everyone(
-        rank.facts.layout.world_size, Peak(own.kind, own.estimated_bytes, peak) if own.items else None
-    ):
-        if peaks is not None and peaks.estimated_bytes:
-            experience.learn(peaks)
+def _learn(rank: Forwards, planner: Planner, own: Share, times: float) -> None:
+    """Tell the planner of every rank that passed its budget, by how much."""
+    for kind, most in everyone(rank.facts.layout.world_size, (own.kind, times)):
+        if most > 1:
+            planner.exceeded(kind, most)
 
 
 def _agreed_requests(rank: Forwards, items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:
@@ -157,37 +147,15 @@ def _digest(requests: list[list[Request]]) -> int:
     return digest
 
 
-def new_planner(rank: Forwards, requests: list[list[Request]], model: MemoryModel, budget_bytes: float) -> Planner:
-    """With the cost of every backbone that may be met, measured where it is not known yet."""
-    keeps_graph = torch.is_grad_enabled()
-    slots: Slots = {}
-    by_name: dict[str | None, list[Request]] = {}
-    for request in (r for item in requests for r in item):
-        by_name.setdefault(request.adapter, []).append(request)
-    for name in sorted(by_name, key=lambda name: (name is not None, name or "")):  # as forwards go
+def measured_slots(rank: Forwards, requests: list[list[Request]], planner: Planner, budget_bytes: float) -> list[Slot]:
+    """Return the slots that are asked, in the order of their forwards; what is not known of them is measured."""
+    of_slot: dict[str | None, list[Request]] = {}
+    for request in (request for item in requests for request in item):
+        of_slot.setdefault(request.adapter, []).append(request)
+    found = []
+    for name in sorted(of_slot, key=lambda name: (name is not None, name or "")):
         lora, trainable = rank.lora_of(name)
-        slots[name] = lora, trainable and keeps_graph
-        size = PackSize(rank.min_shared_tokens)
-        for request in by_name[name]:
-            size.add(request.token_L)
-        for branches in (False, True)[: 1 + (size.num_shared > 0)]:
-            backbone = Backbone(lora, trainable and keeps_graph, branches)
-            if backbone not in model.costs:
-                with rank.adapter(name):
-                    model.costs[backbone] = measure_backbone(rank.engine, backbone, budget_bytes)
-    min_shared, in_step = rank.min_shared_tokens, rank.engine.in_step
-    return Planner(_head(rank), slots, model.costs, model.experience, rank.facts.dp_size, min_shared, in_step)
-
-
-def _head(rank: Forwards) -> Head:
-    weight_VH, shard = rank.engine.output_head
-    return Head(
-        hidden_size=weight_VH.shape[1],
-        vocab_size=shard.vocab_size,
-        shard_size=shard.size,
-        dtype=weight_VH.dtype,
-        num_shards=1 if shard.group is None else shard.group.size(),
-        kernels=kernels_do(weight_VH),
-        on_device=weight_VH.is_cuda,
-        is_cut=rank.facts.layout.cp > 1,
-    )
+        found.append(Slot(name, lora, trainable and torch.is_grad_enabled()))
+        with rank.adapter(name):
+            planner.measure(found[-1], of_slot[name], budget_bytes)
+    return found

@@ -20,7 +20,8 @@ from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.in_step import InStep
 from megatron_worker.trainer_rank.inputs import ForwardInput, ForwardOutput, Request, check
-from megatron_worker.trainer_rank.micro_batches import MemoryModel, MicroBatch, micro_batches
+from megatron_worker.trainer_rank.memory.planner import Planner
+from megatron_worker.trainer_rank.micro_batches import MicroBatch, micro_batches
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from megatron_worker.trainer_rank.snapshot import Snapshot, take_snapshot
 from shared.errors import InvalidInput
@@ -42,7 +43,7 @@ class TrainerRank:
 
     Args:
         memory_budget_bytes: what micro-batches may hold at once beside weights and optimizer, user's code included. By
-            default what the device has free, less a tenth.
+            default a share of the device's memory (`live_bytes.default_budget`).
         min_shared_tokens: sequences that begin with so many equal tokens share them in a pack.
 
     Raises:
@@ -59,7 +60,7 @@ class TrainerRank:
         self._graphs = Graphs()
         self._in_step = InStep(engine.facts.layout.world_size, engine.facts.device) if engine.in_step else None
         self._num_slots = 0
-        self._memory = MemoryModel()
+        self._planner = Planner(engine, min_shared_tokens)
 
     @property
     def facts(self) -> Facts:
@@ -173,7 +174,7 @@ class TrainerRank:
         Raises:
             InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
-        return micro_batches(self, items, self.memory_budget_bytes, self._memory)
+        return micro_batches(self, items, self.memory_budget_bytes, self._planner)
 
     def checked(self, inputs: Sequence[ForwardInput], place: str) -> list[Request]:
         vocab_size = self.facts.vocab_size

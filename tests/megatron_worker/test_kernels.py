@@ -20,7 +20,15 @@ from megatron_worker.head import top_k
 from megatron_worker.head.kernel_choice import policy
 from megatron_worker.head.kernels import Scan, add_weight_gradient, scan
 from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
-from megatron_worker.head.workspace import Blocks, blocks_for, scan_bytes
+from megatron_worker.head.workspace import (
+    CANDIDATE_BYTES,
+    WORKSPACE_BYTES,
+    Blocks,
+    blocks_for,
+    chunk_targets,
+    padded,
+    scan_target_bytes,
+)
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import REPOSITORY, fork_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -300,6 +308,39 @@ def test_two_ranks_with_a_shard_each_agree_with_one():
     if DEVICE == "cuda":
         pytest.skip("this test's ranks run on the CPU, interpreted, and Triton is not interpreted in this session")
     assert fork_ranks("tests.megatron_worker.kernel_ranks", num_ranks=2).count("agrees") == 2
+
+
+def scan_bytes(
+    num_targets: int,
+    num_rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    num_buffers: int,
+    top_k: int = 0,
+    blocks: Blocks | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> int:
+    """Return the most bytes that a scan (kernels.py) holds beside its arguments, its results included.
+
+    Args:
+        num_buffers: how many of `rows_NH` and `logit_rows_NH` it writes.
+    """
+    if not num_targets:
+        return 0
+    blocks, element = blocks or blocks_for(dtype), dtype.itemsize
+    num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
+    target = scan_target_bytes(num_rows, element, num_buffers, top_k, blocks)
+    size = chunk_targets(num_targets, target, blocks, workspace_bytes)
+    results = num_targets * (4 * 4 + top_k * 8)
+    space = size * (num_tiles * (4 * 4 + kept * (4 + 4)) + num_buffers * padded(num_rows) * element)
+    # Keys in the making, those of the chunk before being held still.
+    candidates = num_tiles * kept * size * (CANDIDATE_BYTES - 8)
+    if num_targets > size:
+        next_size = min(size, num_targets - size)
+        candidates = max(candidates, num_tiles * kept * (size * 8 + next_size * (CANDIDATE_BYTES - 8)))
+    products = size * hidden_size * element * (num_buffers > 0)
+    return results + space + max(candidates, products)
 
 
 @pytest.mark.parametrize(("num_targets", "top_k", "workspace_bytes"), [(40, 0, 1 << 20), (40, 7, 1 << 20), (70, 40, 1)])

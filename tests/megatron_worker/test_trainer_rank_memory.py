@@ -6,6 +6,8 @@ Workloads are drawn anew each time; LONGSHORE_TEST_SEED repeats one.
 """
 
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -102,7 +104,7 @@ def run(rank, items):
 
 @pytest.mark.slow
 def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
-    """Random workloads, ten in a row on a rank that learns; the first of them is large: more than four budgets of
+    """Random workloads, ten in a row on a rank; the first of them is large: more than four budgets of
     items, each a small part of one. The budget counts as used as far as the largest of a workload's micro-batches did:
     the last one is what was left, and others stand beside outputs that the loop still holds of the one before.
     """
@@ -133,7 +135,7 @@ def test_no_budget_is_exceeded_and_large_ones_are_used(engine, folders):
     least = min(largest, key=largest.__getitem__)
     print(f"{NUM_WORKLOADS} workloads: at most {highest:.3f} of a budget; large ones used {largest[least]:.3f} or more")
     print(f"(the least: {least}); their micro-batches but the last {np.mean(means):.3f} on average")
-    assert largest[least] >= 0.8, (seed, least)
+    assert largest[least] >= 0.85, (seed, least)
 
 
 def rank_tokens(items):
@@ -152,28 +154,99 @@ def mixture(tmp_path_factory):
 @pytest.mark.parametrize("kind", WORKLOADS)
 @pytest.mark.parametrize("model", ["dense", "mixture"])
 def test_the_estimate_is_what_a_micro_batch_holds(engine, folders, mixture, model, kind):
-    """Before anything is learned; of few tokens, and of so many that the vocabulary is met in chunks of rows."""
+    """Of few tokens, and of so many that the vocabulary is met in chunks of rows."""
     rank = new_rank(*((engine, folders) if model == "dense" else mixture), 100_000_000)
     generator = np.random.default_rng(1)
+    found = []
     for longest, num_items in ((16, 1), (60, 2), (60, 20)):
-        run(rank, [WORKLOADS[kind](generator, longest) for _ in range(num_items)])
-    peaks = [peak for of_kind in rank._memory.experience._peaks.values() for peak in of_kind]
-    large = max(peaks, key=lambda peak: peak.measured_bytes)
-    ratios = [peak.measured_bytes / peak.estimated_bytes for peak in peaks]
-    print(kind, model, [round(ratio, 4) for ratio in ratios], int(large.measured_bytes))
-    assert len(peaks) == 3 and max(ratios) <= 1.01
-    assert large.measured_bytes >= 0.985 * large.estimated_bytes
+        items = [WORKLOADS[kind](generator, longest) for _ in range(num_items)]
+        next(rank.forward_micro_batches(items))  # measures what is not known yet
+        ((peak,), (planning,)) = run(rank, items)
+        found.append(peak / planning.estimated_bytes)
+    print(kind, model, [round(ratio, 4) for ratio in found], peak)
+    assert max(found) <= 1
+    assert found[-1] >= 0.88
 
 
 def test_both_counts_of_live_bytes_agree(engine, folders):
-    """TrainerRank's own, which it learns from, and this test's."""
-    rank = new_rank(engine, folders, 100_000_000)
+    """TrainerRank's own, which it measures with, and this test's."""
+    rank = new_rank(engine, folders, 3_000_000)
     generator = np.random.default_rng(2)
-    items = [WORKLOADS["mixed"](generator, 24) for _ in range(20)]
-    run(rank, items)  # backbones are measured
-    ((peak,), _plans) = run(rank, items)
-    ((*_, measured),) = rank._memory.experience._peaks.values()
-    assert abs(peak - measured.measured_bytes) <= 0.002 * peak
+    items = [[ForwardInput(random_ids(generator, 40), target_logprobs=True, adapter="one")] for _ in range(20)]
+    next(rank.forward_micro_batches(items))
+    with LiveBytes() as live:
+        loop = rank.forward_micro_batches(items)
+        rank.backward(some_loss([output for item in next(loop).outputs for output in item]))
+        peak = live.take_peak()
+        assert abs(peak - next(loop).planning.previous_peak_bytes) <= 0.002 * peak
+
+
+def planned(rank, generator):
+    """What a new rank plans for some items of all kinds, and the bytes that it measured on the way."""
+    found = []
+    for kind in WORKLOADS:
+        items = [WORKLOADS[kind](generator, 24) for _ in range(20)]
+        for micro_batch in rank.forward_micro_batches(items):
+            rank.backward(some_loss([output for item in micro_batch.outputs for output in item]))
+            found.append((micro_batch.indices, micro_batch.planning))
+            del micro_batch
+    return found
+
+
+def test_eight_busy_processes_beside_it_change_no_plan(engine, folders):
+    alone = planned(new_rank(engine, folders, 3_000_000), np.random.default_rng(4))
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: bytearray(1 << 20)"]) for _ in range(8)]
+    try:
+        beside = planned(new_rank(engine, folders, 3_000_000), np.random.default_rng(4))
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert beside == alone
+    assert len(alone) > 3 * len(WORKLOADS)
+
+
+def test_a_loss_that_takes_more_than_was_planned_for_is_learned(engine, folders):
+    """It passes its budget once."""
+    rank = new_rank(engine, folders, 3_000_000)
+    items = [[ForwardInput([5 + i] * 20, logits=True, adapter="one")] for i in range(200)]
+    peaks = []
+    with LiveBytes() as live:
+        for micro_batch in rank.forward_micro_batches(items):
+            logits = torch.cat([output.logit_PV for item in micro_batch.outputs for output in item])
+            copies = [logits * factor for factor in range(1, 6)]
+            del micro_batch, logits
+            rank.backward(sum(copy.square().mean() for copy in copies))
+            del copies
+            peaks.append(live.take_peak())
+    assert peaks[0] > 3_000_000 * 1.2
+    assert max(peaks[1:]) <= 3_000_000 * 1.01 and len(peaks) > 4
+
+
+class SmallDevice(MegatronEngine):
+    """It is out of memory beyond so many tokens."""
+
+    def hidden_states(self, batch):
+        if len(batch.token_id_T) > 300:
+            raise torch.OutOfMemoryError("a device of 300 tokens")
+        return super().hidden_states(batch)
+
+
+def test_a_micro_batch_that_a_device_cannot_hold_is_halved(engine, folders):
+    """To the same gradients, and an item that it cannot hold alone is refused."""
+    generator = np.random.default_rng(7)
+    items = [row(generator, 60, "one", target_logprobs=True) for _ in range(30)]
+    gradients, shares = [], []
+    for kind in (MegatronEngine, SmallDevice):
+        rank = new_rank(kind(engine._folder, Layout(), "float32"), folders, 100_000_000)
+        for micro_batch in rank.forward_micro_batches(items):
+            rank.backward(some_loss([output for item in micro_batch.outputs for output in item]))
+            shares.append(micro_batch.indices)
+        gradients.append(gradient(rank, "one"))
+    assert shares[0] == tuple(range(30)) and [place for share in shares[1:] for place in share] == list(range(30))
+    assert len(shares) > 3
+    with pytest.raises(InvalidInput, match=r"items\[0\]: it alone takes more memory"):
+        next(rank.forward_micro_batches([[ForwardInput([5] * 400, target_logprobs=True)]]))
 
 
 def test_micro_batches_give_what_one_forward_does(engine, folders):
@@ -201,7 +274,7 @@ def test_micro_batches_give_what_one_forward_does(engine, folders):
         assert set(ours) == set(theirs)
         assert all(torch.allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5) for name in ours)
     for name, gradient_then in expected.items():
-        assert (gradient(rank, name) - gradient_then).norm() <= 1e-5 * gradient_then.norm()
+        assert (gradient(rank, name) - gradient_then).norm() <= 1e-6 * gradient_then.norm()
 
 
 def test_an_item_that_cannot_fit_is_refused_before_anything_is_packed(engine, folders):

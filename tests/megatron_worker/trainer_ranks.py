@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_worker.process.agreement import everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank.micro_batches import new_planner
+from megatron_worker.trainer_rank.micro_batches import measured_slots
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam
@@ -84,9 +84,9 @@ def budget_of(rank: TrainerRank) -> int:
     How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
     """
     requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items_of_all_kinds())]
-    planner = new_planner(rank, requests, rank._memory, _WITHOUT_LIMIT)
-    alone = (planner.next_shares([item], 0, _WITHOUT_LIMIT) for item in requests)
-    needed = max(share.corrected_bytes for shares in alone for share in shares)
+    slots = measured_slots(rank, requests, rank._planner, _WITHOUT_LIMIT)
+    alone = (rank._planner.next_shares([item], 0, slots, _WITHOUT_LIMIT) for item in requests)
+    needed = max(share.planned_bytes for shares in alone for share in shares)
     return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
 
 

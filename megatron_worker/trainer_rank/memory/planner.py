@@ -1,188 +1,213 @@
 """The planner: which of the next items make a micro-batch, and which rank takes which. The same on every rank.
 
-It knows what all ranks know: the items, the backbone's costs and the peaks that were measured, each brought together
-over the ranks before it is used. It plans one micro-batch at a time, so that what the last one taught counts for the
-next.
+A micro-batch is followed as it will go: slot after slot forward, each its backbone and then its heads; the user's loss;
+then backward, the newest first, while what has gone backward is let go of. What passes hold is measured (probes.py).
+What a loss does is the user's: it is taken to keep one copy of each output that has a gradient until it has made that
+gradient, and to work on one input's outputs at a time in two copies more.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from megatron_worker.trainer_rank.inputs import Ints, Request
-from megatron_worker.trainer_rank.memory.backbone_costs import Backbone, BackboneCost, mask_bytes
-from megatron_worker.trainer_rank.memory.costs import SlotLoad, estimate, total_tokens
-from megatron_worker.trainer_rank.memory.head_costs import Head
+from megatron_worker.tensors.pass_costs import PassBytes, PassCost
+from megatron_worker.trainer_rank.inputs import Question, Request
+from megatron_worker.trainer_rank.memory.probes import block_mask_bytes, mask_elements, measure_backbone, measure_head
 from megatron_worker.trainer_rank.packing import PackSize, pack
+from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 
-_MARGIN = 0.01  # on an estimate corrected by many peaks
-_DOUBT = 0.04  # on top, on one that no peak has been measured for; less the more there were
-_SPREAD = 0.5  # on top, of how far measured peaks differ in this from each other
-_LEAST = 0.9  # of an estimate: what a loss did without before it may want again
-_MEMORY = 16  # peaks that are remembered of a kind
-_COMPARABLE = 4  # a peak says nothing of a micro-batch more than so many times as large
+_MARGIN = 0.02  # on an estimate
+_LOSS_WORK = 2  # copies of one input's outputs
 
-Slots = dict[str | None, tuple[Lora | None, bool]]
+
+class Rows(NamedTuple):
+    """Of one question in a pack: how many, how many of the input that has the most, labels a row at most."""
+
+    num: int = 0
+    most: int = 0
+    num_labels: int = 0
+
+
+class Slot(NamedTuple):
+    name: str | None
+    lora: Lora | None
+    keeps_graph: bool
 
 
 @dataclass(frozen=True)
-class Peak:
-    """What a micro-batch was estimated to hold, and what it did. `kind`: what was asked of it."""
+class SlotLoad:
+    """What one slot is to do in a micro-batch of one rank."""
 
-    kind: str
-    estimated_bytes: float
-    measured_bytes: float
+    size: PackSize
+    rows: dict[Question, Rows] = field(default_factory=dict)
 
-
-class Experience:
-    """How far measured peaks were from their estimates, by kind."""
-
-    def __init__(self) -> None:
-        self._peaks: defaultdict[str, deque[Peak]] = defaultdict(lambda: deque(maxlen=_MEMORY))
-
-    def learn(self, peak: Peak) -> None:
-        self._peaks[peak.kind].append(peak)
-
-    def corrected(self, kind: str, estimated_bytes: float) -> float:
-        """An estimate as it should have been, with a margin."""
-        ratios = [
-            max(_LEAST, peak.measured_bytes / peak.estimated_bytes)
-            for peak in self._peaks.get(kind, ())
-            if peak.estimated_bytes * _COMPARABLE >= estimated_bytes
-        ]
-        if not ratios:
-            return estimated_bytes * (1 + _MARGIN + _DOUBT)
-        doubt = 2 * _DOUBT / (2 + len(ratios)) + _SPREAD * (max(ratios) - min(ratios))
-        return estimated_bytes * max(ratios) * (1 + _MARGIN + doubt)
+    def with_requests(self, requests: Sequence[Request]) -> "SlotLoad":
+        size, rows = self.size.copy(), self.rows.copy()
+        for request in requests:
+            size.add(request.token_L)
+            count = len(request.position_P)
+            for question in request.questions:
+                had = rows.get(question, Rows())
+                rows[question] = Rows(had.num + count, max(had.most, count), max(had.num_labels, request.num_labels))
+        return SlotLoad(size, rows)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank does in a micro-batch: places of items, its estimate as it stands and corrected."""
+    """What one rank does in a micro-batch: places of items, by slot what they ask, and the bytes that it will take."""
 
     items: tuple[int, ...]
-    num_tokens: int
-    num_logical_tokens: int
-    kind: str
-    estimated_bytes: float
-    corrected_bytes: float
-
-
-class _Load:
-    """A rank's share as it grows."""
-
-    def __init__(self, planner: "Planner") -> None:
-        self._planner = planner
-        self.items: list[int] = []
-        self.slots = planner.new_slots()
-        self.kinds: set[str] = set()
-        self.estimated_bytes = self.corrected_bytes = 0.0
-
-    def grown(self, item: int, requests: Sequence[Request]) -> "_Load":
-        load = _Load(self._planner)
-        load.items, load.kinds = [*self.items, item], self.kinds.copy()
-        load.slots = self.slots.copy()
-        for name in {request.adapter for request in requests if not request.is_empty}:
-            load.slots[name] = self._planner.grown(self.slots.get(name), [r for r in requests if r.adapter == name])
-        load.kinds |= {kind for request in requests if not request.is_empty for kind in request.kinds}
-        load.estimated_bytes = self._planner.estimate(load.slots)
-        load.corrected_bytes = self._planner.experience.corrected(load.kind, load.estimated_bytes)
-        return load
+    loads: dict[Slot, SlotLoad]
+    planned_bytes: float = 0.0
 
     @property
-    def kind(self) -> str:
-        branches = any(slot.branches for slot in self.slots.values())
-        return " ".join(sorted(self.kinds | ({"branches"} if branches else set())))
+    def num_tokens(self) -> int:
+        return sum(load.size.num_tokens for load in self.loads.values())
 
-    def share(self) -> Share:
-        tokens, logical = total_tokens(list(self.slots.values()))
-        return Share(tuple(self.items), tokens, logical, self.kind, self.estimated_bytes, self.corrected_bytes)
+    @property
+    def num_logical_tokens(self) -> int:
+        """Without sharing prefixes."""
+        return self.num_tokens + sum(load.size.num_shared for load in self.loads.values())
+
+    @cached_property
+    def kind(self) -> frozenset[str]:
+        """What is asked of it."""
+        return frozenset(question.kind for load in self.loads.values() for question in load.rows)
 
 
 class Planner:
-    """Plans for `num_ranks` data-parallel ranks.
+    """Plans for the data-parallel ranks of an engine. It knows what all of them know, and keeps what it learns.
 
-    Args:
-        slots: of each adapter's name its shape, and whether a graph of it will be kept, in the order of their forwards.
-        costs: of every backbone that may be met.
-        in_step: every rank sends all slots' backbones forward, if with nothing.
+    Every cost is measured when it is first met. `excess`: by what was asked, how many times its estimate a micro-batch
+    took that passed its budget.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        slots: Slots,
-        costs: dict[Backbone, BackboneCost],
-        experience: Experience,
-        num_ranks: int,
-        min_shared_tokens: int,
-        in_step: bool = False,
-    ) -> None:
-        self._head, self._slots, self._costs = head, slots, costs
-        self._num_ranks, self._min_shared, self._in_step = num_ranks, min_shared_tokens, in_step
-        self._mask_bytes: dict[tuple[bytes, ...], float] = {}
-        self.experience = experience
+    def __init__(self, engine: SlotEngine, min_shared_tokens: int) -> None:
+        self._engine, self._min_shared = engine, min_shared_tokens
+        self._backbones: dict[tuple[Lora | None, bool, bool], PassCost] = {}
+        self._heads: dict[tuple[Question, int, bool], PassCost] = {}
+        self._excess: dict[frozenset[str], float] = {}
 
-    def new_slots(self) -> dict[str | None, SlotLoad]:
-        return {name: SlotLoad(self._new_size()) for name in self._slots} if self._in_step else {}
-
-    def _new_size(self) -> PackSize:
-        return PackSize(self._min_shared)
-
-    def grown(self, before: SlotLoad | None, requests: Sequence[Request]) -> SlotLoad:
-        load = SlotLoad(self._new_size()) if before is None else before.copy()
-        for request in requests:
-            if not request.is_empty:
-                load.add(request)
-        load.mask_bytes = self._masks(load.size)
-        return load
-
-    def _masks(self, size: PackSize) -> float:
-        """Of all trees of a pack; on a device, of the pack."""
-        if not size.num_shared:
-            return 0.0
-        if self._head.on_device:
-            return mask_bytes(np.zeros(size.num_tokens, dtype=np.int64), self._head.element, "cuda")
-        return sum(self._tree_masks(unit) for unit in size.trees())
-
-    def _tree_masks(self, unit: list[Ints]) -> float:
-        key = tuple(token_L.tobytes() for token_L in unit)
-        if key not in self._mask_bytes:
-            parent_T = pack(unit, self._min_shared).parent_T
-            self._mask_bytes[key] = mask_bytes(parent_T, self._head.element, "cpu")
-        return self._mask_bytes[key]
-
-    def estimate(self, loads: dict[str | None, SlotLoad]) -> float:
-        slots = []
-        for name in self._slots:
-            if (load := loads.get(name)) is not None:
-                lora, keeps_graph = self._slots[name]
-                slots.append((load, self._costs[Backbone(lora, keeps_graph, load.branches)], keeps_graph))
-        return estimate(slots, self._head, self._in_step)
+    def measure(self, slot: Slot, requests: Sequence[Request], budget_bytes: float) -> None:
+        """Measure what these requests of the slot that is active may need, and is not known. Collective."""
+        load = SlotLoad(PackSize(self._min_shared)).with_requests(requests)
+        for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
+            backbone = slot.lora, slot.keeps_graph, branches
+            if backbone not in self._backbones:
+                self._backbones[backbone] = measure_backbone(self._engine, slot.keeps_graph, branches, budget_bytes)
+        for head in sorted({_head_key(q, r.num_labels, slot.keeps_graph) for r in requests for q in r.questions}):
+            if head not in self._heads:
+                self._heads[head] = measure_head(self._engine, *head, budget_bytes)
 
     def next_shares(
-        self, items: Sequence[Sequence[Request]], first: int, budget_bytes: float, held_bytes: float = 0.0
+        self,
+        items: Sequence[Sequence[Request]],
+        first: int,
+        slots: Sequence[Slot],
+        budget_bytes: float,
+        held_bytes: float = 0.0,
+        most: int | None = None,
     ) -> list[Share]:
         """The items from `first` on that fit, in their order, each to the rank with the least to do.
 
-        `budget_bytes` is what is left of the budget beside `held_bytes`. Raises InvalidInput when not even the first
-        fits a rank that has nothing else.
+        Args:
+            slots: in the order of their forwards.
+            budget_bytes: what is left of the budget beside `held_bytes`.
+            most: so many items at most.
+
+        Raises:
+            InvalidInput: not even the first fits a rank that has nothing else.
         """
-        loads = [_Load(self) for _ in range(self._num_ranks)]
-        for item in range(first, len(items)):
-            least = min(range(self._num_ranks), key=lambda rank: (loads[rank].corrected_bytes, rank))
-            grown = loads[least].grown(item, items[item])
-            if grown.corrected_bytes > budget_bytes:
+        # Ranks that go in step send all slots' backbones forward, if with nothing.
+        nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.in_step}
+        shares = [Share((), nothing)] * self._engine.facts.dp_size
+        for item in range(first, len(items) if most is None else first + most):
+            least = min(range(len(shares)), key=lambda rank: (shares[rank].planned_bytes, rank))
+            grown = self._grown(shares[least], item, items[item], slots)
+            if grown.planned_bytes > budget_bytes:
                 if item == first:
-                    needed, left = int(grown.corrected_bytes), int(budget_bytes)
+                    needed, left = int(grown.planned_bytes), int(budget_bytes)
                     message = f"it alone needs about {needed:,} bytes, backward included; the budget leaves {left:,}"
                     if held_bytes:
                         message += f" beside {int(held_bytes):,} that are held of micro-batches before"
                     raise InvalidInput(message, f"items[{item}]")
                 break
-            loads[least] = grown
-        return [load.share() for load in loads]
+            shares[least] = grown
+        return shares
+
+    def exceeded(self, kind: frozenset[str], times: float) -> None:
+        """Learn that what was asked took so many times the bytes that were planned."""
+        self._excess[kind] = self._excess.get(kind, 1.0) * times
+
+    def _grown(self, share: Share, item: int, requests: Sequence[Request], slots: Sequence[Slot]) -> Share:
+        loads = {}
+        for slot in slots:
+            own = [request for request in requests if request.adapter == slot.name and not request.is_empty]
+            before = share.loads.get(slot)
+            if own:
+                loads[slot] = (before or SlotLoad(PackSize(self._min_shared))).with_requests(own)
+            elif before:
+                loads[slot] = before
+        grown = Share((*share.items, item), loads)
+        return replace(grown, planned_bytes=self._estimate(loads) * (1 + _MARGIN) * self._excess.get(grown.kind, 1.0))
+
+    def _estimate(self, loads: dict[Slot, SlotLoad]) -> float:
+        """Return the bytes at the peak of a micro-batch."""
+        live = peak = gradients = largest = 0.0
+        passes: list[tuple[list[PassBytes], list[tuple[PassBytes, float]]]] = []
+        for slot, load in loads.items():
+            masks, num_tokens = self._mask_bytes(load.size), load.size.num_tokens
+            backbone = self._backbones[slot.lora, slot.keeps_graph, load.size.num_shared > 0].at(num_tokens)
+            peak = max(peak, live + backbone.forward + masks)
+            live += (backbone.kept + masks) * slot.keeps_graph
+            heads = []
+            for question, rows in sorted(load.rows.items(), reverse=True):  # as forward.py does
+                head = self._heads[_head_key(question, rows.num_labels, slot.keeps_graph)].at(rows.num)
+                heads.append(head)
+                peak = max(peak, live + head.forward)
+                live += head.kept
+                gradients += head.gradient
+                largest = max(largest, head.gradient * rows.most / rows.num)
+            if slot.keeps_graph:
+                passes.append((heads, [(backbone, masks)]))
+        live += gradients
+        peak = max(peak, live + _LOSS_WORK * largest)
+        passes.reverse()
+        if self._engine.in_step:  # the heads of all slots go before their backbones (in_step.py)
+            passes = [([head for heads, _ in passes for head in heads], [b for _, bs in passes for b in bs])]
+        for heads, backbones in passes:
+            for head in reversed(heads):
+                live -= head.kept + head.gradient
+                peak = max(peak, live + head.backward)
+                live += head.left
+            for backbone, masks in backbones:
+                live -= backbone.kept + masks
+                peak = max(peak, live + backbone.backward + masks)
+        return peak
+
+    def _mask_bytes(self, size: PackSize) -> float:
+        """Of what attention sees a pack's trees under, and layers share: see `mask_elements`."""
+        facts = self._engine.facts
+        if not size.num_shared:
+            return 0.0
+        if facts.device.type == "cuda":
+            return block_mask_bytes(size.num_tokens)
+        units = (tuple(token_L.tobytes() for token_L in unit) for unit in size.trees())
+        return getattr(torch, facts.dtype).itemsize * sum(_mask_elements(unit, self._min_shared) for unit in units)
+
+
+@lru_cache(maxsize=4096)
+def _mask_elements(unit: tuple[bytes, ...], min_shared_tokens: int) -> int:
+    return mask_elements(pack([np.frombuffer(ids, np.int64) for ids in unit], min_shared_tokens).parent_T)
+
+
+def _head_key(question: Question, num_labels: int, keeps_graph: bool) -> tuple[Question, int, bool]:
+    """What a head's cost is found under: settings that change no byte are left out, labels rounded up."""
+    rounded = 1 << (num_labels - 1).bit_length() if num_labels and question.kind == "ranks" else 0
+    return replace(question, temperature=1.0), rounded, keeps_graph

@@ -1,0 +1,119 @@
+"""Count the bytes of this process's own tensors: CUDA's allocator says them, on the CPU a dispatch mode counts them.
+
+Nothing here looks at what the machine has free or at what else runs on it.
+"""
+
+import os
+import weakref
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+_PLAIN = (int, float, type(None), torch.dtype, torch.device)  # most of what operations are given beside tensors
+_SHARE = {"cpu": 0.5, "cuda": 0.9}  # of all memory, where no budget is given
+
+
+class CpuMeter(TorchDispatchMode):
+    """Counts the storages that operations make from `start` to `stop`. Costs some microseconds an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._bytes = self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        storages = {storage._cdata: storage for storage in _storages(result)}
+        if not storages.keys() <= self._live.keys():  # else a view or the like: what was given need not be looked at
+            known = {storage._cdata for storage in _storages((args, kwargs))}
+            for key, storage in storages.items():
+                if key not in known and key not in self._live and (size := storage.nbytes()):
+                    self._live[key] = weakref.ref(storage, partial(self._forget, key)), size
+                    self._bytes += size
+        self._peak = max(self._peak, self._bytes)
+        return result
+
+    def _forget(self, key: int, _: object) -> None:
+        self._bytes -= self._live.pop(key)[1]
+
+    def start(self) -> None:
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Leave the stack of modes, from below others too: a generator that an error left ends whenever it may."""
+        above = []
+        while _get_current_dispatch_mode_stack()[-1] is not self:
+            above.append(_pop_mode())
+        self.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def mark(self) -> int:
+        """Begin anew to look for the peak. Returns what lives now."""
+        self._peak = self._bytes
+        return self._bytes
+
+    def peak(self) -> int:
+        """Return the most that lived at once since the last `mark`."""
+        return self._peak
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    """Return those of what operations take and give: tensors, and tuples, lists and dictionaries of them."""
+    if isinstance(value, Tensor):
+        return [value.untyped_storage()]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [storage for part in value if not isinstance(part, _PLAIN) for storage in _storages(part)]
+
+
+class CudaMeter:
+    """The same of what the caching allocator has given out beyond what it had at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> None:
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> None:
+        pass
+
+    def mark(self) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def new_meter(device: torch.device) -> CpuMeter | CudaMeter:
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+def default_budget(device: torch.device) -> int:
+    """Return bytes that passes may take where nobody says how many: a share of all memory that this rank can use.
+
+    It is the same whatever else runs: on CUDA 90 % of the device without what this process has allocated on it; on the
+    CPU half of the machine or container, divided by the ranks on it.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(_SHARE["cuda"] * total) - torch.cuda.memory_allocated(device)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such container, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return int(_SHARE["cpu"] * total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,85 @@
+"""Measure what a kind of pass holds in memory, as a function of its size, by a few small passes of that kind.
+
+At any moment the bytes are a line in the size (tokens of a backbone, rows of a head), and the most at any moment is a
+chain of lines: a few sizes measure it whatever the engine, model family, adapter, dtype or layout. The same passes hold
+the same bytes whatever else runs on the machine.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_worker.process.agreement import everyone
+from megatron_worker.tensors.live_bytes import new_meter
+
+_PROBE_SHARE = 0.75  # of a budget that a probe may take
+_REPEATS = 2  # on several ranks, where a collective's threads may hold a tensor for a moment longer
+
+
+class PassBytes(NamedTuple):
+    """What a pass holds. `forward`, `backward`: the most at any moment of it; `kept`, `left`: after it.
+
+    `gradient`: of its outputs, before the backward begins; it is part of `backward`.
+    """
+
+    forward: float = 0.0
+    kept: float = 0.0
+    backward: float = 0.0
+    left: float = 0.0
+    gradient: float = 0.0
+
+
+Probe = Callable[[int], Iterator[float]]
+"""A pass of a size. It yields before its forward, before its backward, with the bytes of the gradients that its outputs
+will have, and after it."""
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Lines through measured points, the last of them going on; below the first point as much as there."""
+
+    sizes: tuple[int, ...]
+    points: tuple[PassBytes, ...]
+
+    def at(self, size: int) -> PassBytes:
+        if size <= self.sizes[-1]:
+            columns = zip(*self.points, strict=True)
+            return PassBytes(*(float(np.interp(size, self.sizes, column)) for column in columns))
+        (size0, point0), (size1, point1) = [(0, PassBytes()), *zip(self.sizes, self.points, strict=True)][-2:]
+        beyond = (size - size1) / (size1 - size0)
+        return PassBytes(*(v1 + max(0.0, v1 - v0) * beyond for v0, v1 in zip(point0, point1, strict=True)))
+
+
+def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size: int, budget_bytes: float) -> PassCost:
+    """Run the probe at rising sizes, as long as the next one is to stay within the budget; at the first always.
+
+    Collective: of each size that rank's bytes count which are most.
+    """
+    if device.type == "cuda":  # libraries take their workspaces once
+        _measured(probe, sizes[0], device)
+    cost = PassCost((), ())
+    for number, size in enumerate(sizes):
+        if number and max(cost.at(size)) > _PROBE_SHARE * budget_bytes:
+            break
+        repeated = [_measured(probe, size, device) for _ in range(_REPEATS if world_size > 1 else 1)]
+        least = tuple(map(min, zip(*repeated, strict=True)))
+        most = map(max, zip(*everyone(world_size, least), strict=True))
+        cost = PassCost((*cost.sizes, size), (*cost.points, PassBytes(*most)))
+    return cost
+
+
+def _measured(probe: Probe, size: int, device: torch.device) -> PassBytes:
+    meter, running = new_meter(device), probe(size)
+    next(running)
+    meter.start()
+    try:
+        meter.mark()
+        gradient = next(running)
+        forward, kept = meter.peak(), meter.mark()
+        next(running)
+        return PassBytes(forward, kept, meter.peak(), meter.mark(), gradient)
+    finally:
+        meter.stop()

@@ -1,0 +1,101 @@
+"""The passes that a micro-batch is made of, each measured alone: a slot's backbone, and a head for each question.
+
+A backbone's size is the tokens of its pack, a head's the rows of hidden states that it meets. Losses are zero times the
+outputs, which adds nothing to any gradient. Masks, which grow with the square of small trees, are taken off a
+backbone's bytes, and counted for each pack as it is.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megatron_worker.engine import Batch
+from megatron_worker.tensors.pass_costs import PassBytes, PassCost, measure
+from megatron_worker.trainer_rank.forward import answers
+from megatron_worker.trainer_rank.inputs import ForwardInput, Ints, Question, Request, TopK
+from megatron_worker.trainer_rank.slot_engine import SlotEngine
+from megatron_worker.tree_attention import mask_lengths
+
+# An allocator rounds, and kernels want work; the last two sizes of heads lie beyond their chunks.
+_BACKBONE_TOKENS = {"cpu": (4, 16, 64, 256), "cuda": (128, 512, 1024)}
+_HEAD_ROWS = {"cpu": (16, 256, 512), "cuda": (512, 4096, 8192)}
+_MASK_BLOCK = 128  # tokens, on CUDA
+
+
+def measure_backbone(engine: SlotEngine, keeps_graph: bool, branches: bool, budget_bytes: float) -> PassCost:
+    """Measure the backbone with the slot that is active. Collective."""
+    device, element_bytes = engine.facts.device, getattr(torch, engine.facts.dtype).itemsize
+
+    def probe(num_tokens: int) -> Iterator[float]:
+        yield 0
+        with torch.set_grad_enabled(keeps_graph):
+            hidden_NH = engine.hidden_states(_pack(num_tokens, branches, device))
+        yield 0
+        if hidden_NH.requires_grad:
+            (hidden_NH * 0).sum().backward()
+        del hidden_NH
+        yield 0
+
+    def without_masks(size: int, point: PassBytes) -> PassBytes:
+        if device.type == "cuda":
+            masks = block_mask_bytes(size)
+        else:
+            masks = element_bytes * mask_elements(_pack(size, branches, device).parent_T.numpy())
+        return PassBytes(*(max(0.0, value - masks) for value in point))
+
+    cost = measure(probe, _BACKBONE_TOKENS[device.type], device, engine.facts.layout.world_size, budget_bytes)
+    return PassCost(cost.sizes, tuple(map(without_masks, cost.sizes, cost.points)))
+
+
+def measure_head(
+    engine: SlotEngine, question: Question, num_labels: int, keeps_graph: bool, budget_bytes: float
+) -> PassCost:
+    """Measure a head on hidden states of zeros, which it is taken to hold. Collective."""
+    device = engine.facts.device
+    dtype, hidden_size = getattr(torch, engine.facts.dtype), engine.output_head[0].shape[1]
+
+    def probe(num_rows: int) -> Iterator[float]:
+        request = _request(question, num_labels, num_rows)
+        yield 0
+        with torch.set_grad_enabled(keeps_graph):
+            rows_NH = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device, requires_grad=keeps_graph)
+            (answer,) = answers(question, rows_NH, [request], *engine.output_head)
+        outputs = [value.logprob_PK if isinstance(value, TopK) else value for value in answer.values()]
+        graded = [tensor for tensor in outputs if tensor.requires_grad]
+        yield sum(tensor.nbytes for tensor in graded)
+        if graded:
+            torch.stack([(tensor * 0).sum() for tensor in graded]).sum().backward()
+        if not engine.in_step:  # else its gradient waits for the backbone's turn
+            del rows_NH
+        yield 0
+
+    return measure(probe, _HEAD_ROWS[device.type], device, engine.facts.layout.world_size, budget_bytes)
+
+
+def _request(question: Question, num_labels: int, num_rows: int) -> Request:
+    token_L, label_PK = np.zeros(num_rows + 1, np.int64), np.zeros((num_rows, num_labels), np.int64)
+    asked = ForwardInput(token_L, target_logprobs=question.kind == "scores", top_k=question.top_k)
+    return Request(token_L, np.arange(num_rows), label_PK, asked, None)
+
+
+def _pack(num_tokens: int, branches: bool, device: torch.device) -> Batch:
+    """Two chains; or two branches from two tokens on, so that attention meets nearly all at once. One target."""
+    index = torch.arange(num_tokens, device=device)
+    position, parent = index.clone(), index - 1
+    root = 2 if branches else 0
+    second = root + (num_tokens - root) // 2
+    position[second:] -= second - root
+    parent[second] = root - 1
+    zero_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    return Batch.to_score(torch.zeros_like(index), position, parent, zero_1 + num_tokens - 1, zero_1)
+
+
+def mask_elements(parent_T: Ints) -> int:
+    """On the CPU: [L, L] for each small bushy tree."""
+    return sum(length**2 for length in mask_lengths(parent_T))
+
+
+def block_mask_bytes(num_tokens: int) -> int:
+    """On CUDA: lists of blocks, by rows and by columns, of those in part and of those in full."""
+    return 4 * 4 * (-(-num_tokens // _MASK_BLOCK)) ** 2
