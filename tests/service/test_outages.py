@@ -200,7 +200,7 @@ def test_a_run_that_does_not_answer_for_a_step_is_503(temporal_address: str, tmp
                 answer = api.get(f"/runs/{run_id}/steps/{UNANSWERED_STEP}")
         else:
             with ThreadPoolExecutor(1) as threads:
-                failing = threads.submit(asyncio.run, _fail_tasks(settings, 20))
+                failing = threads.submit(asyncio.run, _fail_tasks(settings, 10))
                 answers = []
                 while not failing.done():
                     answers.append(api.get(f"/runs/{run_id}/steps/1", timeout=300))
