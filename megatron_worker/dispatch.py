@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs
+from megatron_worker.tensors.pass_costs import PassCost
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
+from megatron_worker.training.checkpoint import random_state, read_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
+from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
 
@@ -31,6 +34,7 @@ class Dispatcher:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.slots: set[Slot] = set()
+        self._pass_costs: dict[Slot, dict[tuple[int, bool], PassCost]] = {}
 
     @property
     def facts(self) -> Facts:
@@ -68,6 +72,7 @@ class Dispatcher:
         if slot not in self.slots:
             return
         self.slots.remove(slot)
+        self._pass_costs.pop(slot, None)
         if slot is None:
             assert not self.slots, "a base is trained alone"
             self.engine.drop_training_state()
@@ -90,6 +95,35 @@ class Dispatcher:
         self.engine.set_adapter(slot)
         with self.engine.training():
             yield
+
+    def form_micro_batches(
+        self, slot: Slot, data: PackedBatches, loss: LossFunction, budget_bytes: int | None, checkpoint: Path | None
+    ) -> None:
+        """Cut the data's steps into bins whose passes stay within a budget, if there is one.
+
+        How many tokens fit is what a checkpoint says that is gone on from. Else it is measured by passes of the slot,
+        which has no gradients before and after them.
+
+        Raises:
+            InvalidInput: an example does not fit.
+        """
+        if budget_bytes is None:
+            return
+        tokens = None if checkpoint is None else read_state(checkpoint).micro_batch_tokens
+        if tokens is None:
+            masks = most_mask_bytes(data.units, getattr(torch, self.facts.dtype).itemsize)
+            tokens = tokens_that_fit(self._pass_cost(slot, loss, budget_bytes, masks > 0), budget_bytes, masks)
+        data.cut_to(tokens)
+
+    def _pass_cost(self, slot: Slot, loss: LossFunction, budget_bytes: int, has_branches: bool) -> PassCost:
+        """Measure once for a slot, which later jobs of its run may go on with."""
+        known = self._pass_costs.setdefault(slot, {})
+        if (kind := (budget_bytes, has_branches)) not in known:
+            drawn = random_state()
+            with self.resident(slot):
+                known[kind] = measure_passes(self.engine, loss, budget_bytes, has_branches)
+            set_random_state(drawn)
+        return known[kind]
 
     # Passes over packed data.
 

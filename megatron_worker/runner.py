@@ -154,6 +154,8 @@ def prepare(
         yield None
     ranks.agree(lambda: _load_reference(work, folders, kept))
     yield None
+    recorded = None if job.start is None else folders[job.start]
+    ranks.agree(lambda: dispatcher.form_micro_batches(work.slot, data, loss, plan.memory_budget_bytes, recorded))
     yield from _agreed(work, _score_reference(work, folders))
     if kept is not None:
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, model_sha256))
@@ -161,9 +163,8 @@ def prepare(
         before = folders[plan.initial_checkpoint]
         ranks.agree(lambda: load_initial_checkpoint(load, plan, model_sha256, before))
     yield from _agreed(work, _score_old(work, folders))
-    if job.start is not None:
-        checkpoint = folders[job.start]
-        work.done = ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, checkpoint))
+    if recorded is not None:
+        work.done = ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, recorded))
     report.emit(
         Started,
         run_id=plan.run_id,
@@ -290,9 +291,8 @@ def save(work: Work) -> None:
     """A checkpoint of what is done, unless it stands."""
     if work.saved is not None and work.saved.state.step == work.step:
         return
-    work.saved = save_checkpoint(
-        partial(work.dispatcher.save_state, work.slot), work.ranks, work.job, work.model_sha256, work.step
-    )
+    write = partial(work.dispatcher.save_state, work.slot)
+    work.saved = save_checkpoint(write, work.ranks, work.job, work.model_sha256, work.step, work.data.most_tokens)
     if work.ranks.rank == 0:
         work.report.emit(Saved, step=work.step, path=str(work.saved.path), manifest_sha256=work.saved.sha256)
 

@@ -186,6 +186,13 @@ def mask_lengths(parent_T: Ints) -> list[int]:
     return lengths
 
 
+def longest_masked(num_nodes_U: Ints) -> NDArray[np.float64]:
+    """Return a bound of L, [U], for one mask of a tree of so many nodes: its L^2 pairs cost less than its parts' calls,
+    which are two a node at most, over L^2 / 2 pairs.
+    """
+    return np.sqrt(4.0 * _CALL_PAIRS * num_nodes_U)
+
+
 def _masked_call(nodes: Nodes, node: int, dtype: torch.dtype) -> Call:
     begin, subtree_end = int(nodes.begin_N[node]), int(nodes.subtree_end_N[node])
     index_L = torch.arange(begin, subtree_end)

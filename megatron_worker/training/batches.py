@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch, LossFunction, Scores
 from megatron_worker.sums import combine
-from shared.errors import CorruptArtifact
+from megatron_worker.training.micro_batches import cut
+from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import Ints, PackedBin, Plan, Units
 
 Scored = Literal["old_logprob_N", "ref_logprob_N"]
@@ -30,10 +31,29 @@ class PackedBatches:
         self.units = Units(units)
         self._plan = Plan(plan)
         self._scored: dict[Scored, NDArray[np.float32]] = {}
+        self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
         self.num_steps = self._plan.header.num_steps
 
     def bins(self, step: int) -> list[Ints]:
-        return self._plan.bins(step)
+        """Return the units of each of a step's bins: the plan's, or those of `cut_to`."""
+        bins = self._plan.bins(step)
+        if self.most_tokens is None:
+            return bins
+        units = np.concatenate([NO_UNITS, *bins])
+        return list(cut(units, self._lengths()[units], self.most_tokens))
+
+    def cut_to(self, most_tokens: int) -> None:
+        """Cut each step anew into bins of so many tokens at most, the units in the plan's order.
+
+        Raises InvalidInput when a unit has more.
+        """
+        if (longest := int(self._lengths().max(initial=0))) > most_tokens:
+            message = f"the longest example has {longest} tokens; passes of {most_tokens} fit the budget"
+            raise InvalidInput(message, "memory_budget_bytes")
+        self.most_tokens = most_tokens
+
+    def _lengths(self) -> Ints:
+        return np.diff(self.units.token_offsets).astype(np.int64)
 
     def bins_of_rank(self, step: int, dp_rank: int, dp_size: int) -> list[Ints]:
         """Return bins dp_rank, dp_rank + dp_size, … of a step. A rank may have fewer than another, or none."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 import safetensors.torch
 import torch
-from pydantic import ValidationError
+from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer
 from torch import Tensor
 
 from megatron_worker.process.ranks import WorkerRanks
@@ -31,7 +31,8 @@ class CheckpointState(Frozen):
     """`state.json`: the position in the data, and the hashes of the data and of the model that was trained.
 
     `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`); None in checkpoints of
-    schema 1, which did not say.
+    schema 1, which did not say. `micro_batch_tokens`: of the largest, where the job has a memory budget; not written
+    elsewhere.
     """
 
     schema_version: Literal[1, 2] = 2
@@ -42,6 +43,14 @@ class CheckpointState(Frozen):
     model_sha256: Sha256 | None = None
     units_sha256: Sha256
     plan_sha256: Sha256
+    micro_batch_tokens: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        fields: dict[str, object] = serialize(self)
+        if self.micro_batch_tokens is None:
+            del fields["micro_batch_tokens"]
+        return fields
 
 
 def checkpoint_name(step: int) -> str:
@@ -58,7 +67,14 @@ class Written:
     random_state: RandomState
 
 
-def save_checkpoint(save: UseFolder, ranks: WorkerRanks, job: Job, model_sha256: str, step: int) -> Written:
+def save_checkpoint(
+    save: UseFolder,
+    ranks: WorkerRanks,
+    job: Job,
+    model_sha256: str,
+    step: int,
+    micro_batch_tokens: int | None = None,
+) -> Written:
     """Write the checkpoint of `step`; durable on return. All ranks call it.
 
     It grows in the job's scratch folder, so that `checkpoint_dir` (on the same file system) holds whole ones only.
@@ -68,7 +84,7 @@ def save_checkpoint(save: UseFolder, ranks: WorkerRanks, job: Job, model_sha256:
     """
     final = Path(job.checkpoint_dir) / checkpoint_name(step)
     temporary = Path(job.scratch_dir) / final.name
-    state, drawn = _state(job.plan, model_sha256, step), random_state()
+    state, drawn = _state(job.plan, model_sha256, step, micro_batch_tokens), random_state()
 
     def write() -> str:
         try:
@@ -153,7 +169,7 @@ def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> Non
         )
 
 
-def _state(plan: JobPlan, model_sha256: str, step: int) -> CheckpointState:
+def _state(plan: JobPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None) -> CheckpointState:
     return CheckpointState(
         run_id=plan.run_id,
         step=step,
@@ -162,6 +178,7 @@ def _state(plan: JobPlan, model_sha256: str, step: int) -> CheckpointState:
         model_sha256=model_sha256,
         units_sha256=plan.data.units.sha256,
         plan_sha256=plan.data.plan.sha256,
+        micro_batch_tokens=micro_batch_tokens,
     )
 
 

@@ -277,6 +277,12 @@ class JobPlan(Frozen):
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
     seed: int = Field(default=0, ge=0, lt=2**63)
+    memory_budget_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="what a pass may hold on a rank beside weights and optimizer: the worker forms micro-batches of a "
+        "step's examples that fit. Without one they are the plan's bins",
+    )
     after: Literal["offload", "keep"] = "offload"
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
@@ -288,6 +294,12 @@ class JobPlan(Frozen):
     def _temperature_means_something(self) -> Self:
         if self.temperature != 1 and not is_policy_loss(self.loss):
             raise ValueError(f"temperature belongs to losses of sampled sequences: with {self.loss.kind} it must be 1")
+        return self
+
+    @model_validator(mode="after")
+    def _pipelines_have_bins(self) -> Self:
+        if self.memory_budget_bytes is not None and self.layout.pp > 1:
+            raise ValueError("memory_budget_bytes: a pipeline holds all bins of a step at once; use it with pp 1")
         return self
 
     @model_validator(mode="after")
