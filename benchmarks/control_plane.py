@@ -21,7 +21,8 @@ from examples.tiny_model import make_tiny_model
 from service.cli.client import Client
 from service.dev.connection import Connection
 from shared.jobs.job import Lora
-from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.requests import SFTRun
+from shared.runs.sources import DatasetSource
 from shared.storage.paths import HostPaths
 
 LONGSHORE = str(Path(sys.executable).parent / "longshore")

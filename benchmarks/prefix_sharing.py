@@ -35,7 +35,6 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from activities.packing.prefix_tree import SequenceRow, TreeUnit, build_tree
 from benchmarks.machine import provenance
 from benchmarks.random_model import Sizes, flops
 from examples.tiny_model import make_tiny_model
@@ -46,6 +45,7 @@ from megatron_worker.training.batches import to_batch
 from shared.jobs.job import Adam, CrossEntropy, Lora
 from shared.jobs.layout import Layout
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, RANK = 256, 4, 4, 2, 64, 768, 16
 CPU = torch.device("cpu")

@@ -31,16 +31,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from activities.packing.bins import best_fit_decreasing
-from activities.packing.prefix_tree import SequenceRow, TreeUnit, build_tree
 from benchmarks.machine import accelerator, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, flops, write_config
 from megatron_worker.engine import Batch, LossFunction, Where
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
+from shared.jobs.bins import best_fit_decreasing
 from shared.jobs.job import PPO, Adam, CrossEntropy, Lora
 from shared.jobs.layout import Layout
+from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 
 RANK = 16
 Figures = dict[str, object]

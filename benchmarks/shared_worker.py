@@ -27,7 +27,8 @@ from service.cli.client import Client
 from service.dev.connection import Connection
 from service.runs.views import RunView
 from shared.jobs.job import PPO, Lora
-from shared.runs.requests import DatasetSource, DPORun, RLRun, SFTRun
+from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.sources import DatasetSource
 
 RANKS = (4, 8, 16, 32, 64, 4, 8, 16)
 KINDS = ("sft", "dpo", "rl", "sft", "dpo", "sft", "rl", "sft")

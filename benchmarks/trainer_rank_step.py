@@ -33,16 +33,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from activities.packing import bins as packing
-from activities.packing.prefix_tree import SequenceRow, build_tree, split_tree
 from benchmarks.machine import accelerator, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
 from megatron_worker.engine import Batch, LossFunction, Norms
 from megatron_worker.losses import loss_function
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
+from shared.jobs import bins as packing
 from shared.jobs.job import Adam, CrossEntropy, Dtype, Lora, Reinforce
 from shared.jobs.layout import Layout
+from shared.jobs.prefix_tree import SequenceRow, build_tree, split_tree
 
 SMALL = Sizes(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=32_000)
 LORA = Lora(rank=16, alpha=32)

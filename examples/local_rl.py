@@ -37,8 +37,9 @@ from shared.errors import WorkerLost
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan, reference_uri
 from shared.jobs.leases import ProcessKey, WorkerKey
-from shared.runs.requests import DatasetSource, RLRun
+from shared.runs.requests import RLRun
 from shared.runs.serving import ServedSampler
+from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest, RLStart
 from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
 from shared.settings import DownloadSettings, SamplingSettings, Settings

@@ -70,6 +70,8 @@ def _job_by_hand(path: Path, into: Path | None) -> Job:
         return job
     folder = into.resolve()
     places = {"log_path": "log.jsonl", "checkpoint_dir": "checkpoints", "scratch_dir": "scratch"}
+    if job.commands_dir is not None:
+        places["commands_dir"] = "commands"
     return job.model_copy(update={field: str(folder / name) for field, name in places.items()})
 
 

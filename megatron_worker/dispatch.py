@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs
+from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
 from megatron_worker.tensors.pass_costs import PassCost
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, read_state, set_random_state
@@ -21,11 +22,55 @@ from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, Lora
+from shared.jobs.packed import Ints
 
 T = TypeVar("T")
 BINS_A_PASS = 8
 Slot = str | None
 """A name of an adapter and what trains it; None: the base, which is trained itself or computes without an adapter."""
+
+
+class TargetScores:
+    """Scores of a data set's targets, a bin at a time: those of this rank's share, and NaN (ids: -1) elsewhere.
+
+    Attributes:
+        found: `logprobs` [N] float32 in nats, and where they were asked for `entropies` [N], `top_ids` [N, K] int64,
+            `top_logprobs` [N, K].
+    """
+
+    def __init__(self, data: PackedBatches) -> None:
+        self._data = data
+        num_targets = data.units.header.num_targets
+        self.found: dict[str, NDArray] = {"logprobs": np.full(num_targets, np.nan, dtype=np.float32)}
+
+    def put(self, units: Ints, scores: Scores) -> None:
+        """Take the scores of a bin's targets."""
+        columns = {
+            "logprobs": scores.logprob_N,
+            "entropies": scores.entropy_N,
+            "top_ids": scores.top_id_NK,
+            "top_logprobs": scores.top_logprob_NK,
+        }
+        places = self._data.units.target_indices(units)
+        for name, tensor in columns.items():
+            if tensor is not None:
+                values = (tensor if name == "top_ids" else tensor.detach().float()).cpu().numpy()
+                if name not in self.found:
+                    empty = -1 if name == "top_ids" else np.nan
+                    shape = (self._data.units.header.num_targets, *values.shape[1:])
+                    self.found[name] = np.full(shape, empty, dtype=values.dtype)
+                self.found[name][places] = values
+
+    def recorded(self, loss: LossFunction, bins: list[Ints]) -> LossFunction:
+        """A loss that leaves here the log-probabilities of each bin that it is computed of, in their order."""
+        left = iter(bins)
+
+        def sums(scores: Scores, batch: Batch) -> LossSums:
+            if not batch.is_empty:
+                self.put(next(left), Scores(scores.logprob_N))
+            return loss.sums(scores, batch)
+
+        return LossFunction(loss.outputs, sums)
 
 
 class Dispatcher:
@@ -128,12 +173,15 @@ class Dispatcher:
     # Passes over packed data.
 
     def forward_backward(
-        self, slot: Slot, data: PackedBatches, step: int, loss: LossFunction
+        self, slot: Slot, data: PackedBatches, step: int, loss: LossFunction, scores: TargetScores | None = None
     ) -> Generator[None, None, dict[str, float]]:
         """Add the gradients of a step's examples to what the slot has accumulated.
 
         Yields between its passes: commands of other slots may come there. A pipeline, which is filled with all bins of
         a step, has one.
+
+        Args:
+            scores: takes the log-probabilities of this rank's share.
 
         Returns:
             the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (sums.py), on every rank.
@@ -141,6 +189,8 @@ class Dispatcher:
         facts = self.facts
         sums = Sums(loss, facts.device)
         batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
+        if scores is not None:
+            loss = scores.recorded(loss, data.bins_of_rank(step, facts.dp_rank, facts.dp_size))
         for number, some in enumerate(_in_passes(batches, BINS_A_PASS if facts.layout.pp == 1 else None)):
             if number:
                 yield
@@ -188,18 +238,21 @@ class Dispatcher:
             steps: those whose examples are scored, up to the last of the data that is computed at all.
             temperature: what logits are divided by.
         """
+        scores = TargetScores(data)
+        yield from self.forward(slot, data, steps, Outputs(temperature=temperature), scores)
+        data.put(column, scores.found["logprobs"])
+
+    def forward(
+        self, slot: Slot, data: PackedBatches, steps: range, outputs: Outputs, scores: "TargetScores"
+    ) -> Iterator[None]:
+        """Score the targets of some steps by the weights as they are. Yields between its passes, as `evaluate` does."""
         facts = self.facts
-        logprob = np.full(data.units.header.num_targets, np.nan, dtype=np.float32)
-        outputs = Outputs(temperature=temperature)
         bins = bins_to_score(data, steps.start, steps.stop, facts.dp_rank, facts.dp_size)
         for some in _in_passes(iter(bins), BINS_A_PASS):
             with self._scoring(slot):
                 for units in some:
-                    logprob_N = self.engine.forward(data.batch(units, facts.device), outputs).logprob_N
-                    assert logprob_N is not None
-                    logprob[data.units.target_indices(units)] = logprob_N.float().cpu().numpy()
+                    scores.put(units, self.engine.forward(data.batch(units, facts.device), outputs))
             yield
-        data.put(column, logprob)
 
     # Passes that every rank makes alike.
 

@@ -39,7 +39,7 @@ from megatron_worker.warm_engine import Kept, WarmEngine, slots_of
 from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
-from shared.jobs.job import Full, Job, JobPlan, is_policy_loss, reference_of, scores_old
+from shared.jobs.job import Full, Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
 
 T = TypeVar("T")
 
@@ -79,6 +79,7 @@ class Work:
 
     @property
     def plan(self) -> JobPlan:
+        assert isinstance(self.job.plan, JobPlan)
         return self.job.plan
 
     @property
@@ -139,10 +140,11 @@ def prepare(
         CancelledEarly: while inputs were staged, or log-probabilities were computed that the steps need.
     """
     plan = job.plan
+    assert isinstance(plan, JobPlan)
     make_deterministic(plan)
     (folders, model_sha256), kept = yield from _stage_inputs(job, warm, staging, cancelled)
     data, evaluator = ranks.agree(lambda: open_data(plan, folders, open_files))
-    dispatcher = _take_engine(warm, plan, folders, kept, ranks)
+    dispatcher = take_engine(warm, plan, folders, kept, ranks)
     ranks.agree(lambda: check_probe(plan.probe, dispatcher.facts.vocab_size))
     yield None  # not before: others may have what is kept forgotten until it is taken
     loss = loss_function(plan.loss, plan.temperature)
@@ -150,7 +152,7 @@ def prepare(
     load = partial(dispatcher.load_state, work.slot)
     # Several agreements: loading is collective, so no rank may come to it alone.
     if kept is None:
-        ranks.agree(lambda: _make_trainable(work, folders))
+        ranks.agree(lambda: make_trainable(dispatcher, job, folders))
         yield None
     ranks.agree(lambda: _load_reference(work, folders, kept))
     yield None
@@ -213,7 +215,7 @@ def _train(work: Work) -> Generator[None, None, bool]:
     """Returns whether the last evaluation was made, if one was due."""
     evaluated = yield from evaluate(work)
     while work.done < work.plan.num_steps and not work.cancelled():
-        yield
+        yield None
         metrics = yield from train_step(work, work.done)
         work.done += 1
         work.report.emit(Step, step=work.step, metrics=metrics)
@@ -252,7 +254,7 @@ def _timed(passes: Generator[None, None, T]) -> Generator[None, None, tuple[T, f
         except StopIteration as end:
             return end.value, seconds + time.perf_counter() - began
         seconds += time.perf_counter() - began
-        yield
+        yield None
 
 
 def _update(work: Work, step: int, reduced: dict[str, float]) -> dict[str, float]:
@@ -314,7 +316,7 @@ def evaluate(work: Work) -> Generator[None, None, bool]:
     return True
 
 
-def make_deterministic(plan: JobPlan) -> None:
+def make_deterministic(plan: WorkerPlan) -> None:
     """The same bits whatever this process did before."""
     torch.set_num_threads(plan.threads_per_rank)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -322,9 +324,10 @@ def make_deterministic(plan: JobPlan) -> None:
     torch.manual_seed(plan.seed)
 
 
-def _take_engine(
-    warm: WarmEngine, plan: JobPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
+def take_engine(
+    warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
 ) -> Dispatcher:
+    """The engine for a plan. Raises JobFailed when some rank cannot have it, or there are not as many as it wants."""
     if plan.layout.world_size != ranks.world_size:
         place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
         raise JobFailed(fault_of(InvalidInput(message, place)))
@@ -335,13 +338,14 @@ def _take_engine(
         raise
 
 
-def _make_trainable(work: Work, folders: Folders) -> None:
+def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
     """Make the weights to train, fresh or from an adapter. A checkpoint to start from comes after, and into them."""
-    plan = work.plan
-    begins_here = work.job.needs_its_beginning and plan.initial_checkpoint is None
+    plan = job.plan
+    begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
     starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
     adapter = None if starts_from is None else folders[starts_from]
-    work.dispatcher.create_slot(work.slot, plan.trainable, plan.seed, adapter)
+    slot, _ = slots_of(plan.run_id, plan.trainable)
+    dispatcher.create_slot(slot, plan.trainable, plan.seed, adapter)
     # Whatever setting up drew from the generators, the steps begin at the seed.
     torch.manual_seed(plan.seed)
 
@@ -352,7 +356,7 @@ def _agreed(work: Work, passes: Iterator[None]) -> Iterator[None]:
     while work.ranks.agree(lambda: next(passes, end)) is not end:
         if work.cancelled():
             raise CancelledEarly
-        yield
+        yield None
 
 
 def _load_reference(work: Work, folders: Folders, kept: Kept | None) -> None:

@@ -12,14 +12,14 @@ from megatron_worker.dispatch import Dispatcher, Slot
 from megatron_worker.engine import Engine
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
-from shared.jobs.job import Full, Job, JobPlan, Lora, reference_of
+from shared.jobs.job import Full, Job, JobPlan, Lora, WorkerPlan, reference_of
 from shared.jobs.leases import WorkerKey
 
-BuildEngine = Callable[[JobPlan, Path], Engine]
+BuildEngine = Callable[[WorkerPlan, Path], Engine]
 _MAX_KEPT = 8  # runs between two jobs; of a run that is forgotten the next job reads its checkpoint
 
 
-def build_engine(plan: JobPlan, model: Path) -> Engine:
+def build_engine(plan: WorkerPlan, model: Path) -> Engine:
     """The engine that a plan names, around a staged model folder. Imports it only now: each is slow to load."""
     match plan.engine:
         case "megatron":
@@ -48,6 +48,8 @@ class Kept:
 
     def is_beginning_of(self, job: Job) -> bool:
         """Whether the job begins with this very state, so that nothing of it has to be read."""
+        if not isinstance(job.plan, JobPlan):
+            return False
         begins_with, reference = job.plan.initial_checkpoint, reference_of(job.plan.loss)
         return (
             begins_with is not None
@@ -81,7 +83,7 @@ class WarmEngine:
         kept = self._kept.get(job.plan.run_id) if self._key == WorkerKey.of(job.plan) else None
         return kept if kept is not None and kept.is_beginning_of(job) else None
 
-    def take(self, plan: JobPlan, model: Path, kept: Kept | None) -> Dispatcher:
+    def take(self, plan: WorkerPlan, model: Path, kept: Kept | None) -> Dispatcher:
         """The engine for a plan, its weights on the device: the one at hand if it is the same, else a new one.
 
         Args:
@@ -103,13 +105,13 @@ class WarmEngine:
         self.in_hand.add(plan.run_id)
         return self.dispatcher
 
-    def refuse(self, plan: JobPlan) -> None:
+    def refuse(self, plan: WorkerPlan) -> None:
         """Some rank could not take it: an engine that some have and others lack is of no use to the next job."""
         self.in_hand.discard(plan.run_id)
         if not self.in_hand:
             self.discard()
 
-    def give_back(self, plan: JobPlan, kept: Kept | None) -> None:
+    def give_back(self, plan: WorkerPlan, kept: Kept | None) -> None:
         """The job is done with it: its slots go, unless they are kept for the run's next one."""
         assert self.dispatcher is not None
         self.in_hand.remove(plan.run_id)
@@ -119,7 +121,7 @@ class WarmEngine:
             self._kept[plan.run_id] = kept
             self._forget(list(self._kept)[:-_MAX_KEPT])
 
-    def offload(self, plan: JobPlan) -> None:
+    def offload(self, plan: WorkerPlan) -> None:
         """Take the run's slots off the device, and the base when no other job is in hand."""
         if self.dispatcher is None or not self.on_device:
             return
@@ -146,7 +148,7 @@ class WarmEngine:
             self.dispatcher.drop_slot(slot)
 
 
-def fits_beside(plan: JobPlan, others: Collection[JobPlan]) -> bool:
+def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:
     """Whether a job may begin: alone, or with an adapter of its own beside other runs' on an equal engine."""
     are_alike = all(isinstance(each.trainable, Lora) and WorkerKey.of(each) == WorkerKey.of(plan) for each in others)
     is_another = plan.run_id not in {other.run_id for other in others}

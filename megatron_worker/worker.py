@@ -14,10 +14,11 @@ from megatron_worker.process.job_queue import Claim, JobQueue
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.runner import Outcome, Passes, run_job
+from megatron_worker.session import run_session
 from megatron_worker.training.checkpoint import RandomState, random_state, set_random_state
 from megatron_worker.warm_engine import BuildEngine, WarmEngine, fits_beside
 from shared.contract import Frozen
-from shared.jobs.job import Job
+from shared.jobs.job import Job, SessionPlan
 from shared.storage.paths import WorkerPaths, write_atomically
 
 POLL_S, SOON_POLL_S = 0.05, 0.005  # the latter while another job may come soon
@@ -143,7 +144,7 @@ class Worker:
         archive: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """A job from its inputs to its terminal event. `cancelled` and `archive` are asked on rank 0 alone."""
-        self._begin(job, report, cancelled, archive)
+        self._begin(job, report, cancelled, archive, by_hand=True)
         while (outcome := self._advance(job.plan.run_id)) is None:
             while self._ranks.rank == 0 and not self._in_hand[job.plan.run_id].is_ready():
                 time.sleep(SOON_POLL_S)
@@ -167,9 +168,17 @@ class Worker:
         else:
             self._begin(job, report, lambda: reader is not None and reader.queue.is_cancelled(job), archive)
 
-    def _begin(self, job: Job, report: Report, cancelled: Callable[[], bool], archive: Callable[[], None]) -> None:
+    def _begin(
+        self,
+        job: Job,
+        report: Report,
+        cancelled: Callable[[], bool],
+        archive: Callable[[], None],
+        by_hand: bool = False,
+    ) -> None:
         flag = CancelFlag(self._ranks, cancelled)
-        passes = run_job(job, self._warm, self._staging, report, self._ranks, flag)
+        needed = (job, self._warm, self._staging, report, self._ranks, flag)
+        passes = run_session(*needed, by_hand) if isinstance(job.plan, SessionPlan) else run_job(*needed)
         self._in_hand[job.plan.run_id] = InHand(job, passes, report, flag, archive)
 
     def _advance(self, run_id: str) -> Outcome | None:

@@ -29,6 +29,7 @@ from service.apis.native import automation as automation_api
 from service.apis.native import data as data_api
 from service.apis.native import run_files as run_files_api
 from service.apis.native import runs as native_api
+from service.apis.native import sessions as sessions_api
 from service.apis.native import tenants as tenant_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
@@ -65,7 +66,7 @@ OPENAI_ROUTERS = (
     openai_chat.router,
 )
 ART_ROUTERS = (art_models.router, art_jobs.router)
-NATIVE_ROUTERS = (data_api.router, run_files_api.router, automation_api.router)
+NATIVE_ROUTERS = (data_api.router, sessions_api.router, run_files_api.router, automation_api.router)
 """Parts of the native API without a prefix of their own."""
 
 

@@ -24,6 +24,7 @@ from service.runs.files import RunFiles
 from service.runs.overview import Overviews
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
+from service.runs.sessions import TrainingSessions
 from service.runs.states import RunStates, Watch
 from service.runs.train_steps import TrainSteps
 from service.runs.views import Histories, RunReader
@@ -51,6 +52,7 @@ class Backend:
         self.runs = Runs(settings, store, rows, states, temporal, access)
         self.watch = Watch(rows, states, temporal)
         self.steps = TrainSteps(self.runs, store, temporal)
+        self.training_sessions = TrainingSessions(self.runs, store, temporal, self.quotas)
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
         self.run_files = RunFiles(store, settings.s3)

@@ -27,6 +27,7 @@ from activities.host_context import HostContext
 from activities.hosts.lease import Lease
 from activities.hosts.progress import WorkflowSignals
 from activities.hosts.run_job import RunJob
+from activities.hosts.session import ApplyCommands
 from activities.hosts.worker_pool import Sharing, WorkerPool
 from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
 from activities.sampling.complete import Complete
@@ -107,6 +108,7 @@ def control_activities(host: HostContext, answers: Complete, track: "Track") -> 
     from activities.models.resolve import Resolve
     from activities.packing.pack import Pack
     from activities.records.checkpoints import FindCheckpoint
+    from activities.records.commands import CommandRecords
     from activities.records.deliver import Deliver
     from activities.records.run_records import RunRecords
     from activities.sources.download import Download
@@ -117,11 +119,14 @@ def control_activities(host: HostContext, answers: Complete, track: "Track") -> 
     from activities.trajectories.pack_trajectories import PackTrajectories
 
     records, resolve, grade, deliver = RunRecords(host), Resolve(host), Grade(host), Deliver(host)
+    commands = CommandRecords(host)
     return [
         records.record_result,
         records.begin,
         records.record_step,
         records.recover_steps,
+        commands.record_command,
+        commands.recover_commands,
         FindCheckpoint(host).find_checkpoint,
         Publish(host).publish,
         resolve.resolve_model,
@@ -157,11 +162,13 @@ def control_workflows() -> list[type]:
         UntrainedModelWorkflow,
     )
     from workflows.services.webhook import WebhookWorkflow
+    from workflows.session import SessionWorkflow
     from workflows.sft import SFTWorkflow
 
     return [
         SFTWorkflow,
         RLWorkflow,
+        SessionWorkflow,
         PreviewWorkflow,
         GraderWorkflow,
         UntrainedModelWorkflow,
@@ -220,8 +227,9 @@ def gpu_workers(
 
     lease = Lease(pool, store, signals, host_queue, door if settings.runs_per_worker > 1 else None)
     leases = _worker(client, settings.lease_queue, threads, 1, [lease.lease])
-    jobs = _worker(client, host_queue, threads, 1 + settings.runs_per_worker, [RunJob(pool, store, signals).run_job])
-    return leases, jobs
+    jobs: list[Callable[..., Any]] = [RunJob(pool, store, signals).run_job, ApplyCommands(pool, store).apply_commands]
+    own = _worker(client, host_queue, threads, 1 + 2 * settings.runs_per_worker, jobs)
+    return leases, own
 
 
 def sampler_workers(
@@ -306,7 +314,7 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
                     control_workers(client, settings.control_queue, activities, control_workflows())
                 )
             case "gpu":
-                threads = stack.enter_context(ThreadPoolExecutor(2 + 2 * settings.runs_per_worker))
+                threads = stack.enter_context(ThreadPoolExecutor(2 + 3 * settings.runs_per_worker))
                 pool = await _pool(stack, settings, command)
                 await stack.enter_async_context(polling(*gpu_workers(client, settings, threads, pool, record.queue)))
             case "sampler":

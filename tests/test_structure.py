@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("shared", "workflows", "activities", "megatron_worker", "service", "examples", "benchmarks")
+PACKAGES = ("longshore", "shared", "workflows", "activities", "megatron_worker", "service", "examples", "benchmarks")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 SOURCES = [path for path in MODULES if path.relative_to(ROOT).parts[0] not in ("examples", "benchmarks")]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

@@ -79,6 +79,8 @@ _POOLS: dict[str, Pool] = {
     "record_result": "records",
     "begin": "records",
     "record_step": "records",
+    "record_command": "records",
+    "recover_commands": "records",
     "recover_steps": "records",
     "find_checkpoint": "records",
     "publish": "publishing",

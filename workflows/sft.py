@@ -11,7 +11,8 @@ with workflow.unsafe.imports_passed_through():
     from shared.contract import Artifact
     from shared.jobs.job import PackedData, Reference
     from shared.models.shape import ModelShape
-    from shared.runs.requests import DatasetSource, DPORun
+    from shared.runs.requests import DPORun
+    from shared.runs.sources import DatasetSource
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus
     from workflows import control
@@ -61,7 +62,7 @@ class SFTWorkflow(RunHandlers):
         result = await self._run.training.do(plan)
 
         self._run.show(phase="publishing")
-        published = await models.publish(start, model, result, units.report_uri, result.metrics)
+        published = await models.publish(start, model, result.checkpoint, units.report_uri, result.metrics)
         self._run.show(
             state="succeeded",
             phase="done",

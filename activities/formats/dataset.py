@@ -15,7 +15,7 @@ from activities.formats.examples import Example, Question
 from activities.formats.rows import Row, listed, refuse_missing, rows_of
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.storage.paths import MANIFEST
 
 _DETECTION_ROWS = 32

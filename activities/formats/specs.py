@@ -27,7 +27,7 @@ from activities.formats.rows import (
     weight_of,
 )
 from shared.errors import InvalidInput
-from shared.runs.requests import PAIR_FORMATS, Format
+from shared.runs.sources import PAIR_FORMATS, Format
 
 _ASKING = ("user", "tool")
 _SHAREGPT_ROLES = {

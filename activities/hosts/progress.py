@@ -18,7 +18,7 @@ from temporalio.service import RPCError
 
 from shared.contract import Fence, Frozen
 from shared.jobs.events import Evaluated, Event, Started, Step
-from shared.jobs.job import JobPlan, Loss, is_policy_loss
+from shared.jobs.job import AnyPlan, CrossEntropy, JobPlan, Loss, is_policy_loss
 from shared.runs.status import CheckpointRef
 
 Metrics = Mapping[str, float]
@@ -124,7 +124,7 @@ async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) ->
 class ProgressReport(Frozen):
     """Signalled to the workflow, which accepts it from its current fence alone.
 
-    `held_s`: what the lease has had of its worker's time so far.
+    `held_s`: what the lease has had of its worker's time so far. A session has no number of steps.
     """
 
     fence: Fence
@@ -144,19 +144,19 @@ class Progress:
 
     def __init__(
         self,
-        plan: JobPlan,
+        plan: AnyPlan,
         fence: Fence,
         steps_before: Iterable[Metrics],
         signals: Signals,
         held_s: Callable[[], float],
     ) -> None:
         self.step = 0
-        self._training = JobMetrics(plan.loss)
+        self._training = JobMetrics(plan.loss if isinstance(plan, JobPlan) else CrossEntropy())
         for metrics in steps_before:
             self._training.take(metrics)
         self._evaluation: dict[str, float] = {}
         self._fence = fence
-        self._num_steps = plan.first_step + plan.num_steps
+        self._num_steps = plan.first_step + plan.num_steps if isinstance(plan, JobPlan) else 0
         self._signals = signals
         self._held_s = held_s
         self._begun_at = time.monotonic()

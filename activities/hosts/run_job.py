@@ -18,7 +18,7 @@ from activities.records.checkpoints import damage, find_newest, own
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, WorkerLost
 from shared.jobs.events import Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
-from shared.jobs.job import Job, JobPlan, is_policy_loss
+from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.status import CheckpointRef, Problem
@@ -33,7 +33,7 @@ _SILENCE_S = 120.0
 class JobRequest(Frozen):
     """One job for the worker of a lease, which goes on from the newest checkpoint that stands in the store."""
 
-    plan: JobPlan
+    plan: AnyPlan
     fence: Fence
     worker_id: str
     cancel_grace_s: float
@@ -109,6 +109,7 @@ class _Attempt:
             log_path=str(self.outputs / "log.jsonl"),
             checkpoint_dir=str(self.outputs / "checkpoints"),
             scratch_dir=str(worker.paths.scratch(request.plan.run_id, request.plan.job_id, request.fence)),
+            commands_dir=str(self.outputs / "commands") if isinstance(request.plan, SessionPlan) else None,
             start=start.artifact if start else None,
             tenant=request.tenant,
         )
@@ -226,11 +227,11 @@ class _Attempt:
         )
 
 
-def _steps_before(store: ObjectStore, plan: JobPlan, start: CheckpointRef | None) -> list[Metrics]:
+def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None) -> list[Metrics]:
     """Read the metrics of a train step's optimizer steps up to its own checkpoint from the logs of the
     attempts that did them, which stand in the store before the checkpoint does. Other jobs are told by their newest.
     """
-    if start is None or not is_policy_loss(plan.loss):
+    if start is None or not (isinstance(plan, JobPlan) and is_policy_loss(plan.loss)):
         return []
     found, _ = read_run_events(store, plan.run_id, EventCursor(job_id=plan.job_id))
     ours = (item.event for item in found if item.job_id == plan.job_id)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from activities.sources.http import shown
 from shared.jobs.job import Full, Lora
-from shared.runs.requests import DPORun, RLRun, Run, SFTRun
+from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun
 
 # Clocks and machines differ from run to run; the card does not.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
@@ -12,12 +12,14 @@ _METHODS = {
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimisation (DPO)",
     "rl": "Reinforcement learning",
+    "session": "A session",
 }
+_SENT = {"rl": "trajectories that a client sent", "session": "commands that a client sent"}
 
 
 def model_card(run: Run, metrics: Mapping[str, float], report: Mapping[str, object]) -> str:
     """README.md, with the front matter that hubs read. It has no dates, versions or timings."""
-    data = f"`{shown(run.dataset.uri)}`" if run.kind != "rl" else "trajectories that a client sent"
+    data = f"`{shown(run.dataset.uri)}`" if isinstance(run, SFTRun | DPORun) else _SENT[run.kind]
     kind = "LoRA adapter" if run.trainable.kind == "lora" else "Fully fine-tuned model"
     library = "peft" if run.trainable.kind == "lora" else "transformers"
     return "\n".join(
@@ -47,15 +49,11 @@ def _hyperparameters(run: Run) -> dict[str, str]:
             method = {"LoRA rank": str(rank), "LoRA alpha": f"{alpha:g}", "LoRA targets": ", ".join(targets)}
         case Full():
             method = {"trained": "all weights"}
+    fixed = {"dtype": run.dtype, "seed": str(run.seed)}
+    if isinstance(run, SessionRun):  # its client chose anew at each step
+        return {**method, **fixed}
     own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)
-    return {
-        **method,
-        **own,
-        "weight decay": f"{run.weight_decay:g}",
-        "clip norm": f"{run.clip_norm:g}",
-        "dtype": run.dtype,
-        "seed": str(run.seed),
-    }
+    return {**method, **own, "weight decay": f"{run.weight_decay:g}", "clip norm": f"{run.clip_norm:g}", **fixed}
 
 
 def _of_dataset(run: SFTRun | DPORun) -> dict[str, str]:

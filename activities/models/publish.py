@@ -33,7 +33,7 @@ class PublishRequest(Frozen):
     step: int | None = None
     model: Artifact
     checkpoint: CheckpointRef
-    report_uri: str
+    report_uri: str | None
     metrics: dict[str, float]
 
 
@@ -86,7 +86,7 @@ class Publish:
         else:
             model = self._host.stage(request.model)
             _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
-        report = self._report(request.report_uri)
+        report = self._report(request.report_uri) if request.report_uri is not None else {}
         write_atomically(folder / "README.md", model_card(request.run, request.metrics, report).encode())
 
     def _report(self, uri: str) -> dict[str, object]:

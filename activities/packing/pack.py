@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from temporalio import activity
 
 from activities.host_context import HostContext
-from activities.packing import bins as packing
-from activities.packing.bins import Indices
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
+from shared.jobs import bins as packing
+from shared.jobs.bins import Indices
 from shared.jobs.packed import PlanHeader, PlanWriter, Units
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, packed

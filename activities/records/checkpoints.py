@@ -8,7 +8,7 @@ from temporalio import activity
 from activities.host_context import HostContext, beating
 from shared.contract import Fence, Frozen
 from shared.errors import CorruptArtifact, NotFound
-from shared.jobs.job import JobPlan
+from shared.jobs.job import WorkerPlan
 from shared.runs.requests import RunId
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import Manifest, find, read_manifest, read_record, sha256_object
@@ -77,7 +77,7 @@ def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | 
     return None
 
 
-def own(plan: JobPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
+def own(plan: WorkerPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
     """A run's newest checkpoint, if it is this job's own and not the one that the job before it ended with."""
     if plan.initial_checkpoint is None or (checkpoint is not None and checkpoint.step > plan.first_step):
         return checkpoint

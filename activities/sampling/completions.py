@@ -11,12 +11,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from activities.packing import bins as packing
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
 from shared.contract import Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampledItem
+from shared.jobs import bins as packing
 
 COMPLETIONS, SAMPLES = "completions.jsonl", "samples.jsonl"
 _SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take

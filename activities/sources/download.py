@@ -22,7 +22,8 @@ from activities.sources.http import HttpSource, checked
 from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
 from shared.contract import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
-from shared.runs.requests import DatasetSource, RunId, Tenant
+from shared.runs.requests import RunId, Tenant
+from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import files_of, find
 from shared.storage.paths import MANIFEST, RunKeys, content_key, tenant_folder

@@ -26,7 +26,7 @@ from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFi
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.runs.previews import LostRow
-from shared.runs.requests import DatasetSource, Format
+from shared.runs.sources import DatasetSource, Format
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts
 

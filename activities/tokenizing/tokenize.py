@@ -17,7 +17,7 @@ from activities.tokenizing.units import PAIR_COLUMNS, KeptPairs, KeptRows, Tally
 from shared.contract import Artifact, Frozen
 from shared.jobs.packed import UnitsHeader, UnitsWriter
 from shared.runs.previews import Report
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, tokenized
 

@@ -14,11 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.packing.prefix_tree import SequenceRow, TreeUnit, build_tree
 from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
+from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 from shared.runs.previews import LengthCount, LostRow, Report
-from shared.runs.requests import Format
+from shared.runs.sources import Format
 
 _MAX_LISTED = 20
 PAIR_COLUMNS = ("token_id", "position", "parent", "hidden_index", "label", "weight", "advantage", "sequence")

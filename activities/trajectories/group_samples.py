@@ -8,12 +8,12 @@ from temporalio import activity
 
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
 from activities.host_context import HostContext
-from activities.packing import bins as packing
 from activities.sampling.completions import Sample, SampledGroup, read_groups
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.grading.graders import SampleGrade
+from shared.jobs import bins as packing
 from shared.storage.artifacts import find, read_record
 from shared.storage.paths import content_key, grouped, grouped_report, is_grouped
 from shared.storage.store import ObjectStore, uri_of

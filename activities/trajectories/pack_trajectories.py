@@ -11,8 +11,6 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.packing import bins as packing
-from activities.packing.prefix_tree import SequenceRow, split_tree
 from activities.records.run_records import find_key
 from activities.sources.download import Download, DownloadRequest
 from activities.trajectories.advantages import advantages_of
@@ -30,9 +28,12 @@ from activities.trajectories.read_groups import (
 )
 from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact, Frozen
+from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, UnitsWriter
-from shared.runs.requests import DatasetSource, RLRun, RunId, Tenant
+from shared.jobs.prefix_tree import SequenceRow, split_tree
+from shared.runs.requests import RLRun, RunId, Tenant
+from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
 from shared.settings import S3Settings
 from shared.storage.artifacts import files_of, find, read_record

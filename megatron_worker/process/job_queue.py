@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megatron_worker.process.event_log import Report
 from shared.errors import InvalidInput
-from shared.jobs.job import Job, JobPlan
+from shared.jobs.job import Job, WorkerPlan
 from shared.jobs.leases import LeaseMark
 from shared.storage.paths import WorkerPaths
 
@@ -32,7 +32,7 @@ class JobQueue:
         for folder in (paths.jobs, paths.claimed, paths.archive):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def claim(self, accepts: Callable[[JobPlan], bool] = lambda plan: True) -> Claim | None:
+    def claim(self, accepts: Callable[[WorkerPlan], bool] = lambda plan: True) -> Claim | None:
         """Take the oldest job, by rename. Files that are still being written have other names.
 
         Args:

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from megatron_worker.process.background import Awaited, Check, in_background
 from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Artifact
-from shared.jobs.job import Job, PackedData, reference_of
+from shared.jobs.job import Job, JobPlan, reference_of
 from shared.settings import S3Settings
 from shared.storage.artifacts import files_of, stage
 
@@ -68,12 +68,15 @@ class Staging:
 
 def artifacts_of(job: Job) -> list[Artifact]:
     plan = job.plan
-    data = [plan.data, *([plan.evaluation.data] if plan.evaluation.data else [])]
-    reference = reference_of(plan.loss)
     before = plan.initial_checkpoint if job.needs_its_beginning else None
-    optional = [plan.initial_adapter, before, job.start, None if reference == "base" else reference]
-    return [plan.model, *(a for d in data for a in _both(d)), *(a for a in optional if a is not None)]
+    own = _of_training(plan) if isinstance(plan, JobPlan) else []
+    return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]
 
 
-def _both(data: PackedData) -> tuple[Artifact, Artifact]:
-    return data.units, data.plan
+def _of_training(plan: JobPlan) -> list[Artifact]:
+    reference = reference_of(plan.loss)
+    packed = [plan.data, *([plan.evaluation.data] if plan.evaluation.data else [])]
+    return [
+        *(artifact for data in packed for artifact in (data.units, data.plan)),
+        *([reference] if isinstance(reference, Artifact) else []),
+    ]

@@ -1,7 +1,7 @@
 """Inputs of one slot in one pack: what they share stands once, where it is worth a tree.
 
 A pack of inputs that share nothing, or all of whose units are trees, is to the bit the bin that a job would have of
-them (activities/packing/prefix_tree.py): same tokens, same targets, in the same order.
+them (shared/jobs/prefix_tree.py): same tokens, same targets, in the same order.
 
 Shape suffixes: T tokens of the pack, L tokens of an input.
 """

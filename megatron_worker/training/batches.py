@@ -4,10 +4,10 @@ Shape suffixes: T tokens of a bin, N targets of a bin.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -24,15 +24,41 @@ Scored = Literal["old_logprob_N", "ref_logprob_N"]
 NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # what makes an empty batch
 
 
-class PackedBatches:
-    """Units and their plan, memory-mapped. Leave its `with` block, or close it, to drop the maps."""
+class Bins(Protocol):
+    """The bins of each step, as the numbers of their units."""
 
-    def __init__(self, units: Path, plan: Path) -> None:
-        self.units = Units(units)
-        self._plan = Plan(plan)
+    def bins(self, step: int) -> list[Ints]: ...
+    def close(self) -> None: ...
+
+
+class OneStep:
+    """The bins of one step, in memory."""
+
+    def __init__(self, bins: Sequence[Ints]) -> None:
+        self._bins = list(bins)
+
+    def bins(self, step: int) -> list[Ints]:
+        return self._bins
+
+    def close(self) -> None:
+        pass
+
+
+class PackedBatches:
+    """Units and their plan. Leave its `with` block, or close it, to drop the maps of those that are on file."""
+
+    def __init__(self, units: Units, plan: Bins, num_steps: int = 1) -> None:
+        self.units = units
+        self._plan = plan
         self._scored: dict[Scored, NDArray[np.float32]] = {}
         self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
-        self.num_steps = self._plan.header.num_steps
+        self.num_steps = num_steps
+
+    @classmethod
+    def open(cls, units: Path, plan: Path) -> Self:
+        """Map the files of two folders."""
+        steps = Plan(plan)
+        return cls(Units(units), steps, steps.header.num_steps)
 
     def bins(self, step: int) -> list[Ints]:
         """Return the units of each of a step's bins: the plan's, or those of `cut_to`."""

@@ -18,7 +18,7 @@ from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_rule
-from shared.jobs.job import Job, JobPlan
+from shared.jobs.job import Job, JobPlan, WorkerPlan
 from shared.storage.artifacts import seal
 from shared.storage.paths import fsync_folder, write_atomically
 
@@ -32,7 +32,7 @@ class CheckpointState(Frozen):
 
     `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`); None in checkpoints of
     schema 1, which did not say. `micro_batch_tokens`: of the largest, where the job has a memory budget; not written
-    elsewhere.
+    elsewhere. A session has no data on file, and as many steps as commands.
     """
 
     schema_version: Literal[1, 2] = 2
@@ -41,8 +41,8 @@ class CheckpointState(Frozen):
     num_steps: int
     seed: int
     model_sha256: Sha256 | None = None
-    units_sha256: Sha256
-    plan_sha256: Sha256
+    units_sha256: Sha256 | None = None
+    plan_sha256: Sha256 | None = None
     micro_batch_tokens: int | None = None
 
     @model_serializer(mode="wrap")
@@ -98,7 +98,7 @@ def save_checkpoint(
     return Written(final, ranks.broadcast(sha256.encode() or None).decode(), state, drawn)
 
 
-def load_checkpoint(load: UseFolder, plan: JobPlan, model_sha256: str, folder: Path) -> int:
+def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> int:
     """Load weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
 
     Raises:
@@ -119,7 +119,7 @@ def load_checkpoint(load: UseFolder, plan: JobPlan, model_sha256: str, folder: P
     return state.step - plan.first_step
 
 
-def load_initial_checkpoint(load: UseFolder, plan: JobPlan, model_sha256: str, folder: Path) -> None:
+def load_initial_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> None:
     """Load weights, optimizer and random state that the run's previous job saved, for this job's first step.
 
     Raises:
@@ -132,7 +132,7 @@ def load_initial_checkpoint(load: UseFolder, plan: JobPlan, model_sha256: str, f
     _load_random_state(folder / "rng.safetensors")
 
 
-def go_on_from(written: Written, plan: JobPlan, model_sha256: str) -> None:
+def go_on_from(written: Written, plan: WorkerPlan, model_sha256: str) -> None:
     """Begin with the state that the engine still has from writing this checkpoint, as if it had been loaded.
 
     Raises InvalidInput as `load_initial_checkpoint` does.
@@ -141,7 +141,7 @@ def go_on_from(written: Written, plan: JobPlan, model_sha256: str) -> None:
     set_random_state(written.random_state)
 
 
-def _check_beginning(state: CheckpointState, plan: JobPlan, model_sha256: str, folder: Path) -> None:
+def _check_beginning(state: CheckpointState, plan: WorkerPlan, model_sha256: str, folder: Path) -> None:
     _check_model(state, model_sha256, folder)
     place = str(folder / "state.json")
     if state.seed != plan.seed:
@@ -169,15 +169,15 @@ def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> Non
         )
 
 
-def _state(plan: JobPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None) -> CheckpointState:
+def _state(plan: WorkerPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None) -> CheckpointState:
     return CheckpointState(
         run_id=plan.run_id,
         step=step,
-        num_steps=plan.first_step + plan.num_steps,
+        num_steps=plan.first_step + plan.num_steps if isinstance(plan, JobPlan) else step,
         seed=plan.seed,
         model_sha256=model_sha256,
-        units_sha256=plan.data.units.sha256,
-        plan_sha256=plan.data.plan.sha256,
+        units_sha256=plan.data.units.sha256 if isinstance(plan, JobPlan) else None,
+        plan_sha256=plan.data.plan.sha256 if isinstance(plan, JobPlan) else None,
         micro_batch_tokens=micro_batch_tokens,
     )
 

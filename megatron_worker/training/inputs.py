@@ -18,7 +18,7 @@ def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[P
     """
 
     def open_packed(data: PackedData) -> PackedBatches:
-        return open_files.enter_context(PackedBatches(folders[data.units], folders[data.plan]))
+        return open_files.enter_context(PackedBatches.open(folders[data.units], folders[data.plan]))
 
     training, held_out, loss = open_packed(plan.data), plan.evaluation.data, held_out_loss(plan.loss)
     check_columns(training.units, plan.loss)

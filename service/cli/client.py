@@ -120,6 +120,10 @@ class Client:
         """`cancel`, `pause`, `resume` or `finish` a run; `retry` starts its request as a new one."""
         return self.post(f"/runs/{run_id}/{verb}", RunView)
 
+    def close_session(self, run_id: str) -> RunView:
+        """Take no more commands."""
+        return self.post(f"/sessions/{run_id}/close", RunView)
+
     def events(self, run_id: str, after: str | None, wait_s: float = 0) -> EventPage:
         return self.get(f"/runs/{run_id}/events", EventPage, wait_s=wait_s, after=after)
 

@@ -22,9 +22,10 @@ HEADINGS = {
         "grader": "graders",
         "files": "files",
     },
-    "Start runs": {"submit": "submit", "step": "rl", "finish": "rl", "schedule": "schedules"},
+    "Start runs": {"submit": "submit", "step": "runs", "finish": "runs", "schedule": "schedules"},
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints"), "runs"),
+        "session": "session",
         "webhook": "webhooks",
     },
     "Change runs, fetch what they published": dict.fromkeys(("pause", "cancel", "resume", "retry", "download"), "runs"),

@@ -225,7 +225,7 @@ def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_requi
 
 def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
     from shared.jobs.layout import Layout
-    from shared.runs.requests import DatasetSource
+    from shared.runs.sources import DatasetSource
 
     type_ = _plain_type(field.annotation)
     option = _option(field, path, prefix, is_required)
@@ -289,7 +289,7 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
 
 
 def _reading(kind: str) -> Iterator[RunOption]:
-    from shared.runs.requests import DatasetSource
+    from shared.runs.sources import DatasetSource
 
     for name, field in DatasetSource.model_fields.items():
         if name != "uri" and name not in _NOT_READ.get(kind, ()):

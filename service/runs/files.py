@@ -12,7 +12,7 @@ from service.files.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
 from shared.contract import Artifact, Fence, Frozen
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.jobs.job import Job
+from shared.jobs.job import Job, JobPlan
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import S3Settings
@@ -101,7 +101,7 @@ class RunFiles:
         if status.dataset_report is not None:
             dataset = _report.validate_json(self._at(status.dataset_report))
         job = self._newest_job(status.run_id)
-        if job is not None:
+        if job is not None and isinstance(job.plan, JobPlan):
             packing = PlanHeader.model_validate_json(self._at(f"{job.plan.data.plan.uri}/plan.json"))
         return RunReport(dataset=dataset, packing=packing)
 

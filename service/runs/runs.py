@@ -33,7 +33,13 @@ from service.temporal import PATIENCE, Temporal, unless_unknown
 from shared.contract import Frozen
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
-from shared.runs.start import RLStart, RunStart, check_parallelism, result_sha256, threads_per_rank, workflow_of
+from shared.runs.start import (
+    AnyStart,
+    check_parallelism,
+    result_sha256,
+    threads_per_rank,
+    workflow_of,
+)
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
@@ -175,7 +181,7 @@ class Runs:
 
     async def workflow_of(
         self, record: RunRecord, *, start_id: str | None = None, resumed: bool = False, goes_on_from: str | None = None
-    ) -> tuple[str, RunStart | RLStart]:
+    ) -> tuple[str, AnyStart]:
         """The name and input of the workflow that does a run, by its tenant's rules as of now."""
         sharing = await self._rows.worker_sharing(record.tenant)
         return workflow_of(

@@ -22,7 +22,7 @@ from service.runs.rows import IndexedRun, RunRows
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of, query
 from shared.errors import NotFound
 from shared.runs.requests import RunRecord
-from shared.runs.start import RL_WORKFLOW, SFT_WORKFLOW
+from shared.runs.start import RL_WORKFLOW, SESSION_WORKFLOW, SFT_WORKFLOW
 from shared.runs.status import STATUS_MEMO, Problem, RunStatus
 from shared.storage import paths
 from shared.storage.store import ObjectStore
@@ -34,7 +34,7 @@ _RECORD_DUE_S = 60.0
 _START_DUE_S = 30.0
 _CONCURRENT = 8
 _MOST_A_TURN = 128
-_RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}") AND ExecutionStatus = "Running"'
+_RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}", "{SESSION_WORKFLOW}") AND ExecutionStatus = "Running"'
 
 
 class RunStates:

@@ -3,27 +3,19 @@
 import asyncio
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
-from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
-from temporalio.exceptions import ApplicationError
-from temporalio.service import RPCError, RPCStatusCode
-
-from service.accounts import audit
-from service.errors import Conflict, TemporalUnavailable
+from service.errors import Conflict
 from service.runs.runs import Runs
+from service.runs.updates import update_run
 from service.runs.views import RunView
-from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
-from shared.contract import Frozen
-from shared.errors import InvalidInput, NotFound
+from service.temporal import Temporal, query, unless_unknown
+from shared.errors import NotFound
 from shared.runs.requests import RunRecord
 from shared.runs.status import StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
-_UPDATE_PATIENCE = timedelta(seconds=20)
-_TRIES, _PAUSE_S = 4, 0.2
 # Between two looks at a step that is waited for: a short step is answered soon, a long one asked about seldom.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 
@@ -48,12 +40,14 @@ class TrainSteps:
         """
         await self._runs.check_access(tenant, request)
         request = await self._runs.sealed(request)
-        step = StepStatus.model_validate(await self._update(tenant, run_id, "train_step", request))
+        record = await self.record(tenant, run_id)
+        taken = await update_run(self._runs, self._temporal, record, "train_step", request, place="key")
+        step = StepStatus.model_validate(taken)
         return await self.show(tenant, run_id, step.step, wait_s)
 
     async def finish(self, tenant: str, run_id: str) -> RunView:
         """Finish an RL run: no more steps come. Raises Conflict when it has ended."""
-        await self._update(tenant, run_id, "finish")
+        await update_run(self._runs, self._temporal, await self.record(tenant, run_id), "finish")
         return await self._runs.view(tenant, run_id)
 
     async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
@@ -85,48 +79,3 @@ class TrainSteps:
         if record.run.kind != "rl":
             raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
         return record
-
-    async def _update(self, tenant: str, run_id: str, name: str, *messages: Frozen) -> Any:
-        """Update an RL run's workflow, and send the update again when it was lost: when the run has just begun a new
-        execution, or Temporal was killed. It is no other for being sent twice.
-
-        Raises:
-            InvalidInput, Conflict: the run refuses it, or has ended.
-            TemporalUnavailable: nobody takes it.
-        """
-        record = await self.record(tenant, run_id)
-        audit.touched(run_id)
-        await self._runs.make_sure(record)
-        async with self._temporal.client() as client:
-            for attempt in range(_TRIES):
-                await asyncio.sleep(attempt * _PAUSE_S)
-                try:
-                    return await client.get_workflow_handle(run_id).execute_update(
-                        name, args=messages, rpc_timeout=_UPDATE_PATIENCE
-                    )
-                except WorkflowUpdateRPCTimeoutOrCancelledError:
-                    break
-                except WorkflowUpdateFailedError as error:
-                    if refusal := _refusal(error):
-                        raise refusal from None
-                except RPCError as error:
-                    if error.status == RPCStatusCode.FAILED_PRECONDITION:  # its workflow task failed
-                        continue
-                    if error.status != RPCStatusCode.NOT_FOUND:
-                        raise
-                    if (await self._runs.view(tenant, run_id)).state != "running":
-                        raise Conflict(f"{run_id} has ended") from None
-        raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?")
-
-
-def _refusal(error: WorkflowUpdateFailedError) -> Exception | None:
-    """The refusal of a workflow's update as an error of ours; None where the update was lost."""
-    for cause in causes_of(error):
-        match cause:
-            case ApplicationError(type="InvalidInput"):
-                return InvalidInput(cause.message, "key")
-            case ApplicationError(type="Conflict"):
-                return Conflict(cause.message)
-            case ApplicationError(type=kind) if kind in LOST_UPDATES:
-                return None
-    return error

@@ -7,7 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shared.contract import Frozen
-from shared.jobs.events import Evaluated, Event, Failed, Offloaded, Probed, Sample, Saved, Started, Step, Succeeded
+from shared.jobs.events import (
+    Applied,
+    Evaluated,
+    Event,
+    Failed,
+    Offloaded,
+    Probed,
+    Sample,
+    Saved,
+    Started,
+    Step,
+    Succeeded,
+)
 from shared.runs.events import EventCursor, RunEvent, read_run_events
 from shared.runs.requests import FIRST_TENANT, Run, Source, Tenant
 from shared.runs.status import CheckpointRef, Phase, RunStatus, StepStatus
@@ -175,6 +187,8 @@ def describe(event: Event) -> str:
             return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"
         case Probed():
             return f"probe of {len(event.logprobs) + 1} tokens after step {event.step}"
+        case Applied():
+            return f"command {event.command}: {event.kind}{' failed' if event.failed else ''}"
         case Offloaded():
             mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
             return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"

@@ -70,6 +70,15 @@ class Probed(_Event):
     logprobs: tuple[float, ...]
 
 
+class Applied(_Event):
+    """A session's command is done, and its result is written. `step` events of a session count commands, too."""
+
+    event: Literal["applied"] = "applied"
+    command: int
+    kind: str
+    failed: bool = False
+
+
 class Offloaded(_Event):
     """The accelerator's memory is free. Bytes on the device before and after, bytes in declared host buffers."""
 
@@ -107,7 +116,7 @@ class Cancelled(_Event):
 
 Terminal = Succeeded | Failed | Cancelled
 Event = Annotated[
-    Started | Step | Saved | Evaluated | Probed | Offloaded | Succeeded | Failed | Cancelled,
+    Started | Step | Saved | Evaluated | Probed | Applied | Offloaded | Succeeded | Failed | Cancelled,
     Field(discriminator="event"),
 ]
 _event: TypeAdapter[Event] = TypeAdapter(Event)

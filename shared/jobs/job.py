@@ -3,9 +3,9 @@
 Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
 """
 
-from typing import Annotated, Literal, Self, TypeGuard, get_args
+from typing import Annotated, Any, Literal, Self, TypeGuard, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from shared.contract import Artifact, Fence, Frozen
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
@@ -247,8 +247,8 @@ class Checkpointing(Frozen):
     keep: int = Field(default=2, ge=1)
 
 
-class JobPlan(Frozen):
-    """The work of a job without paths and fence: the same for every attempt of a run."""
+class WorkerPlan(Frozen):
+    """The engine and the slot that a piece of work needs, whoever decides its steps: the same for every attempt."""
 
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
@@ -263,6 +263,27 @@ class JobPlan(Frozen):
         default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
     )
     first_step: int = Field(default=0, ge=0, description="steps of earlier jobs of the run: the count goes on from it")
+    checkpointing: Checkpointing = Checkpointing()
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    after: Literal["offload", "keep"] = "offload"
+
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+
+
+class SessionPlan(WorkerPlan):
+    """Work whose steps a client decides, command by command (commands.py). A step, in events and checkpoints, is the
+    number of a command: a checkpoint of step n is the state after command n.
+    """
+
+    kind: Literal["session"] = "session"
+    max_tokens: int = Field(ge=2, description="longest sequence, and tokens of a micro-batch")
+    save_after_s: float = Field(default=30.0, gt=0, description="seconds of commands after which the state is saved")
+    offload_after_s: float = Field(default=10.0, gt=0, description="seconds without a command until the slot is moved")
+
+
+class JobPlan(WorkerPlan):
+    """The work of a job without paths and fence: the same for every attempt of a run."""
+
     data: PackedData
     num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
@@ -275,20 +296,15 @@ class JobPlan(Frozen):
     optimizer: Adam = Adam()
     schedule: Schedule
     evaluation: Evaluation = Evaluation()
-    checkpointing: Checkpointing = Checkpointing()
-    seed: int = Field(default=0, ge=0, lt=2**63)
     memory_budget_bytes: int | None = Field(
         default=None,
         gt=0,
         description="what a pass may hold on a rank beside weights and optimizer: the worker forms micro-batches of a "
         "step's examples that fit. Without one they are the plan's bins",
     )
-    after: Literal["offload", "keep"] = "offload"
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
     )
-
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
 
     @model_validator(mode="after")
     def _temperature_means_something(self) -> Self:
@@ -314,26 +330,40 @@ class JobPlan(Frozen):
         return self
 
 
+def _kind_of(plan: Any) -> str:
+    return "session" if (plan.get("kind") if isinstance(plan, dict) else getattr(plan, "kind", None)) else "training"
+
+
+AnyPlan = Annotated[
+    Annotated[JobPlan, Tag("training")] | Annotated[SessionPlan, Tag("session")], Discriminator(_kind_of)
+]
+
+
 class Job(Frozen):
     """One job file. Paths are local and absolute; inputs are artifacts, so an archived job can be run again."""
 
     schema_version: Literal[1] = 1
-    plan: JobPlan
+    plan: AnyPlan
     fence: Fence
     log_path: str
     checkpoint_dir: str
     scratch_dir: str
+    commands_dir: str | None = Field(
+        default=None, description="of a session: its commands as <number>.json, results beside them"
+    )
     start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
     tenant: str = Field(default="", description="whose run it is: tenants have a worker's time in equal shares")
 
     @property
     def needs_its_beginning(self) -> bool:
         """True where the weights that the job begins with are needed: at its first attempt, or to score by them."""
-        return self.start is None or scores_old(self.plan.loss)
+        return self.start is None or (isinstance(self.plan, JobPlan) and scores_old(self.plan.loss))
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "Job":
-        for name in ("log_path", "checkpoint_dir", "scratch_dir"):
-            if not getattr(self, name).startswith("/"):
+        for name in ("log_path", "checkpoint_dir", "scratch_dir", "commands_dir"):
+            if not (getattr(self, name) or "/").startswith("/"):
                 raise ValueError(f"{name} must be an absolute path")
+        if (self.commands_dir is None) == isinstance(self.plan, SessionPlan):
+            raise ValueError("commands_dir: a session has one, and nothing else has")
         return self

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field
 
 from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.job import Dtype, JobPlan
+from shared.jobs.job import Dtype, WorkerPlan
 from shared.jobs.layout import EngineName, Layout
 
 
@@ -19,7 +19,7 @@ class WorkerKey(Frozen):
     threads_per_rank: int = 1
 
     @classmethod
-    def of(cls, plan: JobPlan) -> Self:
+    def of(cls, plan: WorkerPlan) -> Self:
         """Return the key of the worker that a plan needs."""
         return cls.model_validate(plan, from_attributes=True)
 

@@ -13,7 +13,7 @@ Files are raw little-endian columns beside a header, memory-mapped on reading. S
 of a bin.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -177,7 +177,7 @@ class PlanWriter:
 
 
 class Units:
-    """Units of a folder, memory-mapped. Close it (or leave its `with` block) to drop the maps."""
+    """Units of a folder, memory-mapped, or in memory. Close it (or leave its `with` block) to drop the maps."""
 
     def __init__(self, folder: Path) -> None:
         self.header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
@@ -185,6 +185,19 @@ class Units:
         self.token_offsets = _read_column(folder / "token_offsets.bin", _OFFSETS)
         self.target_offsets = _read_column(folder / "target_offsets.bin", _OFFSETS)
         self._check(folder)
+
+    @classmethod
+    def in_memory(cls, units: Sequence[Mapping[str, NDArray]]) -> Self:
+        """Units that were never on a disk: of each the same columns, as `UnitsWriter.append` takes them."""
+        names = tuple(units[0])
+        offsets = [np.cumsum([0, *(len(unit[name]) for unit in units)]) for name in ("token_id", "label")]
+        made = cls.__new__(cls)
+        made.header = UnitsHeader(
+            num_units=len(units), num_tokens=int(offsets[0][-1]), num_targets=int(offsets[1][-1]), columns=names
+        )
+        made._maps = {name: np.concatenate([_as_stored(unit[name], _dtype(name)) for unit in units]) for name in names}
+        made.token_offsets, made.target_offsets = offsets
+        return made
 
     def _check(self, folder: Path) -> None:
         """Raises CorruptArtifact unless every column is as long as the header says."""

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from shared.contract import Frozen
-from shared.runs.requests import Format, RowsSource, Tenant
+from shared.runs.requests import Tenant
+from shared.runs.sources import Format, RowsSource
 
 
 class LengthCount(Frozen):

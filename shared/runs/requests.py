@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from shared.contract import Frozen
 from shared.field_rules import NO_NUL, pattern
@@ -10,6 +10,7 @@ from shared.grading.graders import Grader
 from shared.jobs.job import PPO, Dtype, Lora, PolicyLoss, Trainable
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
 from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
+from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PromptsSource
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
@@ -23,61 +24,12 @@ Name = Annotated[
         "a name has at most 63 lower-case letters, digits, dots, dashes and underscores, a letter or digit first",
     ),
 ]
-Format = Literal[
-    "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
-]
-PAIR_FORMATS = ("preference", "openai_preference")
 # Descriptions that several kinds of runs share.
 _PEAK = "the highest learning rate, after the warm-up"
 _DECAY = "AdamW's decoupled weight decay"
 _CLIP = "bound of the global gradient norm; 0 for none"
 _SEED = "seed of the data's order and of fresh adapter weights"
 _DTYPE = "precision of weights and activations"
-
-
-class DatasetSource(Frozen):
-    """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
-
-    uri: str = Field(min_length=1, max_length=2048)
-    format: Format = Field(default="auto", description="how rows are written; auto: told by the first rows")
-    prompt_field: str | None = Field(default=None, description="the field that holds the prompt; else rows are chats")
-    completion_field: str | None = Field(default=None, description="the field that holds the answer")
-
-
-def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
-    if (source.prompt_field is None) != (source.completion_field is None):
-        raise ValueError("prompt_field and completion_field go together: give both or neither")
-    return source
-
-
-def _prompts_alone(source: DatasetSource) -> DatasetSource:
-    if source.format in ("text", "tokenized"):
-        raise ValueError(
-            f"rows of the format {source.format} ask nothing: prompts are chat rows, or have a prompt field"
-        )
-    if source.completion_field is not None:
-        raise ValueError("completion_field has no meaning here: the model answers; graders see the whole row as item")
-    return source
-
-
-def _no_pairs(source: DatasetSource) -> DatasetSource:
-    if source.format in PAIR_FORMATS:
-        raise ValueError(f"rows of the format {source.format} are preference pairs, which dpo learns from")
-    return source
-
-
-def _pairs_alone(source: DatasetSource) -> DatasetSource:
-    if source.format not in ("auto", *PAIR_FORMATS):
-        raise ValueError(f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}")
-    if source.prompt_field is not None or source.completion_field is not None:
-        raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
-    return source
-
-
-RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
-ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
-PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
-PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
 
 
 class _DatasetRun(Frozen):
@@ -347,7 +299,42 @@ def _completion_tokens(given: dict[str, Any]) -> int:
     return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else the field itself is refused in a moment
 
 
-Run = Annotated[SFTRun | DPORun | RLRun, Field(discriminator="kind")]
+class SessionRun(Frozen):
+    """A session: a slot that a client trains itself, command by command, until it closes the session.
+
+    An idle session gives its worker back, and has another one at its next command.
+    """
+
+    kind: Literal["session"] = "session"
+    schema_version: Literal[1] = 1
+    name: Name | None = Field(default=None, description="what adapters are published as; the session's id if absent")
+    model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    trainable: Trainable = Lora()
+    initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
+    engine: EngineName = Field(default="megatron", description="what trains; fsdp: data parallel alone")
+    layout: Layout = Layout()
+    dtype: Dtype = Field(default="float32", description=_DTYPE)
+    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
+    save_after_s: float = Field(
+        default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
+    )
+    gap_s: float = Field(
+        default=600.0, gt=0, le=86_400, description="how long a command waits for those before it, until it fails"
+    )
+
+    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if self.initial_adapter is not None and self.trainable.kind == "full":
+            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+        return self
+
+
+Kind = Literal["sft", "dpo", "rl", "session"]
+Run = Annotated[SFTRun | DPORun | RLRun | SessionRun, Field(discriminator="kind")]
 
 
 MAX_METADATA = 16

@@ -7,8 +7,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from pydantic import AfterValidator, Field, model_validator
 
 from shared.contract import Artifact, Frozen
-from shared.runs.requests import DatasetSource, Name, RLRun, Run, RunId, Tenant
-from shared.runs.start import RLStart, RunStart
+from shared.runs.requests import Name, RLRun, Run, RunId, SessionRun, Tenant
+from shared.runs.sources import DatasetSource
+from shared.runs.start import AnyStart
 
 # The memo of a schedule's workflow that holds its Action.
 ACTION_MEMO = "action"
@@ -57,6 +58,8 @@ class ScheduledRun(Frozen):
             raise ValueError("give exactly one of cron and every_s")
         if self.cron is None and self.timezone != "UTC":
             raise ValueError("timezone goes with cron: every_s counts from 1970")
+        if isinstance(self.run, SessionRun):
+            raise ValueError("a session is not scheduled: nobody is there to send commands")
         if isinstance(self.run, RLRun) and self.run.rollouts is None:
             raise ValueError("a scheduled rl run makes its own rollouts: nobody is there to send groups")
         if self.continues and (self.run.name is None or self.run.trainable.kind == "full"):
@@ -104,7 +107,7 @@ class Decision(Frozen):
     """The workflow and input with which to start the run; or, without `start`, the reason why not."""
 
     workflow: str = ""
-    start: RunStart | RLStart | None = None
+    start: AnyStart | None = None
     reason: str | None = None
 
 
@@ -120,6 +123,7 @@ def data_of(run: Run) -> DatasetSource:
     if isinstance(run, RLRun):
         assert run.rollouts is not None
         return run.rollouts.prompts
+    assert not isinstance(run, SessionRun)
     return run.dataset
 
 

@@ -19,9 +19,11 @@ from shared.runs.requests import (
     Run,
     RunId,
     RunRecord,
+    SessionRun,
     SFTRun,
     Tenant,
 )
+from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
 from shared.settings import Settings, WorkerSharing
 from shared.storage.paths import RunKeys
@@ -29,6 +31,7 @@ from shared.storage.store import ObjectStore
 
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
+SESSION_WORKFLOW = "SessionWorkflow"
 # A host that lives takes a job at once; one that has not by so many heartbeat timeouts is taken for dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
@@ -75,6 +78,16 @@ class RLStart(Start):
     state: RLState | None = None
 
 
+class SessionStart(Start):
+    """The input of a session's workflow."""
+
+    run: SessionRun
+    state: SessionState | None = None
+
+
+AnyStart = RunStart | RLStart | SessionStart
+
+
 def workflow_of(
     record: RunRecord,
     settings: Settings,
@@ -83,7 +96,7 @@ def workflow_of(
     start_id: str | None = None,
     resumed: bool = False,
     goes_on_from: str | None = None,
-) -> tuple[str, RunStart | RLStart]:
+) -> tuple[str, AnyStart]:
     """The name and input of the workflow that does a run.
 
     Args:
@@ -106,6 +119,8 @@ def workflow_of(
     match record.run:
         case SFTRun() | DPORun() as run:
             return SFT_WORKFLOW, RunStart(run=run, **given)
+        case SessionRun() as run:
+            return SESSION_WORKFLOW, SessionStart(run=run, **given)
         case RLRun() as run:
             return RL_WORKFLOW, RLStart(run=run, serves_sampler=settings.sampling.url is not None, **given)
 

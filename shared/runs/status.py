@@ -6,7 +6,7 @@ from pydantic import Field
 
 from shared.contract import Artifact, Fence, Frozen
 from shared.models.shape import ModelShape
-from shared.runs.requests import RunId
+from shared.runs.requests import Kind, RunId
 
 Phase = Literal[
     "queued",
@@ -14,6 +14,7 @@ Phase = Literal[
     "downloading",
     "tokenizing",
     "waiting_for_groups",
+    "waiting_for_commands",
     "waiting_for_sampler",
     "evaluating",
     "sampling",
@@ -61,7 +62,7 @@ class RunStatus(Frozen):
     """A run's status: the answer of the workflow's `status` query, and the contents of `result.json` afterwards."""
 
     run_id: RunId
-    kind: Literal["sft", "dpo", "rl"] = "sft"
+    kind: Kind = "sft"
     state: State = "running"
     phase: Phase = "queued"
     step: int = 0

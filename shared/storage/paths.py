@@ -55,6 +55,18 @@ class RunKeys:
     def dataset(self, split: str) -> str:
         return f"{self.prefix}/dataset/{split}"
 
+    def command(self, number: int, sha256: str) -> str:
+        """A session's command as its client sent it: of several with a number, the workflow knows which counts."""
+        return f"{self.prefix}/commands/{number:08d}-{sha256}.json"
+
+    def command_results(self, number: int | None = None) -> str:
+        """The prefix of results of commands, or of one."""
+        return f"{self.prefix}/results/" + ("" if number is None else f"{number:08d}-")
+
+    def command_result(self, number: int, sha256: str) -> str:
+        """What came of the command of this hash."""
+        return f"{self.command_results(number)}{sha256}.json"
+
     def step(self, number: int) -> str:
         """The record of a train step of an RL run that has ended."""
         return f"{self.steps}/{number:08d}.json"

@@ -15,7 +15,7 @@ from activities.tokenizing.tokenizer import ModelTokenizer
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
 from shared.runs.previews import PreviewRequest, Report
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model
 from tests.activities.tokenizing.test_tokenize import ARTIFACT, request_of, rows_in, units_in
 

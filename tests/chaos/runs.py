@@ -14,7 +14,8 @@ from service.dev.connection import Connection
 from service.runs.views import RunView
 from shared.jobs.job import PPO, Full, Lora
 from shared.jobs.layout import Layout
-from shared.runs.requests import DatasetSource, DPORun, RLRun, Run, SFTRun
+from shared.runs.requests import DPORun, RLRun, Run, SFTRun
+from shared.runs.sources import DatasetSource
 from tests.activities.groups import random_groups
 from tests.end_to_end.conftest import LETTERS
 

@@ -88,7 +88,7 @@ def test_no_pass_exceeds_the_budget_and_the_largest_uses_it(tmp_path, dtype, kin
     for number, budget in enumerate((1_000_000, 2_000_000, 5_000_000, 12_000_000)):
         units, folder = tmp_path / f"units-{number}", tmp_path / f"plan-{number}"
         write_random_units(units, generator, 5 * budget // 5_000, num_branches=6 if kind == "trees" else 1)
-        with PackedBatches(units, folder_of_plan(units, folder)) as data:
+        with PackedBatches.open(units, folder_of_plan(units, folder)) as data:
             dispatcher.form_micro_batches("one", data, loss, budget, None)
             most_tokens = data.most_tokens
             peaks = [peak_of(engine, data.batch(bin_units, engine.facts.device), loss) for bin_units in data.bins(0)]

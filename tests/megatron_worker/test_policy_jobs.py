@@ -103,7 +103,7 @@ class PlainLoop:
         bound = HIDDEN_SIZE**-0.5
         a_RH = torch.empty(4, HIDDEN_SIZE).uniform_(-bound, bound, generator=generator)
         self.a_RH, self.b_VR = a_RH.double().requires_grad_(), torch.zeros(VOCAB_SIZE, 4).double().requires_grad_()
-        self.data = PackedBatches(workshop.root / "rollouts", workshop.root / "rollouts-plan")
+        self.data = PackedBatches.open(workshop.root / "rollouts", workshop.root / "rollouts-plan")
 
     def logprobs(self, units: list[int], adapted: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probability [N], entropy [N] and advantage [N] of units' targets."""
@@ -249,7 +249,7 @@ def test_a_missing_reference_adapter_fails_before_any_step(workshop: Workshop):
 
 
 def test_every_unit_is_scored_once_and_a_resumed_job_in_the_same_turns(workshop: Workshop):
-    with PackedBatches(workshop.root / "rollouts", workshop.root / "rollouts-plan") as data:
+    with PackedBatches.open(workshop.root / "rollouts", workshop.root / "rollouts-plan") as data:
         whole = [units.tolist() for units in bins_to_score(data, 0, 4, 0, 1)]
         assert whole == [[0, 1], [2], [3], [4, 5]]
         assert [units.tolist() for units in bins_to_score(data, 3, 4, 0, 1)] == [[0, 1], [2], [4, 5]]

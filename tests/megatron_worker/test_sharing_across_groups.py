@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from activities.packing.prefix_tree import split_tree
 from activities.trajectories.pack_trajectories import GroupsRequest, rows_of, sharing_sets, write_step
 from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
 from megatron_worker.losses import loss_function
@@ -15,6 +14,7 @@ from megatron_worker.training.batches import to_batch
 from shared.chat.trajectories import Trajectory
 from shared.jobs.job import CISPO, GSPO, PPO, Loss
 from shared.jobs.packed import Plan, Units
+from shared.jobs.prefix_tree import split_tree
 from shared.runs.requests import RLRun
 from shared.runs.status import StepStatus
 from tests.activities.groups import rl_run

@@ -30,7 +30,7 @@ def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path):  # n
     make_deterministic(what)
     rank = TrainerRank(MegatronEngine(folder_of(what.model), what.layout, what.dtype))
     rank.create_adapter("default", what.trainable, what.seed)
-    with PackedBatches(folder_of(what.data.units), folder_of(what.data.plan)) as data:
+    with PackedBatches.open(folder_of(what.data.units), folder_of(what.data.plan)) as data:
         for step in range(what.num_steps):
             weight = torch.zeros((), dtype=torch.float64)
             for units in data.bins(step):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from activities.packing.prefix_tree import SequenceRow, TreeUnit, build_tree
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.training.batches import to_batch
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 from tests.megatron_worker.rows import VOCAB_SIZE
 
 

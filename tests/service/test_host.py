@@ -28,7 +28,7 @@ from service.host import activity_name, connect, control_activities, serve
 from service.host_record import HostRecord
 from shared.jobs.layout import Layout
 from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, write_atomically
 from shared.storage.store import LocalStore

@@ -32,8 +32,9 @@ from shared.chat.completions import CompletionRequest
 from shared.contract import Artifact, Frozen
 from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.requests import DatasetSource, RLRun, SFTRun
+from shared.runs.requests import RLRun, SFTRun
 from shared.runs.serving import CompleteRequest, ServedSampler
+from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus
 from shared.runs.webhooks import Notice, Webhook

@@ -14,7 +14,8 @@ from shared.jobs.job import DPO, PPO, CrossEntropy, Job, JobPlan, Lora, PackedDa
 from shared.jobs.layout import Layout
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
-from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.requests import SFTRun
+from shared.runs.sources import DatasetSource
 from shared.storage.paths import RunKeys, content_key, write_atomically
 
 ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)

@@ -6,7 +6,8 @@ from pathlib import Path
 from activities.models.publish import Claim, claim_version
 from shared.contract import Artifact, Fence
 from shared.jobs.job import Full, Job
-from shared.runs.requests import DatasetSource, RunRecord, SFTRun
+from shared.runs.requests import RunRecord, SFTRun
+from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import seal, upload
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import ObjectStore

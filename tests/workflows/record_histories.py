@@ -15,6 +15,8 @@ import asyncio
 import json
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,18 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from activities.hosts.worker_process import processes_of
 from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
+from longshore.client import Client as SessionClient
+from longshore.client import CommandFailed
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
 from service.host import connect, serve
 from shared.contract import Frozen
 from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
+from shared.jobs.commands import Datum, SaveState
+from shared.jobs.job import Lora
 from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.requests import SessionRun, SFTRun
+from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
@@ -85,6 +92,31 @@ def record_rollouts() -> None:
             connection = Connection.read(stack.root)
             assert connection is not None
             asyncio.run(_record_run(connection.temporal_address, run_id, "rollouts"))
+
+
+def record_session() -> None:
+    """A session on a whole stack: a worker killed with gradients in it, an idle time, a publication, a gap, its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = make_tiny_model(root / "model", [f"Name ship {n}: the {n}th tide." for n in range(50)])
+        with whole_stack(root / "stack", **QUICK) as stack:
+            connection = Connection.read(stack.root)
+            assert connection is not None
+            data = [Datum(tokens=tuple(range(5, 25)))]
+            with SessionClient(connection.api_url, connection.api_key) as client:
+                session = client.open(SessionRun(model=str(model), trainable=Lora(rank=4), idle_s=1, gap_s=1))
+                session.forward_backward(data).result(300)
+                kill(stack, a_rank)
+                session.optim_step(learning_rate=0.01).result(300)
+                session.forward(data).result(300)
+                time.sleep(4)
+                session.forward_backward(data).result(300)
+                session.save_state(publish=True).result(300)
+                with suppress(CommandFailed):
+                    client.send(session.id, 9, SaveState()).result(60)
+                session.close()
+                stack.cli("watch", session.id, "--timeout", "150", timeout_s=200)
+            asyncio.run(_record_run(connection.temporal_address, session.id, "session"))
 
 
 async def record_joined(address: str) -> None:
@@ -273,6 +305,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["rollouts"]:
             record_rollouts()
+        case ["session"]:
+            record_session()
         case ["serving", address]:
             asyncio.run(record_serving(address))
         case ["joined", address]:

@@ -27,7 +27,8 @@ from activities.records.checkpoints import FindCheckpoint
 from activities.records.run_records import RunRecords
 from service.host import _end_idle_workers, connect, control_workers, gpu_workers, polling
 from service.seals import seal_key
-from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.requests import SFTRun
+from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart, RunTiming, result_sha256
 from shared.runs.status import RunStatus
 from shared.settings import Settings

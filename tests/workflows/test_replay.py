@@ -20,11 +20,13 @@ from workflows.services.single_activity import (
     UntrainedModelWorkflow,
 )
 from workflows.services.webhook import WebhookWorkflow
+from workflows.session import SessionWorkflow
 from workflows.sft import SFTWorkflow
 
 WORKFLOWS = [
     SFTWorkflow,
     RLWorkflow,
+    SessionWorkflow,
     ScheduledRunWorkflow,
     WebhookWorkflow,
     ServingWorkflow,
@@ -51,6 +53,7 @@ def test_there_are_histories() -> None:
         "scheduled",
         "scheduled_skipped",
         "serving",
+        "session",
         "succeeded",
         "track",
         "untrained_model",

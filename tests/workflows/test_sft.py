@@ -25,7 +25,7 @@ from activities.hosts.worker_process import processes_of
 from shared.contract import Fence
 from shared.jobs.events import Step
 from shared.jobs.layout import Layout
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.runs.start import ModelRequest, RunTiming
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.storage.paths import RunKeys

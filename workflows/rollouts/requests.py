@@ -11,8 +11,9 @@ from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling
 from shared.contract import Artifact
 from shared.jobs.leases import SamplerKey
-from shared.runs.requests import DatasetSource, RLRun, Rollouts
+from shared.runs.requests import RLRun, Rollouts
 from shared.runs.serving import SamplerPlace
+from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart
 from shared.runs.status import Policy, RolloutData, StepStatus
 from shared.storage.paths import content_key

@@ -15,8 +15,8 @@ with workflow.unsafe.imports_passed_through():
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import GroupSamples
     from shared.contract import Artifact
-    from shared.runs.requests import DatasetSource
     from shared.runs.serving import SamplerPlace
+    from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, RLState, RolloutData, StepStatus
     from workflows import control

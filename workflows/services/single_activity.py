@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.grading.graders import GradeOneRequest, OneGrade
     from shared.runs.previews import Preview, PreviewStart
     from shared.runs.serving import Completed, CompletionStart
-    from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart
+    from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
     from workflows import control, policies
 
 
@@ -75,7 +75,7 @@ class TrackWorkflow:
         )
 
 
-async def track(start: RunStart | RLStart) -> None:
+async def track(start: AnyStart) -> None:
     """Start a workflow that follows the run, if W&B gets its metrics, and that outlives the run's own.
 
     Called when a run has its first worker: a run that never trains has no metrics.

@@ -3,17 +3,17 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.hosts.run_job import JobResult
     from activities.models.publish import Publish, Published, PublishRequest
     from activities.models.resolve import AdapterRequest, Resolve
     from shared.contract import Artifact
     from shared.jobs.job import Lora
     from shared.models.shape import ModelShape
-    from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart
+    from shared.runs.start import AnyStart, ModelRequest, ResolvedModel
+    from shared.runs.status import CheckpointRef
     from workflows import control, policies
 
 
-async def resolve_model(start: RunStart | RLStart) -> ResolvedModel:
+async def resolve_model(start: AnyStart) -> ResolvedModel:
     """Check the run's model against its engine and layout."""
     run = start.run
     request = ModelRequest(
@@ -22,7 +22,7 @@ async def resolve_model(start: RunStart | RLStart) -> ResolvedModel:
     return await control.do(Resolve.resolve_model, request)
 
 
-async def resolve_initial_adapter(start: RunStart | RLStart, shape: ModelShape) -> Artifact | None:
+async def resolve_initial_adapter(start: AnyStart, shape: ModelShape) -> Artifact | None:
     """Check the adapter that the run begins with, if it names one."""
     run = start.run
     if run.initial_adapter is None:
@@ -34,29 +34,29 @@ async def resolve_initial_adapter(start: RunStart | RLStart, shape: ModelShape) 
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
-async def resolve_reference(start: RunStart | RLStart, uri: str, shape: ModelShape) -> Artifact:
+async def resolve_reference(start: AnyStart, uri: str, shape: ModelShape) -> Artifact:
     """Check the adapter that the run's policy stays near."""
     request = AdapterRequest(run_id=start.run_id, tenant=start.tenant, role="reference", uri=uri, shape=shape)
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
 async def publish(
-    start: RunStart | RLStart,
+    start: AnyStart,
     model: Artifact,
-    result: JobResult,
-    report_uri: str,
+    checkpoint: CheckpointRef | None,
+    report_uri: str | None,
     metrics: dict[str, float],
     step: int | None = None,
 ) -> Published:
-    """Publish the checkpoint that a job left, of an RL run as the version of a step."""
-    assert result.checkpoint is not None
+    """Publish the checkpoint that a job left, of a run that publishes several as the version of a step."""
+    assert checkpoint is not None
     request = PublishRequest(
         run_id=start.run_id,
         tenant=start.tenant,
         run=start.run,
         step=step,
         model=model,
-        checkpoint=result.checkpoint,
+        checkpoint=checkpoint,
         report_uri=report_uri,
         metrics=metrics,
     )

@@ -10,7 +10,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.progress import ProgressReport
     from activities.records.run_records import RunRecords
     from shared.jobs.leases import LeaseGrant
-    from shared.runs.start import RLStart, RunStart
+    from shared.runs.start import AnyStart
     from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, RunStatus, State
     from workflows import control
     from workflows.outcomes import close, ended_early
@@ -65,7 +65,7 @@ class ActiveRun:
 
     def __init__(
         self,
-        start: RunStart | RLStart,
+        start: AnyStart,
         current: Callable[[], RunStatus],
         before: RunStatus | None = None,
         holds: bool = False,
@@ -225,7 +225,7 @@ async def uninterrupted(part: Coroutine[Any, Any, Result]) -> Result:
         raise
 
 
-def _first_status(start: RunStart | RLStart) -> RunStatus:
+def _first_status(start: AnyStart) -> RunStatus:
     run = start.run
     return RunStatus(
         run_id=start.run_id,

@@ -50,7 +50,7 @@ async def train_and_publish(
     trained = workflow.time()
     run.show(phase="publishing")
     published = await models.publish(
-        start, state.model, result, packed.report_uri, packed.metrics | result.metrics, step.step
+        start, state.model, result.checkpoint, packed.report_uri, packed.metrics | result.metrics, step.step
     )
     done = step.model_copy(
         update={

@@ -12,9 +12,9 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.run_job import JobRequest, JobResult, RunJob
     from activities.records.checkpoints import FindCheckpoint, FindCheckpointRequest, own
     from shared.errors import HostLeft, WorkerLost
-    from shared.jobs.job import JobPlan, Lora
+    from shared.jobs.job import AnyPlan, Lora
     from shared.jobs.leases import LeaseGrant, WorkerKey
-    from shared.runs.start import RLStart, RunStart
+    from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef, Problem
     from workflows import control, policies
     from workflows.leases.leasing import Leasing, Lost, lost
@@ -66,7 +66,7 @@ class Training:
     from its first worker on.
     """
 
-    start: RunStart | RLStart
+    start: AnyStart
     is_ending: Callable[[], bool]
     changed: Callable[[], None]
     holds: bool = False
@@ -112,7 +112,7 @@ class Training:
         self.checkpoint = news.checkpoint or self.checkpoint
         self.leasing.had(news.held_s)
 
-    async def do(self, plan: JobPlan) -> JobResult:
+    async def do(self, plan: AnyPlan) -> JobResult:
         """Do a job to its end, over as many leases as it takes while new checkpoints are made.
 
         Raises:
@@ -125,7 +125,7 @@ class Training:
         finally:
             self._is_at_work = False
 
-    async def _do(self, plan: JobPlan) -> JobResult:
+    async def _do(self, plan: AnyPlan) -> JobResult:
         losses: list[Lost] = []
         self._found = None
         while True:
@@ -166,7 +166,7 @@ class Training:
                 self.notices += (notice,)
                 workflow.logger.warning("%s", notice)
 
-    async def _find_checkpoint(self, plan: JobPlan) -> bool:
+    async def _find_checkpoint(self, plan: AnyPlan) -> bool:
         """Find the checkpoint to go on from and the last epoch. True when there is a newer one than the last time."""
         request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
         find = FindCheckpoint.find_checkpoint
@@ -178,7 +178,7 @@ class Training:
         self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
-    async def _lease_and_run(self, plan: JobPlan, shares: bool) -> JobResult:
+    async def _lease_and_run(self, plan: AnyPlan, shares: bool) -> JobResult:
         keep = False
         try:
             if not self.leasing.is_warm:
@@ -200,7 +200,7 @@ class Training:
             if not keep:
                 self.release()
 
-    def _take_lease(self, plan: JobPlan, shares: bool) -> None:
+    def _take_lease(self, plan: AnyPlan, shares: bool) -> None:
         key, group = WorkerKey.of(plan), self.start.shares_with
         shares = shares and group is not None and isinstance(plan.trainable, Lora)
         request = LeaseRequest(
@@ -213,7 +213,7 @@ class Training:
         self.leasing.take_worker(request)
         self.changed()
 
-    async def _run_job(self, plan: JobPlan, grant: LeaseGrant) -> JobResult:
+    async def _run_job(self, plan: AnyPlan, grant: LeaseGrant) -> JobResult:
         timing = self.start.timing
         return await workflow.execute_activity_method(
             RunJob.run_job,

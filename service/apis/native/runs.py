@@ -18,7 +18,7 @@ from service.files.files import PublishedFiles
 from service.runs.views import EventPage, Metrics, RunPage, RunView, StepPage, last_lines, log_line
 from shared.contract import Frozen
 from shared.errors import StoreUnavailable
-from shared.runs.requests import DPORun, RLRun, RunId, SFTRun
+from shared.runs.requests import DPORun, Kind, RLRun, RunId, SFTRun
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
@@ -158,7 +158,7 @@ async def list_runs(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
     state: State | None = None,
-    kind: Literal["sft", "dpo", "rl"] | None = None,
+    kind: Kind | None = None,
     words: Annotated[str | None, Query(max_length=128, description="within the id, the name or the model")] = None,
 ) -> RunPage:
     """Runs, newest first, as they stood a second ago at most."""

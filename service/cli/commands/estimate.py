@@ -175,7 +175,7 @@ def _run_of(context: typer.Context, command: list[str]) -> "DatasetRun":
         advice = "an RL run takes as long as its rollouts: `longshore steps RUN` shows what its steps take"
         raise Stop("estimate knows runs on a dataset: sft and dpo, with the options of longshore submit", USAGE, advice)
     run = run_of(context, command, "longshore estimate")
-    assert run.kind != "rl"
+    assert run.kind in ("sft", "dpo")
     return run
 
 

@@ -1,5 +1,6 @@
 """Commands that list, show, follow and change runs."""
 
+import secrets
 import time
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import typer
 
 from service.cli.command import Answer, command
 from service.cli.connection import connect, run_ids
-from service.cli.exits import INTERRUPTED, USAGE, Stop
+from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
 from service.cli.output.render import ago, coloured, plain, print_table, say, span
 from service.cli.output.runs import doing, outcome, print_details, summary
 from service.cli.output.step_table import print_step_metrics, print_steps, step_line
@@ -18,10 +19,12 @@ from service.cli.output.step_table import print_step_metrics, print_steps, step_
 if TYPE_CHECKING:
     from service.cli.client import Client
     from service.runs.views import Metrics, RunView
+    from shared.runs.status import StepStatus
     from shared.storage.artifacts import Manifest
 
 _LONGEST_REASON = 72
-_GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean"}  # what a list shows of how runs do
+_LONG_POLL_S = 10.0
+_GOALS = {"sft": "loss", "dpo": "loss", "rl": "reward_mean", "session": "loss"}  # what a list shows of how runs do
 State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
     str,
@@ -37,7 +40,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ru
 def ls(
     client: "Client",
     state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
-    kind: Annotated[Literal["sft", "dpo", "rl"] | None, typer.Option(help="Runs of this kind only.")] = None,
+    kind: Annotated[Literal["sft", "dpo", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
 ) -> Answer:
@@ -277,3 +280,54 @@ def _ending(view: "RunView", done: str, doing: str) -> str:
 def _left(command: str) -> None:
     say(f"\nthe run goes on; attach again with: {command}")
     raise typer.Exit(INTERRUPTED)
+
+
+@command(app, patience_s=20)
+def step(
+    client: "Client",
+    run_id: RunId,
+    groups: Annotated[str, typer.Argument(help="Trajectory groups as JSONL: a file (uploaded), or a URI.")],
+    key: Annotated[
+        str | None, typer.Option(help="The same key trains once, however often it is sent; else each call is a step.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the step's end.")] = False,
+    timeout: Timeout = None,
+) -> Answer:
+    """Train one file of trajectory groups, and publish the next version of the policy.
+
+    Exit codes: 0 done (or queued, without --wait), 2 usage, 100 failed, 101 not finished within --timeout.
+    """
+    from service.cli.commands.submit import dataset_uri
+
+    if timeout is not None and not wait:
+        raise Stop("--timeout goes with --wait", USAGE)
+    end = None if timeout is None else time.monotonic() + timeout
+    uri = dataset_uri(client, groups, "groups")
+    key = key or f"cli-{secrets.token_hex(16)}"
+    found = client.train_step(run_id, key, uri)
+    while wait and not found.is_final and (end is None or time.monotonic() < end):
+        left = _LONG_POLL_S if end is None else min(_LONG_POLL_S, max(0.0, end - time.monotonic()))
+        found = client.step(run_id, found.step, left)
+        if found.key != key:  # it was resumed meanwhile, and the number is another's
+            raise Stop("the run ended before this step, and was resumed: send it again", FAILED)
+    code = FAILED if found.state == "failed" else NOT_FINISHED if wait and not found.is_final else DONE
+    return Answer(found, partial(print, _words(found)), code)
+
+
+@command(app, "finish")
+def finish_run(client: "Client", run_id: RunId) -> Answer:
+    """End an RL run after the steps that are queued."""
+    return Answer(outcome(client.change(run_id, "finish")), partial(say, f"{run_id} ends when its steps are done"))
+
+
+def _words(step: "StepStatus") -> str:
+    from service.runs.views import dropped
+
+    words = f"step {step.step}: {step.state}"
+    if step.state == "done":
+        words += f", policy version {step.policy_version}, published: {step.adapter}"
+    if step.problem is not None:
+        words += f": {step.problem.message}"
+    if lost := dropped(step.metrics):
+        words += f"; {lost}"
+    return words

@@ -13,7 +13,7 @@ from activities.formats import rows
 from activities.formats.dataset import open_dataset
 from activities.formats.examples import Chat, Example, PromptCompletion, Text, TokenIds
 from shared.errors import InvalidInput
-from shared.runs.requests import DatasetSource, Format
+from shared.runs.sources import DatasetSource, Format
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

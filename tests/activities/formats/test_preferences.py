@@ -15,7 +15,7 @@ from activities.formats.examples import Chat, Example, Pair, PromptCompletion
 from activities.formats.preferences import preference
 from activities.formats.rows import Row
 from shared.errors import InvalidInput
-from shared.runs.requests import DatasetSource, Format
+from shared.runs.sources import DatasetSource, Format
 
 ASK = {"role": "user", "content": "q"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}

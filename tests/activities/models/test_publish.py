@@ -12,7 +12,8 @@ from activities.records.run_records import BeginRequest, Begun, RunRecords
 from shared.contract import Artifact, Fence
 from shared.errors import CorruptArtifact
 from shared.jobs.job import Full
-from shared.runs.requests import DatasetSource, SFTRun
+from shared.runs.requests import SFTRun
+from shared.runs.sources import DatasetSource
 from shared.runs.start import result_sha256
 from shared.runs.status import CheckpointRef, RunStatus
 from shared.settings import Settings

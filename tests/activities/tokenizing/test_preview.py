@@ -11,7 +11,7 @@ from activities.host_context import HostContext
 from activities.tokenizing.preview import PreviewDataset, preview_of
 from shared.errors import InvalidInput
 from shared.runs.previews import Preview, PreviewRequest, PreviewStart
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.activities.templates import open_model, write_model
 

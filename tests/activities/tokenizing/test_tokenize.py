@@ -22,7 +22,7 @@ from shared.contract import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.runs.previews import Report
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.settings import S3Settings, Settings
 from shared.storage.artifacts import seal, stage, upload
 from shared.storage.store import LocalStore

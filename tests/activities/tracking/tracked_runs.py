@@ -13,7 +13,8 @@ from activities.tracking.wandb_writer import STEP
 from shared.contract import Fence
 from shared.jobs.events import Evaluated, Event, Offloaded, Sample, Started, Step, Succeeded
 from shared.jobs.job import Lora
-from shared.runs.requests import DatasetSource, RLRun, SFTRun
+from shared.runs.requests import RLRun, SFTRun
+from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from activities.host_context import HostContext
-from activities.packing.prefix_tree import SequenceRow, split_tree
 from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
 from activities.trajectories.advantages import advantages_of
 from activities.trajectories.pack_trajectories import (
@@ -23,6 +22,7 @@ from shared.chat.trajectories import Trajectory
 from shared.contract import Artifact, Fence
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
+from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.runs.status import CheckpointRef, StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import stage

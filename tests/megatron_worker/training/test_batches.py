@@ -44,7 +44,7 @@ def packed(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 8])
 def test_every_bin_goes_to_exactly_one_rank(packed: Path, dp_size: int):
-    with PackedBatches(packed / "units", packed / "plan") as data:
+    with PackedBatches.open(packed / "units", packed / "plan") as data:
         for step, expected in enumerate(([[0, 1], [2], [3], [4], [5]], [[8], [6, 7]])):
             dealt = [b.tolist() for rank in range(dp_size) for b in data.bins_of_rank(step, rank, dp_size)]
             assert sorted(dealt) == sorted(expected)
@@ -53,7 +53,7 @@ def test_every_bin_goes_to_exactly_one_rank(packed: Path, dp_size: int):
 
 
 def test_a_batch_holds_what_the_units_hold(packed: Path):
-    with PackedBatches(packed / "units", packed / "plan") as data, Units(packed / "units") as units:
+    with PackedBatches.open(packed / "units", packed / "plan") as data, Units(packed / "units") as units:
         first = next(data.batches(0, 0, 1, CPU))
         one, two = np.split(units.column("token_id"), units.token_offsets[1:-1])[:2]
         assert first.token_id_T.tolist() == [*one, *two]
@@ -65,7 +65,7 @@ def test_a_batch_holds_what_the_units_hold(packed: Path):
 
 
 def test_indices_are_int64_and_scores_float32(packed: Path):
-    with PackedBatches(packed / "units", packed / "plan") as data:
+    with PackedBatches.open(packed / "units", packed / "plan") as data:
         batch = next(data.batches(0, 0, 1, CPU))
     kinds = {name: tensor.dtype for name, tensor in vars(batch).items()}
     floats = {"weight_N", "advantage_N", "old_logprob_N", "ref_logprob_N", "sampler_logprob_N"}
@@ -74,7 +74,7 @@ def test_indices_are_int64_and_scores_float32(packed: Path):
 
 
 def test_a_batch_outlives_the_maps(packed: Path):
-    with PackedBatches(packed / "units", packed / "plan") as data:
+    with PackedBatches.open(packed / "units", packed / "plan") as data:
         batch = next(data.batches(0, 0, 1, CPU))
         assert str(packed) in Path("/proc/self/maps").read_text()
     assert str(packed) not in Path("/proc/self/maps").read_text()
@@ -92,5 +92,5 @@ def test_a_batch_shares_no_memory_with_its_bin(packed: Path):
 
 def test_a_plan_of_other_units_is_refused(packed: Path):
     write_units(packed / "fewer", num_units=3)
-    with PackedBatches(packed / "fewer", packed / "plan") as data, pytest.raises(CorruptArtifact, match="unit 8"):
+    with PackedBatches.open(packed / "fewer", packed / "plan") as data, pytest.raises(CorruptArtifact, match="unit 8"):
         list(data.batches(1, 0, 1, CPU))

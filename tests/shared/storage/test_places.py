@@ -6,7 +6,7 @@ from urllib.parse import unquote
 import pytest
 
 from shared.errors import InvalidInput
-from shared.runs.requests import DatasetSource
+from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, S3Settings, Settings
 from shared.storage.places import Places
 from shared.storage.store import LocalStore, S3Store

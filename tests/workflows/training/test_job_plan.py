@@ -7,7 +7,8 @@ from shared.contract import Artifact
 from shared.jobs.job import DPO, CrossEntropy, Full, JobPlan, PackedData, reference_of, reference_uri
 from shared.jobs.layout import Layout
 from shared.models.shape import ModelShape
-from shared.runs.requests import DatasetSource, DPORun, RLRun, SFTRun
+from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, RunStatus, StepStatus
 from workflows.training.job_plan import dataset_job, rl_job

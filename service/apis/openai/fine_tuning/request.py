@@ -11,7 +11,8 @@ from service.runs.own_settings import OwnSettings
 from shared.contract import Frozen
 from shared.grading.graders import Grader
 from shared.jobs.loss_presets import AdvantageKind, Preset
-from shared.runs.requests import MAX_METADATA, Format, MetadataKey, MetadataValue, WandbRun
+from shared.runs.requests import MAX_METADATA, MetadataKey, MetadataValue, WandbRun
+from shared.runs.sources import Format
 
 MAX_SUFFIX = 64
 

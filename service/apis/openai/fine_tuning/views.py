@@ -9,9 +9,10 @@ from pydantic import BaseModel, JsonValue
 from service.apis.openai.fine_tuning.results import result_ids
 from service.backend import Backend
 from service.runs.views import SKIPPED, RunHistory, RunView, describe, last_lines, seconds_left
+from shared.errors import NotFound
 from shared.jobs.events import Evaluated, Failed, Started, Step
 from shared.runs.events import RunEvent
-from shared.runs.requests import DPORun, RLRun, SFTRun
+from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun
 from shared.runs.status import Phase, StepStatus
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled", "paused"]
@@ -133,7 +134,7 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
     )
 
 
-def _method(run: SFTRun | DPORun | RLRun, hyperparameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _method(run: Run, hyperparameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
     match run:
         case SFTRun():
             return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
@@ -143,6 +144,8 @@ def _method(run: SFTRun | DPORun | RLRun, hyperparameters: dict[str, JsonValue])
             grader = run.rollouts.grader.model_dump(mode="json") if run.rollouts else None
             settings: dict[str, JsonValue] = {"grader": grader, "hyperparameters": hyperparameters}
             return {"type": "reinforcement", "reinforcement": settings}
+        case SessionRun():
+            raise NotFound("a session is no fine-tuning job")
 
 
 async def checkpoints_of(backend: Backend, view: RunView) -> list[JobCheckpoint]:

@@ -13,8 +13,8 @@ from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
 from shared.errors import NotFound
-from shared.runs.requests import DatasetSource
 from shared.runs.schedules import AcceptRequest, LastScheduled, ScheduledAction, ScheduledRun
+from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, last_scheduled
 from shared.storage.store import LocalStore, ObjectStore

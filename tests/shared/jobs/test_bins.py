@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.packing.bins import (
+from shared.jobs.bins import (
     best_fit_decreasing,
     epoch_order,
     fullest_subset,

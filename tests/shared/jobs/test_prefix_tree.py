@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.packing.prefix_tree import SequenceRow, build_tree, split_tree
 from shared.errors import InvalidInput
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from shared.jobs.prefix_tree import SequenceRow, build_tree, split_tree
 
 
 def row(ids, targets=None, seed=0):

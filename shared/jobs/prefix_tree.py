@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.packing.bins import best_fit_decreasing
 from shared.errors import InvalidInput
+from shared.jobs.bins import best_fit_decreasing
 from shared.jobs.packed import PackedBin
 from shared.jobs.prefix_forest import Node, grow, indices
 

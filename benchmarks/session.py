@@ -1,0 +1,141 @@
+"""What a command of a session costs beyond its computation, on a warm stack.
+
+    python -m benchmarks.session [--commands 100]
+
+Starts `longshore dev` in a temporary folder, opens a session of a tiny model, and sends commands one by one, each when
+the one before has its result: forwards and steps. Beside them the time from the client's call to its result stands what
+the same call takes in-process: parse, pack, forward. The first commands warm the worker up and do not count. Then the
+time until an idle session, which has given its worker back, answers again; and commands sent without waiting. Prints
+JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.control_plane import LONGSHORE
+from benchmarks.machine import provenance
+from examples.tiny_model import make_tiny_model
+from longshore.client import Client, Pending, Session
+from service.dev.connection import Connection
+from shared.jobs.commands import Asked, Datum, Forward, command
+from shared.jobs.job import Lora
+from shared.runs.requests import SessionRun
+
+TOKENS = 64
+_WARM_UP = 10
+_CORPUS = [f"Crane {n} lifts crate {n * 7 % 50}." for n in range(50)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commands", type=int, default=100)
+    num_commands = parser.parse_args().commands
+    with tempfile.TemporaryDirectory() as folder:
+        root, model = Path(folder) / "stack", make_tiny_model(Path(folder) / "model", _CORPUS)
+        environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
+        subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
+        try:
+            connection = Connection.read(root)
+            assert connection is not None
+            with Client(connection.api_url, connection.api_key) as client:
+                figures = _measure(client, model, num_commands)
+        finally:
+            subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
+        in_process = _in_process(model, num_commands)
+    result = {
+        "what": "milliseconds from a command's call to its result, on a warm worker",
+        "tokens": TOKENS,
+        "in_process_forward": in_process,
+        **figures,
+        **provenance(),
+    }
+    print(json.dumps(result, indent=1))
+
+
+def _measure(client: Client, model: Path, num_commands: int) -> dict[str, object]:
+    session = client.open(SessionRun(model=str(model), trainable=Lora(rank=8), max_tokens=TOKENS, idle_s=1))
+    data = [Datum(tokens=tuple(range(3, 3 + TOKENS)))]
+    for _ in range(_WARM_UP):
+        session.forward(data).result(600)
+    forwards = _times(num_commands, lambda: session.forward(data))
+    gradients = _times(num_commands, lambda: session.forward_backward(data))
+    steps = _times(num_commands // 2, lambda: _step(session, data))
+    began = time.perf_counter()
+    sent = [session.forward(data) for _ in range(num_commands)]
+    for pending in sent:
+        pending.result(600)
+    together_s = time.perf_counter() - began
+    time.sleep(4)
+    assert client.call("GET", f"/runs/{session.id}")["phase"] == "waiting_for_commands"
+    back = _times(1, lambda: session.forward(data))["p50"]
+    session.close()
+    return {
+        "forward": forwards,
+        "forward_backward": gradients,
+        "forward_backward_and_step": steps,
+        "forwards_a_second_without_waiting": round(num_commands / together_s, 1),
+        "back_from_idle": back,
+    }
+
+
+def _step(session: Session, data: list[Datum]) -> Pending:
+    session.forward_backward(data)
+    return session.optim_step(learning_rate=1e-3)
+
+
+def _times(how_often: int, send: Callable[[], Pending]) -> dict[str, float]:
+    found = []
+    for _ in range(how_often):
+        began = time.perf_counter()
+        send().result(600)
+        found.append(1000 * (time.perf_counter() - began))
+    return _quantiles(found)
+
+
+def _quantiles(found: list[float]) -> dict[str, float]:
+    found = sorted(found)
+    return {
+        "p50": round(statistics.median(found), 1),
+        "p99": round(found[min(len(found) - 1, int(0.99 * len(found)))], 1),
+        "worst": round(found[-1], 1),
+    }
+
+
+def _in_process(model: Path, num_commands: int) -> dict[str, float]:
+    """The same forward on an engine of this process."""
+    from megatron_worker.dispatch import Dispatcher, TargetScores
+    from megatron_worker.engine import Outputs
+    from megatron_worker.megatron.engine import MegatronEngine
+    from megatron_worker.process.process_group import backend, start_group
+    from megatron_worker.training.command_data import pack_data
+    from shared.jobs.layout import Layout
+
+    start_group(backend())
+    dispatcher = Dispatcher(MegatronEngine(model, Layout(), "float32"))
+    dispatcher.create_slot("one", Lora(rank=8), 0)
+    asked: Asked = Forward(data=(Datum(tokens=tuple(range(3, 3 + TOKENS))),))
+    sent = asked.model_dump_json()
+    found = []
+    for number in range(_WARM_UP + num_commands):
+        began = time.perf_counter()
+        parsed = command.validate_json(sent)
+        assert isinstance(parsed, Forward)
+        packed = pack_data(parsed.data, TOKENS, parsed.share_prefixes)
+        scores = TargetScores(packed.batches)
+        for _ in dispatcher.forward("one", packed.batches, range(1), Outputs(), scores):
+            pass
+        packed.scores(scores.found)
+        if number >= _WARM_UP:
+            found.append(1000 * (time.perf_counter() - began))
+    return _quantiles(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Longshore for programs: `longshore.client` trains a model command by command on a Longshore service."""

@@ -1,0 +1,343 @@
+"""A session: the slot of a client that decides each step itself. Its commands come as files, one after the other.
+
+A command is done once for each lease, in the order of the numbers. What a checkpoint holds is the state after the last
+command that left no gradients behind; the commands after it are done again by whoever goes on from there.
+"""
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from megatron_worker.dispatch import Dispatcher, TargetScores
+from megatron_worker.engine import Outputs, Where
+from megatron_worker.losses import loss_function
+from megatron_worker.process.background import Awaited
+from megatron_worker.process.event_log import Report
+from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
+from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.process.staging import Staging
+from megatron_worker.runner import Outcome, Passes, make_deterministic, make_trainable, take_engine
+from megatron_worker.sums import MAX, reported
+from megatron_worker.training.checkpoint import load_checkpoint, load_initial_checkpoint, save_checkpoint
+from megatron_worker.training.command_data import CommandData, pack_data
+from megatron_worker.warm_engine import WarmEngine, slots_of
+from shared.errors import InvalidInput
+from shared.field_rules import first_error
+from shared.jobs.commands import (
+    Command,
+    CommandProblem,
+    CommandResult,
+    Forward,
+    ForwardBackward,
+    OptimStep,
+    SaveState,
+    Skip,
+    check_data,
+    command,
+)
+from shared.jobs.events import Applied, Saved, Started, Step
+from shared.jobs.job import Job, SessionPlan
+
+MOST_UNSAVED = 256
+"""Commands after the last checkpoint, at most, that a lease after this one does again; but for unstepped gradients."""
+_DROPPED = "the gradients accumulated since the last optim_step are dropped"
+_OFFLOAD = b"offload"
+_NAN_BITS = 0x7FC00000
+Doing = Generator[None, None, CommandResult]
+
+
+def run_session(
+    job: Job,
+    warm: WarmEngine,
+    staging: Staging,
+    report: Report,
+    ranks: WorkerRanks,
+    cancelled: Callable[[], bool],
+    by_hand: bool = False,
+) -> Passes:
+    """Do a session's commands until it is cancelled, which saves its state; `by_hand`, until there are no more.
+
+    A fault that all ranks know, and that is not one command's own, is an outcome; any other error propagates.
+    """
+    plan = job.plan
+    assert isinstance(plan, SessionPlan)
+    try:
+        session = yield from _open(job, plan, warm, staging, report, ranks, cancelled)
+    except JobFailed as failed:
+        return Outcome("failed", plan.first_step, failed.fault)
+    except CancelledEarly:
+        return Outcome("cancelled", plan.first_step)
+    try:
+        yield from session.serve(cancelled, by_hand)
+        session.save()
+    except JobFailed as failed:
+        return Outcome("failed", session.clean, failed.fault)
+    return Outcome("succeeded" if by_hand else "cancelled", session.clean)
+
+
+def _open(
+    job: Job,
+    plan: SessionPlan,
+    warm: WarmEngine,
+    staging: Staging,
+    report: Report,
+    ranks: WorkerRanks,
+    cancelled: Callable[[], bool],
+) -> Generator[Awaited | None, None, "Session"]:
+    """Stage the inputs, make the slot or load its last state, report `started`. Raises as `runner.prepare` does."""
+    make_deterministic(plan)
+    folders, model_sha256 = yield from staging.fetch(job, cancelled)
+    dispatcher = take_engine(warm, plan, folders, None, ranks)
+    slot, _ = slots_of(plan.run_id, plan.trainable)
+    load = partial(dispatcher.load_state, slot)
+    ranks.agree(lambda: make_trainable(dispatcher, job, folders))
+    if job.needs_its_beginning and plan.initial_checkpoint is not None:
+        before = folders[plan.initial_checkpoint]
+        ranks.agree(lambda: load_initial_checkpoint(load, plan, model_sha256, before))
+    clean = plan.first_step
+    if job.start is not None:
+        checkpoint = folders[job.start]
+        clean += ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, checkpoint))
+    report.emit(
+        Started,
+        run_id=plan.run_id,
+        job_id=plan.job_id,
+        fence=job.fence,
+        first_step=clean,
+        num_steps=clean,
+        device=dispatcher.facts.device_name,
+        world_size=ranks.world_size,
+    )
+    return Session(job, plan, model_sha256, dispatcher, slot, report, ranks, clean)
+
+
+@dataclass
+class Session:
+    """The slot, and how far its commands have come.
+
+    Attributes:
+        clean: the last command that left no gradients behind.
+        last: the last command that was done.
+        saved: the command of the newest checkpoint, -1 before the first.
+        unsaved_s: seconds of commands since it.
+        sums: of the gradients since the last step, as the dispatcher reports them; empty where there are none.
+    """
+
+    job: Job
+    plan: SessionPlan
+    model_sha256: str
+    dispatcher: Dispatcher
+    slot: str | None
+    report: Report
+    ranks: WorkerRanks
+    clean: int
+    last: int = field(init=False)
+    saved: int = field(init=False)
+    unsaved_s: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    _step_s: float = 0.0
+    _is_touched: bool = False
+    _is_away: bool = False
+
+    def __post_init__(self) -> None:
+        self.last, self.saved = self.clean, -1 if self.job.start is None else self.clean
+
+    def serve(self, cancelled: Callable[[], bool], by_hand: bool) -> Generator[Awaited | None, None, None]:
+        """Do commands as they come. A slot that had none for some time leaves the device."""
+        idle_since = time.monotonic()
+        while not cancelled():
+            order = self.ranks.broadcast(self._order(idle_since) if self.ranks.rank == 0 else None)
+            if order == _OFFLOAD:
+                self._place("host")
+            elif order:
+                if self._is_away:
+                    self._place("device")
+                yield from self._do(self.last + 1, order)
+                idle_since = time.monotonic()
+            elif by_hand:
+                return
+            yield None if by_hand else partial(self._has_order, idle_since)
+
+    def _order(self, idle_since: float) -> bytes:
+        """The next command's file, an order to leave the device, or nothing. Asked on rank 0 alone."""
+        with suppress(FileNotFoundError):
+            return self._path("json").read_bytes()
+        is_idle = time.monotonic() > idle_since + self.plan.offload_after_s
+        return _OFFLOAD if is_idle and not self._is_away else b""
+
+    def _has_order(self, idle_since: float) -> bool:
+        return bool(self._order(idle_since))
+
+    def _path(self, suffix: str) -> Path:
+        assert self.job.commands_dir is not None
+        return Path(self.job.commands_dir) / f"{self.last + 1:08d}.{suffix}"
+
+    def _place(self, where: Where) -> None:
+        self.dispatcher.engine.place(where, slots=[self.slot])
+        self._is_away = where == "host"
+
+    # Commands.
+
+    def _do(self, number: int, data: bytes) -> Iterator[None]:
+        """Do a command. What goes wrong with it is its result, and the session goes on."""
+        began, self._is_touched = time.perf_counter(), False
+        asked: Command | None = None
+        try:
+            asked = _parsed(data)
+            result = yield from self._result(number, asked)
+        except Exception as error:
+            fault = self.ranks.agree_on(error).fault
+            result = CommandResult(number=number, kind=asked.kind if asked else "", problem=self._problem(fault))
+        seconds = time.perf_counter() - began
+        if self.ranks.rank == 0:
+            path = self._path("result.json")
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(result.model_dump_json())
+            unfinished.rename(path)
+        self.last = number
+        if not self.sums:
+            self.clean = number
+        self.report.emit(Applied, command=number, kind=result.kind, failed=result.problem is not None)
+        if not isinstance(asked, Skip | Forward):
+            self.unsaved_s += seconds
+        if self.ranks.largest([int(self.unsaved_s > self.plan.save_after_s or self.clean - self.saved > MOST_UNSAVED)])[
+            0
+        ]:
+            self.save()
+
+    def _problem(self, fault: Fault) -> CommandProblem:
+        """Drop what a command left half done, for others to be done as if it had not come."""
+        message = fault.message
+        if self._is_touched:
+            self.dispatcher.zero_grad(self.slot)
+            self.sums = {}
+            message = f"{message}; {_DROPPED}"
+        match fault.kind:
+            case "invalid_input" | "not_finite":
+                return CommandProblem(kind=fault.kind, message=message)
+            case _:
+                return CommandProblem(kind="error", message=message)
+
+    def _result(self, number: int, asked: Command) -> Doing:
+        match asked:
+            case Skip():
+                return CommandResult(number=number, kind=asked.kind)
+            case Forward():
+                return (yield from self._forward(number, asked))
+            case ForwardBackward():
+                return (yield from self._forward_backward(number, asked))
+            case OptimStep():
+                return self._optim_step(number, asked)
+            case SaveState():
+                if not self.sums:
+                    self.clean = number
+                self.save()
+                return CommandResult(number=number, kind=asked.kind, step=self.clean)
+
+    def _forward(self, number: int, asked: Forward) -> Doing:
+        if not asked.adapter and self.slot is None:
+            raise InvalidInput("the base is what this session trains: there is none as it was", "adapter")
+        packed = self._packed(asked)
+        scores, outputs = (
+            TargetScores(packed.batches),
+            Outputs(True, asked.entropy, False, asked.temperature, asked.top_k),
+        )
+        slot = self.slot if asked.adapter else None
+        yield from self.dispatcher.forward(slot, packed.batches, range(1), outputs, scores)
+        return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(scores)))
+
+    def _forward_backward(self, number: int, asked: ForwardBackward) -> Doing:
+        packed = self._packed(asked)
+        scores, loss = TargetScores(packed.batches), loss_function(asked.loss, asked.temperature)
+        began, self._is_touched = time.perf_counter(), True
+        sums = yield from self.dispatcher.forward_backward(self.slot, packed.batches, 0, loss, scores)
+        if not math.isfinite(sums["loss"]):
+            raise _not_finite("the loss", sums["loss"])
+        self._step_s += time.perf_counter() - began
+        names = sums.keys() | self.sums.keys()
+        self.sums = {name: _both(name, self.sums.get(name, 0.0), sums.get(name, 0.0)) for name in names}
+        found = packed.scores(self._of_all_ranks(scores))
+        return CommandResult(number=number, kind=asked.kind, metrics=_metrics(sums), data=found)
+
+    def _optim_step(self, number: int, asked: OptimStep) -> CommandResult:
+        if not self.sums:
+            return CommandResult(number=number, kind=asked.kind, metrics={"skipped": 1.0})
+        denominator = self.sums["weight"] if asked.denominator is None else asked.denominator
+        if not denominator > 0:
+            message = f"the weights since the last step come to {denominator:g}: say what to divide gradients by"
+            raise InvalidInput(message, "denominator")
+        began, self._is_touched = time.perf_counter(), True
+        norms = self.dispatcher.optim_step(self.slot, asked.optimizer, asked.learning_rate, denominator)
+        if not math.isfinite(norms.grad_norm):
+            raise _not_finite("the gradient's norm", norms.grad_norm)
+        step_s = self._step_s + time.perf_counter() - began
+        metrics = {
+            **_metrics(self.sums),
+            "learning_rate": asked.learning_rate,
+            "grad_norm": norms.grad_norm,
+            "clipped": float(norms.clipped),
+            "step_s": step_s,
+            "tokens_per_s": self.sums["tokens"] / step_s,
+        }
+        self.sums, self._step_s = {}, 0.0
+        self.report.emit(Step, step=number, metrics=metrics)
+        return CommandResult(number=number, kind=asked.kind, metrics=metrics)
+
+    def _packed(self, asked: Forward | ForwardBackward) -> CommandData:
+        check_data(asked.data, self.dispatcher.facts.vocab_size, self.plan.max_tokens)
+        return pack_data(asked.data, self.plan.max_tokens, asked.share_prefixes)
+
+    def _of_all_ranks(self, scores: TargetScores) -> dict[str, NDArray]:
+        """Bring the shares of all ranks together, to the bit: as whole numbers, of which missing ones are the least."""
+        if self.ranks.world_size == 1:
+            return scores.found
+        merged = {}
+        for name, values in scores.found.items():
+            if values.dtype == np.float32:
+                bits = self._largest(np.where(np.isnan(values), -1, values.view(np.uint32).astype(np.int64)))
+                merged[name] = np.where(bits < 0, _NAN_BITS, bits).astype(np.uint32).view(np.float32)
+            else:
+                merged[name] = self._largest(values)
+        return merged
+
+    def _largest(self, values: NDArray) -> NDArray:
+        return np.array(self.ranks.largest(values.ravel().tolist()), dtype=np.int64).reshape(values.shape)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last state without gradients, unless it stands: the weights are still the same."""
+        if self.saved == self.clean:
+            return
+        save = partial(self.dispatcher.save_state, self.slot)
+        written = save_checkpoint(save, self.ranks, self.job, self.model_sha256, self.clean)
+        self.saved, self.unsaved_s = self.clean, 0.0
+        self.report.emit(Saved, step=self.clean, path=str(written.path), manifest_sha256=written.sha256)
+
+
+def _parsed(data: bytes) -> Command:
+    try:
+        return command.validate_json(data)
+    except ValidationError as error:
+        place, rule = first_error(error)
+        raise InvalidInput(rule, place) from None
+
+
+def _metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means over the weights, as those of a job's step; the loss as a sum, too: weights may cancel."""
+    named = {name: value for name, value in reported(sums).items() if name != "loss"}
+    return named | {"loss_sum": sums["loss"]} | ({"loss": sums["loss"] / sums["weight"]} if sums["weight"] else {})
+
+
+def _both(name: str, one: float, other: float) -> float:
+    return max(one, other) if name.endswith(MAX) else one + other
+
+
+def _not_finite(what: str, value: float) -> JobFailed:
+    return JobFailed(Fault(kind="not_finite", message=f"{what} is {value}; no weight has changed"))

@@ -1,0 +1,92 @@
+"""A command's data as batches: the sequences of a client, packed as a job's are, without files.
+
+Shape suffixes: L tokens of a sequence, P those but the first, N targets of all units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_worker.training.batches import OneStep, PackedBatches
+from shared.jobs import bins as packing
+from shared.jobs.commands import Datum, TokenScores
+from shared.jobs.packed import Ints, Units
+from shared.jobs.prefix_tree import SequenceRow, split_tree
+
+
+@dataclass(frozen=True)
+class CommandData:
+    """One step of the data; of each datum, the places of its scored tokens among the targets of all units."""
+
+    batches: PackedBatches
+    targets_of: tuple[Ints, ...]
+
+    def scores(self, found: dict[str, NDArray]) -> tuple[TokenScores, ...]:
+        """Deal out columns of scores, [N] or [N, K], to the data."""
+        return tuple(
+            TokenScores.model_validate({name: values[places].tolist() for name, values in found.items()})
+            for places in self.targets_of
+        )
+
+
+def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool) -> CommandData:
+    """Units and bins of a command's data: chains as of a data set's rows, or trees as of trajectories."""
+    rows = [_row(datum) for datum in data]
+    if share_prefixes:
+        trees = split_tree(rows, max_tokens)
+        units, members = [tree.columns() for tree in trees], [tree.members for tree in trees]
+    else:
+        units, members = [_chain(row) for row in rows], [(number,) for number in range(len(rows))]
+    sizes = [len(unit["token_id"]) for unit in units]
+    bins = [np.array(each, dtype=np.int64) for each in packing.pack(sizes, max_tokens)]
+    return CommandData(PackedBatches(Units.in_memory(units), OneStep(bins)), _places(units, members, len(rows)))
+
+
+def _row(datum: Datum) -> SequenceRow:
+    num_tokens = len(datum.tokens)
+
+    def column(given: Sequence[float] | None, default: float) -> NDArray[np.float32]:
+        values_L = np.full(num_tokens, default, dtype=np.float32)
+        if given is not None:
+            values_L[1:] = given
+        return values_L
+
+    weight_L = column(datum.weights, 1.0)
+    weight_L[0] = 0.0
+    return SequenceRow(
+        token_ids=np.array(datum.tokens, dtype=np.int64),
+        target_mask=weight_L != 0,
+        weight=weight_L,
+        advantage=column(datum.advantages, 0.0),
+        old_logprob=column(datum.logprobs, np.nan),
+        ref_logprob=column(datum.ref_logprobs, 0.0),
+    )
+
+
+def _chain(row: SequenceRow) -> dict[str, NDArray]:
+    """A unit of one sequence. Positions, parents and the sequence's number are as they are by default."""
+    target_N = np.flatnonzero(row.target_mask)
+    return {
+        "token_id": row.token_ids,
+        "hidden_index": target_N - 1,
+        "label": row.token_ids[target_N],
+        "weight": row.weight[target_N],
+        "advantage": row.advantage[target_N],
+        "old_logprob": row.old_logprob[target_N],
+        "ref_logprob": row.ref_logprob[target_N],
+    }
+
+
+def _places(units: Sequence[dict[str, NDArray]], members: Sequence[Sequence[int]], num_data: int) -> tuple[Ints, ...]:
+    """Of each datum the places of its targets: those of its number within its unit, behind the units before."""
+    places: list[Ints] = [np.zeros(0, dtype=np.int64)] * num_data
+    first = 0
+    for unit, numbers in zip(units, members, strict=True):
+        num_targets = len(unit["label"])
+        sequence_N = unit.get("sequence", np.zeros(num_targets, dtype=np.int64))
+        for sequence, number in enumerate(numbers):
+            places[number] = first + np.flatnonzero(sequence_N == sequence)
+        first += num_targets
+    return tuple(places)

@@ -1,0 +1,74 @@
+"""Updates of runs' workflows: what a client sends to a run that goes on, taken once however often it is sent."""
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+
+from service.accounts import audit
+from service.errors import Conflict, TemporalUnavailable
+from service.runs.runs import Runs
+from service.temporal import LOST_UPDATES, Temporal, causes_of
+from shared.contract import Frozen
+from shared.errors import InvalidInput
+from shared.runs.requests import RunRecord
+
+_PATIENCE = timedelta(seconds=20)
+_TRIES, _PAUSE_S = 4, 0.2
+
+
+async def update_run(
+    runs: Runs, temporal: Temporal, record: RunRecord, name: str, *messages: Frozen, place: str = "", sure: bool = False
+) -> Any:
+    """Update a run's workflow, and send the update again when it was lost: when the run has just begun a new execution,
+    or Temporal was killed. It is no other for being sent twice.
+
+    Args:
+        place: the field that a refusal is about.
+        sure: Temporal knows the run, as far as the caller does.
+
+    Raises:
+        InvalidInput, Conflict: the run refuses it, or has ended.
+        TemporalUnavailable: nobody takes it.
+    """
+    run_id = record.run_id
+    audit.touched(run_id)
+    if not sure:
+        await runs.make_sure(record)
+    async with temporal.client() as client:
+        for attempt in range(_TRIES):
+            await asyncio.sleep(attempt * _PAUSE_S)
+            try:
+                return await client.get_workflow_handle(run_id).execute_update(
+                    name, args=messages, rpc_timeout=_PATIENCE
+                )
+            except WorkflowUpdateRPCTimeoutOrCancelledError:
+                break
+            except WorkflowUpdateFailedError as error:
+                if refusal := _refusal(error, place):
+                    raise refusal from None
+            except RPCError as error:
+                if error.status == RPCStatusCode.FAILED_PRECONDITION:  # its workflow task failed
+                    continue
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                if (await runs.view(record.tenant, run_id)).state != "running":
+                    raise Conflict(f"{run_id} has ended") from None
+                await runs.make_sure(record)
+    raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?")
+
+
+def _refusal(error: WorkflowUpdateFailedError, place: str) -> Exception | None:
+    """The refusal of a workflow's update as an error of ours; None where the update was lost."""
+    for cause in causes_of(error):
+        match cause:
+            case ApplicationError(type="InvalidInput"):
+                return InvalidInput(cause.message, place)
+            case ApplicationError(type="Conflict"):
+                return Conflict(cause.message)
+            case ApplicationError(type=kind) if kind in LOST_UPDATES:
+                return None
+    return error

@@ -1,0 +1,170 @@
+"""Commands of a session: what its client asks of the slot, one by one, and what comes of it.
+
+A command is a file beside the job that serves its session; its result is a file too. The same payload has the same
+effect, to the bit, whenever and wherever it is done again.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, TypeAdapter, model_validator
+
+from shared.contract import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.jobs.job import Adam, CrossEntropy, PolicyLoss, reference_of, scores_old
+
+MAX_DATA = 65_536
+MAX_TOP_K = 128
+MAX_ANSWER = 1_000_000
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Datum(Frozen):
+    """One sequence. The four lists have a number for each token but the first, which nothing comes before."""
+
+    tokens: tuple[TokenId, ...] = Field(min_length=2, description="token ids")
+    weights: tuple[Finite, ...] | None = Field(
+        default=None, description="of each token but the first; 0: not scored. 1 each if absent"
+    )
+    advantages: tuple[Finite, ...] | None = Field(default=None, description="what a policy loss learns from")
+    logprobs: tuple[Finite, ...] | None = Field(default=None, description="the sampler's log-probabilities, in nats")
+    ref_logprobs: tuple[Finite, ...] | None = Field(default=None, description="the reference's, for a KL term")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        for name in ("weights", "advantages", "logprobs", "ref_logprobs"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.tokens) - 1:
+                wanted = f"{len(self.tokens) - 1} for {len(self.tokens)} tokens: one for each but the first"
+                raise ValueError(f"{name} has {len(given)} numbers, it must have {wanted}")
+        return self
+
+
+Data = Annotated[tuple[Datum, ...], Field(min_length=1, max_length=MAX_DATA)]
+
+
+class _OnData(Frozen):
+    data: Data
+    share_prefixes: bool = Field(
+        default=False, description="sequences that begin alike are computed as one tree: less work, and other bits"
+    )
+    temperature: float = Field(default=1.0, gt=0, le=10, description="logits are divided by it")
+
+
+class Forward(_OnData):
+    """Score the tokens that have a weight. Changes nothing."""
+
+    kind: Literal["forward"] = "forward"
+    entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="so many of the most likely tokens at each place")
+    adapter: bool = Field(default=True, description="false: the base alone, as of a reference")
+
+    @model_validator(mode="after")
+    def _answer_is_bounded(self) -> Self:
+        numbers = sum(len(datum.tokens) for datum in self.data) * 2 * self.top_k
+        if numbers > MAX_ANSWER:
+            raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
+        return self
+
+
+class ForwardBackward(_OnData):
+    """Add the gradients of the loss's sum over the data to what has been accumulated. A loss of your own: forward, then
+    cross_entropy with weights that are the negative of your loss's derivative by each log-probability.
+    """
+
+    kind: Literal["forward_backward"] = "forward_backward"
+    loss: Annotated[CrossEntropy | PolicyLoss, Field(discriminator="kind")] = CrossEntropy()
+
+    @model_validator(mode="after")
+    def _has_what_the_loss_needs(self) -> Self:
+        if isinstance(self.loss, CrossEntropy):
+            if self.temperature != 1:
+                raise ValueError("temperature belongs to losses of sampled sequences: with cross_entropy it must be 1")
+            return self
+        if scores_old(self.loss):
+            raise ValueError("loss.old: a session has no beginning to score by; send your own log-probabilities")
+        if reference_of(self.loss) not in (None, "base"):
+            raise ValueError("loss.kl.reference: send the reference's log-probabilities as ref_logprobs")
+        needed = ["advantages", "logprobs", *(["ref_logprobs"] if self.loss.kl else [])]
+        for number, datum in enumerate(self.data):
+            for name in needed:
+                if getattr(datum, name) is None:
+                    raise ValueError(f"data[{number}].{name}: the loss {self.loss.kind} needs it")
+            if any(weight < 0 for weight in datum.weights or ()):
+                raise ValueError(f"data[{number}].weights: a policy loss weighs by 0 or more")
+        return self
+
+
+class OptimStep(Frozen):
+    """Divide the accumulated gradients, clip, step, zero."""
+
+    kind: Literal["optim_step"] = "optim_step"
+    learning_rate: float = Field(ge=0, le=10)
+    optimizer: Adam = Adam()
+    denominator: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="what gradients are divided by; the sum of weights since the last step if absent",
+    )
+
+
+class SaveState(Frozen):
+    """Make weights and optimizer state durable, as of the last optimizer step. With a name, publish the adapter too."""
+
+    kind: Literal["save_state"] = "save_state"
+    publish: bool = Field(default=False, description="publish what is trained, as the session's next version")
+
+
+class Skip(Frozen):
+    """A number whose command is not done (again): it never came, or changes nothing and has its result."""
+
+    kind: Literal["skip"] = "skip"
+
+
+Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState, Field(discriminator="kind")]
+"""What a client may send."""
+Command = Annotated[Forward | ForwardBackward | OptimStep | SaveState | Skip, Field(discriminator="kind")]
+asked: TypeAdapter[Asked] = TypeAdapter(Asked)
+command: TypeAdapter[Command] = TypeAdapter(Command)
+
+
+class TokenScores(Frozen):
+    """The scores of one datum's tokens that have a weight, in their order: float32, in nats; null: not a number."""
+
+    logprobs: tuple[float | None, ...]
+    entropies: tuple[float | None, ...] | None = None
+    top_ids: tuple[tuple[int, ...], ...] | None = None
+    top_logprobs: tuple[tuple[float | None, ...], ...] | None = None
+
+
+class CommandProblem(Frozen):
+    """Why a command failed. `not_finite` and `error` drop the gradients accumulated so far; nothing else is changed."""
+
+    kind: Literal["invalid_input", "not_finite", "error"]
+    message: str
+
+
+class CommandResult(Frozen):
+    """What a command came to: `metrics` of a loss or a step, `data` in the order of the command's."""
+
+    number: int
+    kind: str
+    problem: CommandProblem | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    data: tuple[TokenScores, ...] | None = None
+    step: int | None = Field(default=None, description="of save_state: the number of the last command in the state")
+    adapter: Artifact | None = Field(default=None, description="what was published: a model after `full`")
+    version: int | None = Field(default=None, description="of the session's name")
+
+
+def check_data(data: Sequence[Datum], vocab_size: int, max_tokens: int) -> None:
+    """Raises InvalidInput for a token outside the vocabulary, or a sequence that no bin holds."""
+    for number, datum in enumerate(data):
+        if len(datum.tokens) > max_tokens:
+            place = f"data[{number}].tokens"
+            raise InvalidInput(f"{len(datum.tokens)} tokens; this session's max_tokens is {max_tokens}", place)
+        if (largest := max(datum.tokens)) >= vocab_size:
+            place = f"data[{number}].tokens[{datum.tokens.index(largest)}]"
+            raise InvalidInput(f"token {largest} is outside the vocabulary of {vocab_size}", place)

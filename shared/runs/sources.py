@@ -1,0 +1,65 @@
+"""Data sets of runs: where they are, and how their rows are written."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from shared.contract import Frozen
+
+Format = Literal[
+    "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
+]
+
+
+PAIR_FORMATS = ("preference", "openai_preference")
+
+
+class DatasetSource(Frozen):
+    """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
+
+    uri: str = Field(min_length=1, max_length=2048)
+    format: Format = Field(default="auto", description="how rows are written; auto: told by the first rows")
+    prompt_field: str | None = Field(default=None, description="the field that holds the prompt; else rows are chats")
+    completion_field: str | None = Field(default=None, description="the field that holds the answer")
+
+
+def _both_fields_or_none(source: DatasetSource) -> DatasetSource:
+    if (source.prompt_field is None) != (source.completion_field is None):
+        raise ValueError("prompt_field and completion_field go together: give both or neither")
+    return source
+
+
+def _prompts_alone(source: DatasetSource) -> DatasetSource:
+    if source.format in ("text", "tokenized"):
+        raise ValueError(
+            f"rows of the format {source.format} ask nothing: prompts are chat rows, or have a prompt field"
+        )
+    if source.completion_field is not None:
+        raise ValueError("completion_field has no meaning here: the model answers; graders see the whole row as item")
+    return source
+
+
+def _no_pairs(source: DatasetSource) -> DatasetSource:
+    if source.format in PAIR_FORMATS:
+        raise ValueError(f"rows of the format {source.format} are preference pairs, which dpo learns from")
+    return source
+
+
+def _pairs_alone(source: DatasetSource) -> DatasetSource:
+    if source.format not in ("auto", *PAIR_FORMATS):
+        raise ValueError(f"dpo learns from preference pairs: format is auto, {' or '.join(PAIR_FORMATS)}")
+    if source.prompt_field is not None or source.completion_field is not None:
+        raise ValueError("prompt_field and completion_field have no meaning here: the fields of pairs have their names")
+    return source
+
+
+RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
+
+
+ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
+
+
+PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
+
+
+PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]

@@ -1,0 +1,223 @@
+"""Sessions on a real stack: commands that are done once and in order, whatever is killed, in the bits of an undisturbed
+session.
+
+`LONGSHORE_TEST_SESSION_COMMANDS=200 LONGSHORE_TEST_SESSION_KILLS=40 pytest tests/end_to_end/test_sessions.py -k killed`
+is the long way.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
+from service.dev.connection import Connection
+from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from shared.jobs.job import Job, Lora
+from shared.runs.requests import SessionRun
+from shared.storage.artifacts import sha256_file
+from shared.storage.paths import RunKeys
+from tests.end_to_end.stack import Stack, wait_until
+from tests.end_to_end.victims import Victim, a_rank, control_host, gpu_host, kill, temporal_server, web_service
+
+pytestmark = pytest.mark.slow
+
+SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
+NUM_COMMANDS = int(os.environ.get("LONGSHORE_TEST_SESSION_COMMANDS", "24"))
+NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_SESSION_KILLS", "3"))
+VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, control_host, web_service, temporal_server)
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    with connected(stack) as client:
+        yield client
+
+
+def connected(stack: Stack) -> Client:
+    connection = Connection.read(stack.root)
+    assert connection is not None
+    return Client(connection.api_url, connection.api_key)
+
+
+def opened(client: Client, model: Path, **changes: object) -> Session:
+    fields: dict[str, object] = {"model": str(model), "trainable": Lora(rank=4), "max_tokens": 128, "seed": 5}
+    return client.open(SessionRun.model_validate(fields | changes))
+
+
+def commands_of(number: int, how_many: int) -> list[Asked]:
+    """Forwards, gradients of one or two batches, steps, saved states: the same for the same numbers."""
+    rng = random.Random(number)
+    made: list[Asked] = []
+    while len(made) < how_many:
+        data = tuple(Datum(tokens=tuple(rng.randrange(3, 500) for _ in range(12))) for _ in range(3))
+        match rng.randrange(8):
+            case 0:
+                made.append(Forward(data=data, top_k=2))
+            case 1:
+                made.append(SaveState())
+            case 2 | 3 | 4:
+                made.append(ForwardBackward(data=data))
+            case _:
+                made += [ForwardBackward(data=data), OptimStep(learning_rate=0.01)]
+    return made[:how_many]
+
+
+def final_state(session: Session, client: Client) -> str:
+    """The hash of the adapter that the session publishes last; it is closed."""
+    published = session.save_state(publish=True).result(600)
+    assert published.adapter is not None
+    session.close()
+    wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
+    return sha256_file(Path(published.adapter.uri.removeprefix("file://")) / "adapter_model.safetensors")
+
+
+def told(result: CommandResult) -> tuple[object, ...]:
+    """What of a result is the same whenever it is done."""
+    timeless = {name: value for name, value in result.metrics.items() if not name.endswith("_s")}
+    return result.number, result.kind, result.problem, timeless, result.data
+
+
+def test_whatever_is_killed_every_future_resolves_to_the_same_bits(
+    stack: Stack, client: Client, tiny_model: Path
+) -> None:
+    """Three sessions at once, while processes of every kind are killed, against each alone and undisturbed."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    commands = [commands_of(number, NUM_COMMANDS) for number in range(3)]
+    alone = []
+    for each in commands:
+        session = opened(client, tiny_model)
+        sent = [session.send(asked) for asked in each]
+        alone.append(([told(one.result(900)) for one in sent], final_state(session, client)))
+
+    sessions = [opened(client, tiny_model, save_after_s=0.5) for _ in commands]
+    pending: list[list[Pending]] = [[] for _ in commands]
+    kills = sorted(rng.sample(range(1, NUM_COMMANDS), NUM_KILLS))
+    for place in range(NUM_COMMANDS):
+        for number, each in enumerate(commands):
+            pending[number].append(sessions[number].send(each[place]))
+        if place in kills:
+            pending[rng.randrange(3)][-1].result(900)
+            kill(stack, rng.choice(VICTIMS), 120)
+    for number, (results, state) in enumerate(alone):
+        assert [told(each.result(900)) for each in pending[number]] == results, f"session {number}, seed {SEED}"
+        assert final_state(sessions[number], client) == state, f"session {number}, seed {SEED}"
+
+
+def test_commands_in_any_order_from_clients_that_vanish_are_done_once_and_in_theirs(
+    stack: Stack, client: Client, tiny_model: Path
+) -> None:
+    commands = commands_of(9, 20)
+    session = opened(client, tiny_model)
+    in_order = [told(session.send(asked).result(600)) for asked in commands]
+    state = final_state(session, client)
+
+    other = opened(client, tiny_model)
+    shuffled = list(enumerate(commands, start=1))
+    random.Random(SEED).shuffle(shuffled)
+    with connected(stack) as vanishing:  # it does not wait for anything, and sends each command twice
+        for number, asked in shuffled * 2:
+            path, headers = f"/sessions/{other.id}/commands/{number}", {"content-type": "application/json"}
+            vanishing.call("PUT", path, content=asked.model_dump_json().encode(), headers=headers)
+    found = {number: client.send(other.id, number, asked) for number, asked in reversed(shuffled)}
+    assert [told(found[number].result(600)) for number in range(1, 21)] == in_order
+    went_on = client.attach(other.id)
+    assert went_on.send(SaveState()).number == 21
+    assert final_state(went_on, client) == state
+
+
+def test_an_idle_session_gives_its_worker_back_and_goes_on(stack: Stack, client: Client, tiny_model: Path) -> None:
+    """With gradients that nobody stepped: they are made again on the next worker."""
+    commands = commands_of(3, 12)
+    patient, hasty = opened(client, tiny_model), opened(client, tiny_model, idle_s=0.2)
+    for place, asked in enumerate(commands):
+        one, other = patient.send(asked), hasty.send(asked)
+        assert told(one.result(600)) == told(other.result(600))
+        if place % 4 == 3:
+            wait_until(lambda: hasty.status()["phase"] == "waiting_for_commands", "an idle session's end of lease")
+            time.sleep(0.5)
+    assert hasty.status()["epoch"] > patient.status()["epoch"]
+    assert final_state(patient, client) == final_state(hasty, client)
+
+
+def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
+    stack: Stack, client: Client, tiny_model: Path, tmp_path: Path
+) -> None:
+    """By hand, from the job file and the commands as they lie in the store."""
+    session = opened(client, tiny_model, name="by-hand")
+    commands = commands_of(4, 10)
+    for asked in commands:
+        session.send(asked).result(600)
+    published = session.save_state(publish=True).result(600)
+    assert published.adapter is not None and published.version == 1
+    weights = Path(published.adapter.uri.removeprefix("file://")) / "adapter_model.safetensors"
+    assert load_file(weights)
+    session.close()
+    wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
+    keys, store = RunKeys(session.id), stack.host_paths.root / "store"
+    (tmp_path / "commands").mkdir()
+    for path in (store / keys.prefix / "commands").iterdir():
+        (tmp_path / "commands" / f"{path.name.split('-')[0]}.json").write_bytes(path.read_bytes())
+    job = next((store / keys.logs).rglob("job.json"))
+    assert Job.model_validate_json(job.read_bytes()).plan.run_id == session.id
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_worker", "--once", str(job), "--into", str(tmp_path)],
+        env={**os.environ, "LONGSHORE_ROOT": str(tmp_path / "root")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    by_hand = tmp_path / "checkpoints" / "step-00000011" / "weights" / "adapter_model.safetensors"
+    assert by_hand.read_bytes() == weights.read_bytes()
+
+
+def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tiny_model: Path) -> None:
+    session = opened(client, tiny_model, gap_s=1.0)
+    data = [Datum(tokens=(5, 6, 7))]
+    session.forward(data).result(600)
+
+    def refused(call: Callable[[], object], status: int, *words: str) -> None:
+        with pytest.raises(ServiceError) as caught:
+            call()
+        assert caught.value.status == status, caught.value
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    path = f"/sessions/{session.id}/commands"
+    refused(lambda: client.call("PUT", f"{path}/2", json={"kind": "explode"}), 422, "kind")
+    refused(lambda: client.call("PUT", f"{path}/2", json={"kind": "forward", "data": []}), 422, "data")
+    refused(lambda: client.call("PUT", f"{path}/0", json={"kind": "save_state"}), 422, "number")
+    refused(lambda: client.call("PUT", f"{path}/9999", json={"kind": "save_state"}), 409, "256 commands may wait")
+    refused(lambda: client.call("PUT", f"{path}/1", json={"kind": "save_state"}), 422, "another one")
+    refused(lambda: client.call("GET", f"{path}/77"), 404, "no command 77")
+    refused(lambda: client.call("PUT", "/sessions/session-none/commands/1", json={"kind": "save_state"}), 404, "no run")
+    with pytest.raises(CommandFailed, match=r"data\[0\].tokens\[1\]: token 99999 is outside the vocabulary"):
+        session.forward([Datum(tokens=(5, 99999))]).result(600)
+    late = client.send(session.id, 5, SaveState())
+    with pytest.raises(CommandFailed, match="command 3 did not come within 1 s"):
+        late.result(600)
+    assert session.forward(data).result(600).number == 3
+    session.close()
+    wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
+    refused(lambda: client.call("PUT", f"{path}/4", json={"kind": "save_state"}), 409, "ended")
+    assert client.call("GET", f"{path}/3")["state"] == "done"
+
+
+def test_a_cancelled_session_is_resumed_with_its_state(stack: Stack, client: Client, tiny_model: Path) -> None:
+    commands = commands_of(6, 14)
+    whole, cut = opened(client, tiny_model), opened(client, tiny_model)
+    for place, asked in enumerate(commands):
+        one, other = whole.send(asked), cut.send(asked)
+        assert told(one.result(600)) == told(other.result(600))
+        if place == 7:
+            client.call("POST", f"/runs/{cut.id}/cancel")
+            wait_until(lambda: cut.status()["state"] == "cancelled", "the end of a cancelled session")
+            client.call("POST", f"/runs/{cut.id}/resume")
+    assert final_state(whole, client) == final_state(cut, client)

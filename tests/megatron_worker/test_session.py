@@ -1,0 +1,295 @@
+"""Sessions on a worker: commands one by one, in the bits of a job, whatever is lost in between."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_worker.process.event_log import Report
+from megatron_worker.training.schedule import learning_rate
+from megatron_worker.worker import Worker
+from shared.contract import Artifact
+from shared.jobs import bins as packing
+from shared.jobs.commands import Command, CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip
+from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
+from shared.jobs.job import PPO, Full, Job, Kl, Lora, PackedData, SessionPlan
+from shared.jobs.packed import Units
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, new_worker
+from tests.megatron_worker.workshop import FIRST, Workshop, make_workshop, read_log, sealed, write_plan
+
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return make_workshop(tmp_path_factory.mktemp("session"))
+
+
+def session_plan(workshop: Workshop, **changes: object) -> SessionPlan:
+    fields: dict[str, object] = {
+        "run_id": "run-1",
+        "job_id": "000001",
+        "model": workshop.model,
+        "trainable": Lora(rank=4, alpha=8),
+        "max_tokens": MAX_TOKENS,
+        "seed": 7,
+    }
+    return SessionPlan.model_validate(fields | changes)
+
+
+def session_job(
+    workshop: Workshop,
+    folder: Path,
+    commands: Sequence[Command | str],
+    start: Artifact | None = None,
+    **changes: object,
+) -> Job:
+    """A session whose commands, from number 1 on, stand in its folder."""
+    (folder / "commands").mkdir(parents=True)
+    for number, each in enumerate(commands, start=1):
+        data = each if isinstance(each, str) else each.model_dump_json()
+        (folder / "commands" / f"{number:08d}.json").write_text(data)
+    return Job(
+        plan=session_plan(workshop, **changes),
+        fence=FIRST,
+        log_path=str(folder / "log.jsonl"),
+        checkpoint_dir=str(folder / "checkpoints"),
+        scratch_dir=str(folder / "scratch"),
+        commands_dir=str(folder / "commands"),
+        start=start,
+    )
+
+
+def result(job: Job, number: int) -> CommandResult:
+    assert job.commands_dir is not None
+    return CommandResult.model_validate_json((Path(job.commands_dir) / f"{number:08d}.result.json").read_bytes())
+
+
+def do_all(
+    workshop: Workshop, folder: Path, commands: Sequence[Command | str], worker: Worker | None = None, **changes: object
+) -> Job:
+    job = session_job(workshop, folder, commands, **changes)
+    (worker or new_worker(workshop.root)).do_one(job)
+    return job
+
+
+def data_of(workshop: Workshop, step: int) -> tuple[Datum, ...]:
+    """The six units of a step as a client would send them."""
+    with Units(workshop.root / "units") as units:
+        read = [units.read_bin([unit]) for unit in range(6 * step, 6 * step + 6)]
+    return tuple(Datum(tokens=tuple(b.token_id_T.tolist()), weights=tuple(b.weight_N.tolist())) for b in read)
+
+
+def sft_commands(workshop: Workshop) -> list[Command]:
+    """What the workshop's job does, a command at a time."""
+    schedule = workshop.plan().schedule
+    commands: list[Command] = []
+    for step in range(workshop.num_steps):
+        commands.append(ForwardBackward(data=data_of(workshop, step)))
+        commands.append(OptimStep(learning_rate=learning_rate(schedule, step, workshop.num_steps)))
+    return commands
+
+
+def packed_alike(workshop: Workshop) -> PackedData:
+    """The workshop's data with the bins that a session makes."""
+    with Units(workshop.root / "units") as units:
+        sizes = [int(n) for n in units.token_offsets[1:] - units.token_offsets[:-1]]
+    steps = [range(6 * step, 6 * step + 6) for step in range(workshop.num_steps)]
+    bins = [[[step[i] for i in b] for b in packing.pack([sizes[u] for u in step], MAX_TOKENS)] for step in steps]
+    folder = workshop.root / "plan-alike"
+    if not folder.exists():
+        write_plan(folder, workshop.root / "units", bins, MAX_TOKENS)
+    return PackedData(units=workshop.data.units, plan=sealed(folder))
+
+
+@pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()])
+def test_a_session_s_steps_are_a_job_s_to_the_byte(workshop: Workshop, tmp_path: Path, trainable: Lora | Full) -> None:
+    changes = {"data": packed_alike(workshop), "trainable": trainable}
+    whole = do(workshop, f"whole-{trainable.kind}", workshop.plan(**changes))
+    job = do_all(workshop, tmp_path / "session", sft_commands(workshop), trainable=trainable)
+    assert isinstance(read_log(job.log_path)[-1], Succeeded)
+    last = 2 * workshop.num_steps
+    ends = [
+        Path(whole.checkpoint_dir) / f"step-{workshop.num_steps:08d}",
+        Path(job.checkpoint_dir) / f"step-{last:08d}",
+    ]
+    for folder in ("weights", "optimizer"):
+        names = sorted(path.name for path in (ends[0] / folder).iterdir())
+        assert names
+        for name in names:
+            assert (ends[0] / folder / name).read_bytes() == (ends[1] / folder / name).read_bytes(), name
+    steps = [[e.metrics for e in read_log(each.log_path) if isinstance(e, Step)] for each in (whole, job)]
+    for name in ("loss", "grad_norm", "learning_rate", "target_tokens"):
+        assert [metrics[name] for metrics in steps[0]] == [metrics[name] for metrics in steps[1]], name
+
+
+def test_a_state_and_the_commands_after_it_give_the_same_bits(workshop: Workshop, tmp_path: Path) -> None:
+    """As when a worker is lost with gradients that nobody stepped: what is before the state is skipped by number."""
+    commands = sft_commands(workshop)
+    half = ForwardBackward(data=data_of(workshop, 0)[:3])
+    whole = [*commands[:4], SaveState(), half, *commands[4:]]
+    undisturbed = do_all(workshop, tmp_path / "whole", whole)
+    first = do_all(workshop, tmp_path / "first", whole[:6])
+    saved = [e.step for e in read_log(first.log_path) if isinstance(e, Saved)]
+    assert saved == [5]
+    rest = session_job(workshop, tmp_path / "second", whole, start=checkpoint(first, 5))
+    new_worker(workshop.root).do_one(rest)
+    started = next(e for e in read_log(rest.log_path) if isinstance(e, Started))
+    assert started.first_step == 5
+    assert adapter_sha256(rest, len(whole)) == adapter_sha256(undisturbed, len(whole))
+    for number in range(6, len(whole) + 1):
+        one, other = result(rest, number), result(undisturbed, number)
+        assert one.data == other.data
+        assert one.metrics.get("loss") == other.metrics.get("loss")
+
+
+def test_forwards_change_nothing_and_may_be_skipped(workshop: Workshop, tmp_path: Path) -> None:
+    commands = sft_commands(workshop)
+    with_forwards: list[Command] = []
+    skipped: list[Command] = []
+    for each in commands:
+        with_forwards += [Forward(data=data_of(workshop, 1), entropy=True, top_k=3), each]
+        skipped += [Skip(), each]
+    jobs = [do_all(workshop, tmp_path / str(n), c) for n, c in enumerate((with_forwards, skipped))]
+    assert adapter_sha256(jobs[0], len(skipped)) == adapter_sha256(jobs[1], len(skipped))
+    found = result(jobs[0], 1).data
+    assert found is not None
+    for datum, scores in zip(data_of(workshop, 1), found, strict=True):
+        assert len(scores.logprobs) == len(datum.tokens) - 1
+        assert scores.entropies is not None and scores.top_ids is not None and scores.top_logprobs is not None
+        assert all(len(ids) == 3 for ids in scores.top_ids)
+        for label, logprob, ids, logprobs in zip(
+            datum.tokens[1:], scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
+        ):
+            assert logprob is not None and logprobs[0] is not None
+            assert logprob <= logprobs[0]
+            assert label not in ids or logprobs[ids.index(label)] == pytest.approx(logprob)
+
+
+def test_a_loss_of_the_client_s_own_has_the_gradients_of_the_built_in_one(workshop: Workshop, tmp_path: Path) -> None:
+    """-w is what cross-entropy is differentiated to, so sending it back is the same step."""
+    data = data_of(workshop, 0)
+    plain = do_all(workshop, tmp_path / "plain", [ForwardBackward(data=data), OptimStep(learning_rate=0.05)])
+    weight = result(plain, 2).metrics["weight"]
+    own = [
+        Forward(data=data),
+        *(ForwardBackward(data=(datum,)) for datum in data),
+        OptimStep(learning_rate=0.05, denominator=weight),
+    ]
+    by_hand = do_all(workshop, tmp_path / "own", own)
+    assert result(by_hand, 8).metrics["grad_norm"] == pytest.approx(result(plain, 2).metrics["grad_norm"], rel=1e-6)
+    forward, backward = result(by_hand, 1).data, result(plain, 1).data
+    assert forward is not None and forward == backward
+
+
+def test_sequences_that_begin_alike_share_it(workshop: Workshop, tmp_path: Path) -> None:
+    prompt = tuple(range(3, 15))
+    data = tuple(Datum(tokens=(*prompt, 20 + n, 30 + n, 40 + n)) for n in range(4))
+    job = do_all(
+        workshop,
+        tmp_path / "trees",
+        [
+            ForwardBackward(data=data),
+            ForwardBackward(data=data, share_prefixes=True),
+            Forward(data=data, share_prefixes=True, adapter=False),
+        ],
+    )
+    chains, trees, base = (result(job, number) for number in (1, 2, 3))
+    assert chains.data is not None and trees.data is not None and base.data is not None
+    assert trees.metrics["tokens"] < chains.metrics["tokens"] / 2
+    assert trees.metrics["loss"] == pytest.approx(chains.metrics["loss"], abs=1e-6)
+    for one, other, of_base in zip(chains.data, trees.data, base.data, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert of_base.logprobs == pytest.approx(other.logprobs, abs=1e-5), "a fresh adapter changes nothing"
+
+
+def test_a_policy_loss_learns_from_advantages(workshop: Workshop, tmp_path: Path) -> None:
+    loss = PPO(kl=Kl(coefficient=0.1))
+    tokens = (3, 5, 8, 13)
+    scored = do_all(workshop, tmp_path / "scored", [Forward(data=(Datum(tokens=tokens),))])
+    found = result(scored, 1).data
+    assert found is not None
+    numbers = {"logprobs": found[0].logprobs, "ref_logprobs": found[0].logprobs}
+    datum = Datum.model_validate({"tokens": tokens, "advantages": (0.0, 1.0, 1.0), **numbers})
+    step = [ForwardBackward(data=(datum,), loss=loss), OptimStep(learning_rate=0.05)]
+    job = do_all(workshop, tmp_path / "step", [*step, Forward(data=(Datum(tokens=tokens),))])
+    after = result(job, 3).data
+    assert after is not None and after[0].logprobs[1] > found[0].logprobs[1]  # type: ignore[operator]
+    assert result(job, 1).metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "place", "rule"),
+    [
+        ("{", "", "JSON"),
+        ('{"kind": "optim_step"}', "learning_rate", "required"),
+        ('{"kind": "explode"}', "kind", "forward"),
+        ('{"kind": "forward_backward", "data": [{"tokens": [1]}]}', "data.0.tokens", "at least 2"),
+        ('{"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": [1, 1]}]}', "data.0", "weights has 2"),
+        ('{"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": ["NaN"]}]}', "weights", "finite"),
+        ('{"kind": "forward", "data": [{"tokens": [1, 64]}]}', "data[0].tokens[1]", "vocabulary of 64"),
+        (json.dumps({"kind": "forward", "data": [{"tokens": [1] * 25}]}), "data[0].tokens", "max_tokens is 24"),
+        (json.dumps({"kind": "forward", "data": [{"tokens": [1] * 5000}], "top_k": 128}), "top_k", "1,000,000 at most"),
+        (
+            '{"kind": "forward_backward", "data": [{"tokens": [1, 2]}], "loss": {"kind": "ppo"}}',
+            "data[0].advantages",
+            "needs it",
+        ),
+    ],
+)
+def test_a_bad_command_fails_alone(workshop: Workshop, tmp_path: Path, bad: str, place: str, rule: str) -> None:
+    commands = sft_commands(workshop)[:4]
+    plain = do_all(workshop, tmp_path / "plain", [commands[0], Skip(), *commands[1:]])
+    job = do_all(workshop, tmp_path / "bad", [commands[0], bad, *commands[1:]])
+    problem = result(job, 2).problem
+    assert problem is not None and problem.kind == "invalid_input"
+    assert place in problem.message and rule in problem.message
+    assert adapter_sha256(job, 5) == adapter_sha256(plain, 5)
+    assert [e.command for e in read_log(job.log_path) if isinstance(e, Applied) and e.failed] == [2]
+
+
+def test_what_is_not_finite_drops_the_gradients_and_no_weight(workshop: Workshop, tmp_path: Path) -> None:
+    commands = sft_commands(workshop)[:4]
+    broken = ForwardBackward(data=(Datum(tokens=(1, 2, 3), weights=(3e38, 3e38)),) * 3)
+    job = do_all(workshop, tmp_path / "broken", [*commands[:3], broken, commands[2], commands[3]])
+    problem = result(job, 4).problem
+    assert problem is not None and problem.kind == "not_finite"
+    assert "dropped" in problem.message
+    plain = do_all(workshop, tmp_path / "plain", [*commands[:2], Skip(), Skip(), *commands[2:]])
+    assert adapter_sha256(job, 6) == adapter_sha256(plain, 6)
+
+
+def test_a_step_without_gradients_is_skipped_and_weights_that_cancel_want_a_number(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    cancelling = ForwardBackward(data=(Datum(tokens=(1, 2, 3), weights=(1.0, -1.0)),))
+    commands = [OptimStep(learning_rate=0.1), cancelling, OptimStep(learning_rate=0.1)]
+    job = do_all(workshop, tmp_path / "s", [*commands, OptimStep(learning_rate=0.1, denominator=2)])
+    assert result(job, 1).metrics == {"skipped": 1.0}
+    problem = result(job, 3).problem
+    assert problem is not None and "denominator" in problem.message
+    assert result(job, 4).metrics["grad_norm"] > 0
+
+
+def test_a_checkpoint_of_another_base_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    first = do_all(workshop, tmp_path / "first", sft_commands(workshop)[:2])
+    other = make_workshop(tmp_path / "other")
+    (tmp_path / "other" / "model" / "config.json").write_text(json.dumps({"model_type": "tiny", "eos_token_id": 62}))
+    model = sealed(tmp_path / "other" / "model")
+    job = session_job(other, tmp_path / "second", [], start=checkpoint(first, 2), model=model)
+    new_worker(tmp_path / "other").do_one(job)
+    assert "another base model" in failure(job).message
+
+
+def test_a_cancelled_session_leaves_its_state(workshop: Workshop, tmp_path: Path) -> None:
+    """With gradients that nobody stepped: the state is that of the command before them."""
+    commands = sft_commands(workshop)[:3]
+    job = session_job(workshop, tmp_path / "s", commands)
+    worker = new_worker(workshop.root)
+    asked = Path(job.commands_dir or "") / f"{3:08d}.result.json"
+    worker.run(job, Report(Path(job.log_path)), cancelled=asked.exists)
+    events = read_log(job.log_path)
+    assert isinstance(events[-1], Cancelled | Succeeded)
+    assert [e.step for e in events if isinstance(e, Saved)] == [2]
+    assert not any(isinstance(e, Failed) for e in events)
