@@ -243,7 +243,7 @@ class Dispatcher:
         data.put(column, scores.found["logprobs"])
 
     def forward(
-        self, slot: Slot, data: PackedBatches, steps: range, outputs: Outputs, scores: "TargetScores"
+        self, slot: Slot, data: PackedBatches, steps: range, outputs: Outputs, scores: TargetScores
     ) -> Iterator[None]:
         """Score the targets of some steps by the weights as they are. Yields between its passes, as `evaluate` does."""
         facts = self.facts

@@ -45,6 +45,7 @@ from shared.jobs.commands import (
 )
 from shared.jobs.events import Applied, Saved, Started, Step
 from shared.jobs.job import Job, SessionPlan
+from shared.storage.paths import write_atomically
 
 MOST_UNSAVED = 256
 """Commands after the last checkpoint, at most, that a lease after this one does again; but for unstepped gradients."""
@@ -170,11 +171,14 @@ class Session:
         """The next command's file, an order to leave the device, or nothing. Asked on rank 0 alone."""
         with suppress(FileNotFoundError):
             return self._path("json").read_bytes()
-        is_idle = time.monotonic() > idle_since + self.plan.offload_after_s
-        return _OFFLOAD if is_idle and not self._is_away else b""
+        return _OFFLOAD if self._is_overdue(idle_since) else b""
 
     def _has_order(self, idle_since: float) -> bool:
-        return bool(self._order(idle_since))
+        return self._path("json").exists() or self._is_overdue(idle_since)
+
+    def _is_overdue(self, idle_since: float) -> bool:
+        """Return True if the slot is to leave the device."""
+        return not self._is_away and time.monotonic() > idle_since + self.plan.offload_after_s
 
     def _path(self, suffix: str) -> Path:
         assert self.job.commands_dir is not None
@@ -198,10 +202,7 @@ class Session:
             result = CommandResult(number=number, kind=asked.kind if asked else "", problem=self._problem(fault))
         seconds = time.perf_counter() - began
         if self.ranks.rank == 0:
-            path = self._path("result.json")
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(result.model_dump_json())
-            unfinished.rename(path)
+            write_atomically(self._path("result.json"), result.model_dump_json().encode(), is_durable=False)
         self.last = number
         if not self.sums:
             self.clean = number

@@ -51,6 +51,7 @@ class SessionWorkflow(RunHandlers):
         self._training.is_ending = lambda: self._run.is_ending or self._is_giving_back
         self._is_giving_back = False
         self._wanted_epoch: int | None = None
+        self._fed_epoch = 0  # the lease whose worker has, or has done, every command so far
 
     @workflow.run
     async def run(self, start: SessionStart) -> RunStatus:
@@ -124,15 +125,21 @@ class SessionWorkflow(RunHandlers):
         self._is_giving_back = False
         job = asyncio.create_task(self._training.do(self._plan(state)))
         feeding = asyncio.create_task(self._feed())
+        cancelled: asyncio.CancelledError | None = None
         try:
             await workflow.wait([job, feeding], return_when=asyncio.FIRST_COMPLETED)
             self._is_giving_back = feeding.done()
-        finally:
-            feeding.cancel()
-            job.cancel()
-            await workflow.wait([job, feeding])
-            self._commands.saved_at(self._training.checkpoint)
-            errors = [None if task.cancelled() else task.exception() for task in (feeding, job)]
+        except (
+            asyncio.CancelledError
+        ) as raised:  # not `finally`: an execution that leaves a host's memory must not wait
+            cancelled = raised
+        feeding.cancel()
+        job.cancel()
+        await workflow.wait([job, feeding])
+        self._commands.saved_at(self._training.checkpoint)
+        if cancelled is not None:
+            raise cancelled
+        errors = [None if task.cancelled() else task.exception() for task in (feeding, job)]
         for error in errors:
             if error is not None and not (self._is_giving_back and isinstance(error, RunCancelled)):
                 raise error
@@ -191,13 +198,13 @@ class SessionWorkflow(RunHandlers):
     async def _apply(self, grant: LeaseGrant) -> None:
         """Have a batch of commands done; publish what the last one asks for. Raises ActivityError."""
         self._commands.saved_at(self._training.checkpoint)
-        batch = self._commands.batch()
+        ready, is_first = self._commands.ready(), grant.fence.epoch != self._fed_epoch
         request = ApplyRequest(
             run_id=self._start.run_id,
             job_id=ONLY_JOB,
             fence=grant.fence,
             worker_id=grant.worker_id,
-            commands=batch,
+            commands=(*self._commands.done_before(), *ready) if is_first else ready,
             first=self._commands.next,
         )
         timing = self._start.timing
@@ -210,7 +217,7 @@ class SessionWorkflow(RunHandlers):
             heartbeat_timeout=policies.heartbeat_timeout(timing),
             retry_policy=_APPLY_RETRY,
         )
-        last = batch[-1]
+        self._fed_epoch, last = grant.fence.epoch, ready[-1]
         if last.publish:
             await self._publish(last, applied)
         self._commands.done(last.number, applied.failed, workflow.time())

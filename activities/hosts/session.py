@@ -4,7 +4,6 @@ import hashlib
 import time
 from pathlib import Path
 
-from pydantic import ValidationError
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
@@ -20,15 +19,16 @@ from shared.runs.requests import RunId
 from shared.runs.sessions import CommandRef
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import find
-from shared.storage.paths import RunKeys
+from shared.storage.paths import RunKeys, write_atomically
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002
 
 
 class ApplyRequest(Frozen):
-    """Commands for a session's worker. Those before `first` were done before: they are done again, where the worker has
-    gone on from a state that lacks them."""
+    """Commands for a session's worker. Those before `first` were done before, and come with a lease's first call: they
+    are done again, where the worker has gone on from a state that lacks them.
+    """
 
     run_id: RunId
     job_id: str
@@ -95,16 +95,19 @@ class _Applying:
 
     def _wait_for_start(self) -> int:
         """The command after which the worker goes on, as its log says first."""
-        while True:
-            try:
-                line, _, rest = self._log.read_bytes().partition(b"\n")
-            except FileNotFoundError:
-                line = rest = b""
-            if line and isinstance(event := _event(line), Started):
-                return event.first_step
-            if rest or line:
-                raise WorkerLost("the session's job did not begin")
+        while not (line := self._first_line()).endswith(b"\n"):
             self._pause()
+        event = parse_event(line)
+        if not isinstance(event, Started):
+            raise WorkerLost("the session's job did not begin")
+        return event.first_step
+
+    def _first_line(self) -> bytes:
+        try:
+            with self._log.open("rb") as log:
+                return log.readline()
+        except FileNotFoundError:
+            return b""
 
     def _give(self, ref: CommandRef) -> None:
         """Write a command's file, once. One that changes nothing and has its result is a number to be passed over."""
@@ -118,9 +121,7 @@ class _Applying:
             if hashlib.sha256(data).hexdigest() != ref.sha256:
                 key = self._keys.command(ref.number, ref.sha256)
                 raise CorruptArtifact("the command is not the one that was accepted", key)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(data)
-        unfinished.rename(path)
+        write_atomically(path, data, is_durable=False)
 
     def _carry(self, ref: CommandRef) -> CommandResult:
         """Wait for a command's result, and put it into the store; that of a publication waits for the publication."""
@@ -152,10 +153,3 @@ class _Applying:
         if activity.is_cancelled() or not self._worker.is_alive():
             raise WorkerLost("the session's worker ended, or was given back")
         time.sleep(seconds)
-
-
-def _event(line: bytes) -> object:
-    try:
-        return parse_event(line)
-    except ValidationError:
-        return None

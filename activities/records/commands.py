@@ -53,14 +53,13 @@ class CommandRecords:
         """Find what a session had done when it ended: commands with a result. The others are to be sent again."""
         keys, store = RunKeys(request.run_id), self._host.store
         with beating():
-            steps = [checkpoint.step for checkpoint in stored_checkpoints(store, request.run_id)][-2:]
-            saved = ((0, 0), (0, *steps), tuple(steps))[len(steps)]
+            older, newest = (0, 0, *(each.step for each in stored_checkpoints(store, request.run_id)))[-2:]
             refs = {}
             for info in store.list(keys.command_results()):
                 number, sha256 = info.key.rsplit("/", 1)[-1].removesuffix(".json").split("-")
-                if int(number) > saved[0]:
+                if int(number) > older:
                     kind = read_record(store, info.key, CommandResult).kind
                     refs[int(number)] = CommandRef.model_validate({"number": number, "sha256": sha256, "kind": kind})
-            following = max([saved[1], *refs]) + 1
+            following = max([newest, *refs]) + 1
             commands = tuple(refs[number] for number in sorted(refs))
-            return RecoveredCommands(next=following, commands=commands, saved=(saved[0], saved[-1]))
+            return RecoveredCommands(next=following, commands=commands, saved=(older, newest))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_worker.process.agreement import everyone
 from megatron_worker.tensors.live_bytes import new_meter
@@ -69,6 +70,19 @@ def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size
         most = map(max, zip(*everyone(world_size, least), strict=True))
         cost = PassCost((*cost.sizes, size), (*cost.points, PassBytes(*most)))
     return cost
+
+
+def two_sequences(num_tokens: int, branches: bool, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Positions and parents, [T] int64, of two chains; or of two branches on a prefix of two tokens, so that attention
+    meets nearly all of a tree at once. Returns with them where the second one begins.
+    """
+    index_T = torch.arange(num_tokens, device=device)
+    position_T, parent_T = index_T.clone(), index_T - 1
+    root = 2 if branches else 0
+    second = root + (num_tokens - root) // 2
+    position_T[second:] -= second - root
+    parent_T[second] = root - 1
+    return position_T, parent_T, second
 
 
 def _measured(probe: Probe, size: int, device: torch.device) -> PassBytes:

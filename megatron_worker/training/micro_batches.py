@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_worker.engine import Batch, Engine, LossFunction
-from megatron_worker.tensors.pass_costs import PassCost, measure
+from megatron_worker.tensors.pass_costs import PassCost, measure, two_sequences
 from megatron_worker.tree_attention import longest_masked
 from shared.jobs.packed import Ints, Units
 
@@ -71,11 +71,7 @@ def most_mask_bytes(units: Units, element_bytes: int) -> float:
 def _pairs(num_tokens: int, branches: bool, device: torch.device) -> Batch:
     """Two sequences, of which any loss makes something; on one short prefix where units may branch."""
     index_T = torch.arange(num_tokens, device=device)
-    position_T, parent_T = index_T.clone(), index_T - 1
-    root = 2 if branches else 0
-    second = root + (num_tokens - root) // 2
-    position_T[second:] -= second - root
-    parent_T[second] = root - 1
+    position_T, parent_T, second = two_sequences(num_tokens, branches, device)
     sequence_T = (index_T >= second).long()
     batch = Batch.to_score(torch.zeros_like(index_T), position_T, parent_T, index_T, torch.zeros_like(index_T))
     advantage_T = 1.0 - 2.0 * sequence_T

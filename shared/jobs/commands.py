@@ -111,7 +111,7 @@ class OptimStep(Frozen):
 
 
 class SaveState(Frozen):
-    """Make weights and optimizer state durable, as of the last optimizer step. With a name, publish the adapter too."""
+    """Make weights and optimizer state durable, as of the last optimizer step."""
 
     kind: Literal["save_state"] = "save_state"
     publish: bool = Field(default=False, description="publish what is trained, as the session's next version")
@@ -126,7 +126,6 @@ class Skip(Frozen):
 Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState, Field(discriminator="kind")]
 """What a client may send."""
 Command = Annotated[Forward | ForwardBackward | OptimStep | SaveState | Skip, Field(discriminator="kind")]
-asked: TypeAdapter[Asked] = TypeAdapter(Asked)
 command: TypeAdapter[Command] = TypeAdapter(Command)
 
 

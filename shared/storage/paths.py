@@ -345,19 +345,24 @@ class WorkerPaths:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` when the block ends well, fsynced; after an error nothing of it is left."""
+def replacing(path: Path, is_durable: bool = True) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` when the block ends well; after an error nothing of it is left.
+
+    `is_durable`: fsynced before the name, and the folder after it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    if is_durable:
+        fsync_folder(path.parent)
 
 
 def private_folder(folder: Path) -> None:
@@ -384,7 +389,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary name, fsync, rename, fsync the folder: readers see all of it or none."""
-    with replacing(path) as file:
+def write_atomically(path: Path, data: bytes, is_durable: bool = True) -> None:
+    """Write to a temporary name and rename, both fsynced unless told otherwise: readers see all of it or none."""
+    with replacing(path, is_durable) as file:
         file.write(data)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
+from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.evaluation import held_out_loss
 from shared.contract import Artifact
 from shared.jobs.events import Evaluated, Saved
@@ -106,7 +107,7 @@ def test_held_out_pairs_are_scored_by_the_same_loss_against_the_same_reference(w
     loop = PaperLoop(workshop)
     for _ in loop.steps():
         pass
-    loop.data = loop.data.__class__(workshop.root / "held-out-pairs", workshop.root / "held-out-pairs-plan")
+    loop.data = PackedBatches.open(workshop.root / "held-out-pairs", workshop.root / "held-out-pairs-plan")
     with torch.no_grad():
         margins = torch.stack(loop.margins([0, 1, 2, 3, 4]))
     last = found[6]

@@ -25,6 +25,8 @@ BODIES: dict[str, Any] = {
     "/api/v1/runs/dpo": sft(seed=SUCCEEDS),
     "/api/v1/runs/rl": {"model": "tiny", "rollouts": ROLLOUTS},
     "/api/v1/runs/{run_id}/steps": {"key": "k", "groups": DATA},
+    "/api/v1/sessions": {"model": "tiny"},
+    "/api/v1/sessions/{run_id}/commands/{number}": {"kind": "save_state"},
     "/api/v1/validate": {"source": {"uri": DATA}, "model_uri": "tiny"},
     "/api/v1/preview": {"source": {"uri": DATA}, "model_uri": "tiny"},
     "/api/v1/keys": {},
@@ -62,7 +64,7 @@ NOBODYS = {
     "model_id": "nobodys",
 }
 # The rest of a path: a place within what an id names.
-PLACES = {"step": "1", "path": "README.md", "job_id": "000001", "fence": "e000001-a00", "tenant": TENANT}
+PLACES = {"step": "1", "path": "README.md", "job_id": "000001", "fence": "e000001-a00", "tenant": TENANT, "number": "1"}
 ART_JOB = "/v1/preview/training-jobs/{job_id}"
 
 
@@ -117,6 +119,7 @@ class Belongings:
     strangers_key: str
     ids: dict[str, str]
     openai_run: str
+    session: str
     art_model: str | None
     art_run: str | None
     file_uri: str
@@ -126,6 +129,8 @@ class Belongings:
         ids = PLACES | self.ids
         if operation.path.startswith("/v1/fine_tuning/jobs"):
             ids["run_id"] = self.openai_run
+        if operation.path.startswith("/api/v1/sessions"):
+            ids["run_id"] = self.session
         if operation.path.startswith("/v1/preview"):
             assert self.art_model and self.art_run
             ids |= {"model_id": self.art_model, "job_id": self.art_run}
@@ -160,6 +165,8 @@ def acquire(service: Service, tiny_model: Path, paths: set[str]) -> Belongings:
         }
         job = {"model": str(tiny_model), "training_file": file["uri"], "seed": WAITS}
         openai_run = _made(acme.post("/v1/fine_tuning/jobs", json=job))["id"]
+        session = _made(acme.post("/api/v1/sessions", json={"model": tiny_model.as_uri()}))["run_id"]
+        _made(acme.put(f"/api/v1/sessions/{session}/commands/1", json={"kind": "save_state"}))
         art_model = art_run = None
         if "/v1/preview/models" in paths:
             fields = {"name": "harbour", "base_model": tiny_model.as_uri()}
@@ -167,7 +174,7 @@ def acquire(service: Service, tiny_model: Path, paths: set[str]) -> Belongings:
             asked = {"model_id": art_model, "training_data_url": file["uri"]}
             art_run = _made(acme.post("/v1/preview/sft-training-jobs", json=asked))["id"]
     adapter_uri = _published(service.store, service.settings.root_path / "made")
-    return Belongings(key, strangers_key, ids, openai_run, art_model, art_run, file["uri"], adapter_uri)
+    return Belongings(key, strangers_key, ids, openai_run, session, art_model, art_run, file["uri"], adapter_uri)
 
 
 def _made(answer: httpx.Response) -> dict[str, Any]:

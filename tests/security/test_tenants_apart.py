@@ -58,7 +58,13 @@ def test_lists_and_cursors_tell_nothing(
     belongings: Belongings, owner: httpx.Client, stranger: httpx.Client, walk: tuple[Operation, ...]
 ) -> None:
     """Every GET without an id, asked by a stranger, names nothing of acme's; and its ids are no cursors."""
-    marks = [*belongings.ids.values(), belongings.openai_run, belongings.art_model, belongings.art_run]
+    marks = [
+        *belongings.ids.values(),
+        belongings.openai_run,
+        belongings.session,
+        belongings.art_model,
+        belongings.art_run,
+    ]
     marks = [mark for mark in marks if mark and mark not in ("nightly", "harbour")]
     lists = [operation.path for operation in walk if operation.method == "GET" and not operation.parameters]
     lists.remove("/api/v1/audit")  # it tells a stranger which ids the stranger has tried
@@ -80,6 +86,7 @@ def test_lists_and_cursors_tell_nothing(
         ("/api/v1/files", belongings.ids["file_id"]),
         ("/v1/files", belongings.ids["file_id"]),
         ("/v1/fine_tuning/jobs", belongings.openai_run),
+        ("/api/v1/sessions", belongings.session),
     ):
         theirs, nobodys = (stranger.get(path, params={"after": after}) for after in (cursor, "sft-0"))
         assert theirs.status_code == nobodys.status_code, path

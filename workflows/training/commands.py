@@ -31,14 +31,18 @@ class Commands:
         """Those that wait, and those that are done again where a state lacks them; in order."""
         return tuple(self._refs[number] for number in sorted(self._refs))
 
-    def batch(self) -> tuple[CommandRef, ...]:
-        """Those since the last states, and the next ones to do: up to one whose result is more than the worker's."""
+    def done_before(self) -> tuple[CommandRef, ...]:
+        """Those that have their results, and that a worker does again whose state lacks them."""
+        return tuple(ref for ref in self.known() if ref.number < self.next)
+
+    def ready(self) -> tuple[CommandRef, ...]:
+        """The next ones to do, in one call: up to one whose result is more than the worker's."""
         ready: list[CommandRef] = []
         while (ref := self._refs.get(self.next + len(ready))) is not None and len(ready) < _MOST_AT_ONCE:
             ready.append(ref)
             if ref.kind == "save_state":
                 break
-        return (*(ref for ref in self.known() if ref.number < self.next), *ready)
+        return tuple(ready)
 
     @property
     def is_ready(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron_worker.engine import Batch
-from megatron_worker.tensors.pass_costs import PassBytes, PassCost, measure
+from megatron_worker.tensors.pass_costs import PassBytes, PassCost, measure, two_sequences
 from megatron_worker.trainer_rank.forward import answers
 from megatron_worker.trainer_rank.inputs import ForwardInput, Ints, Question, Request, TopK
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
@@ -80,15 +80,10 @@ def _request(question: Question, num_labels: int, num_rows: int) -> Request:
 
 
 def _pack(num_tokens: int, branches: bool, device: torch.device) -> Batch:
-    """Two chains; or two branches from two tokens on, so that attention meets nearly all at once. One target."""
-    index = torch.arange(num_tokens, device=device)
-    position, parent = index.clone(), index - 1
-    root = 2 if branches else 0
-    second = root + (num_tokens - root) // 2
-    position[second:] -= second - root
-    parent[second] = root - 1
+    """Two sequences (pass_costs.py). One target."""
+    position, parent, _ = two_sequences(num_tokens, branches, device)
     zero_1 = torch.zeros(1, dtype=torch.int64, device=device)
-    return Batch.to_score(torch.zeros_like(index), position, parent, zero_1 + num_tokens - 1, zero_1)
+    return Batch.to_score(torch.zeros_like(position), position, parent, zero_1 + num_tokens - 1, zero_1)
 
 
 def mask_elements(parent_T: Ints) -> int:
