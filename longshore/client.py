@@ -105,11 +105,12 @@ class Client:
 
     def _is_known(self, session_id: str, number: int) -> bool:
         try:
-            return bool(self.call("GET", f"/sessions/{session_id}/commands/{number}")["state"] != "dropped")
+            self.call("GET", f"/sessions/{session_id}/commands/{number}")
         except ServiceError as error:
             if error.status != 404:
                 raise
             return False
+        return True
 
     def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """Make a call of the API, again while the service is away. Raises ServiceError."""

@@ -37,6 +37,7 @@ from shared.jobs.commands import (
     CommandResult,
     Forward,
     ForwardBackward,
+    Gap,
     OptimStep,
     SaveState,
     Skip,
@@ -203,15 +204,14 @@ class Session:
         seconds = time.perf_counter() - began
         if self.ranks.rank == 0:
             write_atomically(self._path("result.json"), result.model_dump_json().encode(), is_durable=False)
-        self.last = number
+        self.last = asked.through if isinstance(asked, Gap) else number
         if not self.sums:
-            self.clean = number
+            self.clean = self.last
         self.report.emit(Applied, command=number, kind=result.kind, failed=result.problem is not None)
-        if not isinstance(asked, Skip | Forward):
+        if not isinstance(asked, Skip | Gap | Forward):
             self.unsaved_s += seconds
-        if self.ranks.largest([int(self.unsaved_s > self.plan.save_after_s or self.clean - self.saved > MOST_UNSAVED)])[
-            0
-        ]:
+        is_due = self.unsaved_s > self.plan.save_after_s or self.clean - self.saved > MOST_UNSAVED
+        if self.ranks.largest([int(is_due)])[0]:
             self.save()
 
     def _problem(self, fault: Fault) -> CommandProblem:
@@ -229,7 +229,7 @@ class Session:
 
     def _result(self, number: int, asked: Command) -> Doing:
         match asked:
-            case Skip():
+            case Skip() | Gap():
                 return CommandResult(number=number, kind=asked.kind)
             case Forward():
                 return (yield from self._forward(number, asked))

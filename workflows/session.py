@@ -7,22 +7,26 @@ from typing import NoReturn
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import Applied, ApplyCommands, ApplyRequest
-    from activities.records.commands import CommandRecordRequest, CommandRecords, RecoverCommandsRequest
+    from activities.records.commands import (
+        CommandRecordRequest,
+        CommandRecords,
+        FindCommandsRequest,
+        PassOverRequest,
+    )
     from shared.contract import Artifact
     from shared.jobs.commands import CommandResult
     from shared.jobs.job import SessionPlan
     from shared.jobs.leases import LeaseGrant
-    from shared.runs.sessions import CommandRef, CommandStatus, SessionState
+    from shared.runs.sessions import Sent, SessionState
     from shared.runs.start import SessionStart
-    from shared.runs.status import RunStatus
+    from shared.runs.status import CheckpointRef, RunStatus
     from workflows import control, policies
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of, was_cancelled
     from workflows.training import models
-    from workflows.training.commands import Commands
     from workflows.training.job_plan import ONLY_JOB
     from workflows.training.run import ActiveRun, RunHandlers, changed
 
@@ -31,49 +35,58 @@ _APPLY_RETRY = RetryPolicy(
     maximum_interval=timedelta(seconds=5), maximum_attempts=5, non_retryable_error_types=policies.FINAL_ERRORS
 )
 _LOSS_IS_KNOWN_S = 30.0
-_GRACE_S = 1.0
+_IDLE_CALL_S = 5.0  # after so long without a command a session with a worker is idle, and gives way to others
+_MOST_AT_ONCE = 2000  # commands of one call: this history must come to an end
 
 
 @workflow.defn
 class SessionWorkflow(RunHandlers):
-    """One session. Its state is what the last command left; every command is in the store before it is known here."""
+    """One session. Its commands are in the store, where the host of its worker looks for them; this workflow sees to it
+    that there is a worker while commands come, and that what waits for a command that never comes is dropped.
+    """
 
     @workflow.init
     def __init__(self, start: SessionStart) -> None:
         before = start.state
         self._start = start
         self._state = before
-        self._commands = Commands(before)
+        self._next = before.next if before else 1
+        self._waiting = set(before.waiting if before else ())
+        self._is_closing = before is not None and before.closing
+        self._gap_since: float | None = None
         self._run = ActiveRun(start, self._current, before.status if before else None)
         self._training = self._run.training
         self._training.leasing.epoch = before.epoch if before else 0
         self._training.is_tracked = self._training.leasing.epoch > 0
         self._training.is_ending = lambda: self._run.is_ending or self._is_giving_back
         self._is_giving_back = False
+        self._is_idle = False
         self._wanted_epoch: int | None = None
-        self._fed_epoch = 0  # the lease whose worker has, or has done, every command so far
 
     @workflow.run
     async def run(self, start: SessionStart) -> RunStatus:
-        return await self._run.to_its_end(self._serve_and_finish)
+        return await self._run.to_its_end(self._serve_and_finish, self._drop_what_waits)
 
     async def _serve_and_finish(self) -> None:
         if not await self._run.interruptible(self._serve()):
             await self._move_on()
         self._run.show(state="succeeded", phase="done")
 
+    async def _drop_what_waits(self) -> None:
+        await control.record(CommandRecords.drop_commands, FindCommandsRequest(run_id=self._start.run_id))
+
     async def _serve(self) -> bool:
-        """Do commands until the session is closed. False when this execution's history is long enough."""
+        """Have commands done until the session is closed. False when this execution's history is long enough."""
         if self._state is None:
             self._state = await self._prepare()
         while not self._is_long():
-            if self._commands.is_ready:
+            if self._is_ready():
                 await self._hold_worker(self._state)
-            elif self._commands.is_closing:
+            elif self._is_closing:
                 return True
             else:
                 self._run.show(phase="waiting_for_commands")
-                await self._wait_for_command(None)
+                await self._wait_for_command()
         return False
 
     async def _prepare(self) -> SessionState:
@@ -81,42 +94,51 @@ class SessionWorkflow(RunHandlers):
         self._run.show(phase="checking")
         resolved = await models.resolve_model(self._start)
         adapter = await models.resolve_initial_adapter(self._start, resolved.shape)
-        state = SessionState(model=resolved.model, shape=resolved.shape, adapter=adapter, status=self._run.status)
         if self._start.resumed:
-            request = RecoverCommandsRequest(run_id=self._start.run_id)
-            found = await control.do(CommandRecords.recover_commands, request)
-            update = {"next": found.next, "commands": found.commands, "saved": found.saved}
-            self._commands = Commands(state.model_copy(update=update))
-        return state
+            found = await control.do(CommandRecords.find_commands, FindCommandsRequest(run_id=self._start.run_id))
+            self._next, self._is_closing = found.next, found.closing
+            self._waiting.update(found.waiting)
+        return SessionState(model=resolved.model, shape=resolved.shape, adapter=adapter, status=self._run.status)
 
-    async def _wait_for_command(self, idle_s: float | None) -> bool:
-        """Wait until the next command is there, or the session is closed. False when it is time to give back."""
-        since, is_holding = workflow.time(), idle_s is not None
-        while not (self._commands.is_ready or self._commands.is_closing):
-            now, gap_s = workflow.time(), self._start.run.gap_s
-            gap_left_s = self._commands.gap_left_s(now, gap_s)
-            idle_left_s = None if idle_s is None else max(0.0, since + idle_s - now)
-            has_news = partial(self._has_news, gap_left_s is not None, is_holding)
-            wait_s = min((left for left in (gap_left_s, idle_left_s) if left is not None), default=None)
-            try:
-                await workflow.wait_condition(has_news, timeout=None if wait_s is None else timedelta(seconds=wait_s))
-            except TimeoutError:
-                if gap_left_s is None or gap_left_s != wait_s:
-                    return False
-                self._commands.give_up_gap(gap_s)
-            if idle_s is not None and self._is_wanted():
-                idle_s, self._wanted_epoch = min(idle_s, workflow.time() - since + _GRACE_S), None
-        return True
+    async def _wait_for_command(self) -> None:
+        """Wait until the next command is there, or the session is closed; no longer for one that others wait behind."""
+        gap_left_s = self._gap_left_s()
+        timeout = None if gap_left_s is None else timedelta(seconds=gap_left_s)
+        had_gap = gap_left_s is not None
+        try:
+            await workflow.wait_condition(
+                lambda: self._is_ready() or self._is_closing or had_gap != bool(self._waiting), timeout=timeout
+            )
+        except TimeoutError:
+            await self._pass_over()
 
-    def _has_news(self, had_gap: bool, is_holding: bool) -> bool:
-        commands = self._commands
-        has_gap = commands.gap_left_s(0.0, 0.0) is not None
-        return commands.is_ready or commands.is_closing or has_gap != had_gap or (is_holding and self._is_wanted())
+    def _is_ready(self) -> bool:
+        return self._next in self._waiting
+
+    def _gap_left_s(self) -> float | None:
+        """Seconds that commands still wait for those before them; None where none waits for another."""
+        if self._is_ready() or not self._waiting:
+            self._gap_since = None
+            return None
+        now = workflow.time()
+        self._gap_since = self._gap_since or now
+        return max(0.0, self._gap_since + self._start.run.gap_s - now)
+
+    async def _pass_over(self) -> None:
+        """Drop the commands that wait for one that never came."""
+        number, through = self._next, max(self._waiting)
+        request = PassOverRequest(
+            run_id=self._start.run_id, number=number, through=through, patience_s=self._start.run.gap_s
+        )
+        if await control.do(CommandRecords.pass_over, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT):
+            self._go_to(through + 1)
+        else:
+            self._waiting.add(number)
 
     # On a worker.
 
     async def _hold_worker(self, state: SessionState) -> None:
-        """Lease a worker and do commands on it, until there are none for a while; then have the state saved.
+        """Lease a worker and have commands done on it, until none come for a while; then have the state saved.
 
         Raises:
             RunFailed: the session cannot go on.
@@ -136,7 +158,6 @@ class SessionWorkflow(RunHandlers):
         feeding.cancel()
         job.cancel()
         await workflow.wait([job, feeding])
-        self._commands.saved_at(self._training.checkpoint)
         if cancelled is not None:
             raise cancelled
         errors = [None if task.cancelled() else task.exception() for task in (feeding, job)]
@@ -162,20 +183,18 @@ class SessionWorkflow(RunHandlers):
         )
 
     async def _feed(self) -> None:
-        """Give the worker commands as they come, and another one the same after a loss. Ends when none come.
+        """Have the worker do commands as they come, and another one the same after a loss. Ends when none come.
 
         Raises:
             RunFailed: a command cannot be had.
         """
-        lost_epoch = 0
+        lost_epoch, run, idle_since, self._is_idle = 0, self._start.run, workflow.time(), False
         while not self._is_long():
-            if not await self._wait_for_command(self._start.run.idle_s) or not self._commands.is_ready:
-                return
             await workflow.wait_condition(partial(self._grant_after, lost_epoch))  # type: ignore[arg-type]
             grant = self._grant_after(lost_epoch)
             assert grant is not None
             try:
-                await self._apply(grant)
+                applied = await self._apply(grant)
             except ActivityError as error:
                 if was_cancelled(error):
                     raise
@@ -187,6 +206,26 @@ class SessionWorkflow(RunHandlers):
                     await workflow.wait_condition(is_known, timeout=timedelta(seconds=_LOSS_IS_KNOWN_S))
                 except TimeoutError:
                     return
+                continue
+            if applied.next > self._next:
+                idle_since = workflow.time()
+            self._go_to(applied.next)
+            if applied.checkpoint is not None:
+                await self._publish(applied.next - 1, applied.checkpoint)
+            elif self._is_ready():
+                continue
+            elif self._gap_left_s() == 0:
+                await self._pass_over()
+            elif self._is_closing or (
+                applied.idle and (self._is_wanted() or workflow.time() >= idle_since + run.idle_s)
+            ):
+                return
+            self._show_idle(applied.idle)
+
+    def _show_idle(self, is_idle: bool) -> None:
+        if is_idle != self._is_idle:
+            self._is_idle = is_idle
+            self._run.show(phase="waiting_for_commands" if is_idle else "waiting_for_worker")
 
     def _is_leased_after(self, epoch: int) -> bool:
         return self._training.leasing.epoch > epoch
@@ -195,20 +234,23 @@ class SessionWorkflow(RunHandlers):
         grant = self._training.leasing.grant
         return grant if grant is not None and grant.fence.epoch > epoch else None
 
-    async def _apply(self, grant: LeaseGrant) -> None:
-        """Have a batch of commands done; publish what the last one asks for. Raises ActivityError."""
-        self._commands.saved_at(self._training.checkpoint)
-        ready, is_first = self._commands.ready(), grant.fence.epoch != self._fed_epoch
+    def _go_to(self, number: int) -> None:
+        self._next = max(self._next, number)
+        self._waiting = {each for each in self._waiting if each >= self._next}
+
+    async def _apply(self, grant: LeaseGrant) -> Applied:
+        """Have commands done until none come, or one asks for a publication. Raises ActivityError."""
         request = ApplyRequest(
             run_id=self._start.run_id,
             job_id=ONLY_JOB,
             fence=grant.fence,
             worker_id=grant.worker_id,
-            commands=(*self._commands.done_before(), *ready) if is_first else ready,
-            first=self._commands.next,
+            next=self._next,
+            most=1 if self._is_idle else _MOST_AT_ONCE,  # then it is idle no longer
+            idle_s=min(self._start.run.idle_s, self._start.run.gap_s, _IDLE_CALL_S),
         )
         timing = self._start.timing
-        applied = await workflow.execute_activity_method(
+        return await workflow.execute_activity_method(
             ApplyCommands.apply_commands,
             request,
             task_queue=grant.host_queue,
@@ -217,31 +259,24 @@ class SessionWorkflow(RunHandlers):
             heartbeat_timeout=policies.heartbeat_timeout(timing),
             retry_policy=_APPLY_RETRY,
         )
-        self._fed_epoch, last = grant.fence.epoch, ready[-1]
-        if last.publish:
-            await self._publish(last, applied)
-        self._commands.done(last.number, applied.failed, workflow.time())
-        self._commands.saved_at(applied.checkpoint)
 
-    async def _publish(self, command: CommandRef, applied: Applied) -> None:
+    async def _publish(self, number: int, checkpoint: CheckpointRef) -> None:
         """Publish the state that a command saved, and put its result on record."""
-        if applied.checkpoint is None:  # it failed, and its result stands
-            return
         assert self._state is not None
         published = await models.publish(
-            self._start, self._state.model, applied.checkpoint, None, self._training.metrics, command.number
+            self._start, self._state.model, checkpoint, None, self._training.metrics, number
         )
         self._run.show(
             adapter=published.uri, adapter_sha256=published.sha256, name=published.name, version=published.version
         )
         result = CommandResult(
-            number=command.number,
-            kind=command.kind,
-            step=applied.checkpoint.step,
+            number=number,
+            kind="save_state",
+            step=checkpoint.step,
             adapter=Artifact(uri=published.uri, sha256=published.sha256),
             version=published.version,
         )
-        request = CommandRecordRequest(run_id=self._start.run_id, command=command, result=result)
+        request = CommandRecordRequest(run_id=self._start.run_id, result=result)
         await control.record(CommandRecords.record_command, request)
 
     def _is_long(self) -> bool:
@@ -254,10 +289,9 @@ class SessionWorkflow(RunHandlers):
         assert self._state is not None
         state = self._state.model_copy(
             update={
-                "next": self._commands.next,
-                "commands": self._commands.known(),
-                "saved": self._commands.saved,
-                "closing": self._commands.is_closing,
+                "next": self._next,
+                "waiting": tuple(sorted(self._waiting)),
+                "closing": self._is_closing,
                 "epoch": self._training.leasing.epoch,
                 "status": self._current(),
             }
@@ -267,30 +301,29 @@ class SessionWorkflow(RunHandlers):
     # What others say and ask.
 
     @workflow.update
-    async def command(self, ref: CommandRef) -> CommandStatus:
-        """Take a command in, which is in the store. The same one twice is the same command."""
+    async def command(self, sent: Sent) -> None:
+        """Hear of a command that is in the store. The same one twice is the same command."""
         await workflow.wait_condition(lambda: self._state is not None or self._has_ended())
-        self._check_command(ref)
-        return self._commands.take(ref, workflow.time())
+        self._check_command(sent)
+        if sent.number >= self._next:
+            self._waiting.add(sent.number)
 
     @command.validator
-    def _check_command(self, ref: CommandRef) -> None:
-        self._commands.check(ref, self._run.status.state != "running" or self._has_ended())
+    def _check_command(self, sent: Sent) -> None:
+        if sent.number in self._waiting or sent.number < self._next:
+            return
+        if self._is_closing or self._has_ended() or self._run.status.state != "running":
+            raise ApplicationError("the session takes no more commands: it was closed, or has ended", type="Conflict")
 
     @workflow.update
     async def finish(self) -> RunStatus:
         """Take no more commands, and end well after those that wait."""
-        self._commands.is_closing = True
+        self._is_closing = True
         return self._current()
-
-    @workflow.query
-    def command_status(self, number: int) -> CommandStatus:
-        """Say where a command is."""
-        return self._commands.status(number)
 
     @workflow.signal
     def make_room(self) -> None:
-        """Give the worker back as soon as no command waits: another run waits for it."""
+        """Give the worker back as soon as no command comes for a while: another run waits for one."""
         self._wanted_epoch = self._training.leasing.epoch
 
     def _is_wanted(self) -> bool:
@@ -303,7 +336,7 @@ class SessionWorkflow(RunHandlers):
         status, known, training = self._run.with_jobs(), self._run.status, self._training
         return changed(
             status,
-            step=max(known.step, self._commands.next - 1),
+            step=max(known.step, training.step, self._next - 1),
             metrics=known.metrics | training.metrics,
             checkpoint=training.checkpoint or status.checkpoint,
         )

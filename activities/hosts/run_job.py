@@ -17,7 +17,7 @@ from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, own
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, WorkerLost
-from shared.jobs.events import Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
+from shared.jobs.events import Applied, Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
 from shared.runs.events import EventCursor, read_run_events
@@ -174,7 +174,7 @@ class _Attempt:
             self.uploader.checkpoint(event)
         if isinstance(event, Probed):
             self.probe = event.logprobs
-        self.uploader.line(line, at_once=not isinstance(event, Step))
+        self.uploader.line(line, at_once=not isinstance(event, Step | Applied))
         self.progress.take(event)
 
     def _obey(self) -> None:

@@ -1,9 +1,10 @@
 """A session's commands on a leased worker: brought from the store, given to the worker, their results carried back."""
 
-import hashlib
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
@@ -11,37 +12,52 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import stored_checkpoints
 from shared.contract import Fence, Frozen
-from shared.errors import CorruptArtifact, HostLeft, WorkerLost
-from shared.jobs.commands import CommandResult, Skip
+from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
+from shared.field_rules import first_error
+from shared.jobs.commands import CommandHead, CommandProblem, CommandResult, Skip
 from shared.jobs.events import Started, parse_event
 from shared.jobs.leases import LeaseMark
 from shared.runs.requests import RunId
-from shared.runs.sessions import CommandRef
+from shared.runs.sessions import MAX_NUMBER
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import find
 from shared.storage.paths import RunKeys, write_atomically
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002
+_LONGEST_POLL_S = 0.05  # of the store, while no command comes
+_CLOSED_POLL_S = 0.1
+_SAVED_POLL_S = 0.02
+_MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
+_SKIP = Skip().model_dump_json().encode()
 
 
 class ApplyRequest(Frozen):
-    """Commands for a session's worker. Those before `first` were done before, and come with a lease's first call: they
-    are done again, where the worker has gone on from a state that lacks them.
+    """Do a session's commands on a worker as they come, from `next` on; those before it have their results.
+
+    Return after `most` of them, or when none has come for `idle_s`.
     """
 
     run_id: RunId
     job_id: str
     fence: Fence
     worker_id: str
-    commands: tuple[CommandRef, ...]
-    first: int
+    next: int
+    most: int
+    idle_s: float
 
 
 class Applied(Frozen):
-    """What came of the commands from `first` on. `checkpoint`: of the last one, if it saved a state."""
+    """How far a session's commands have come.
 
-    failed: tuple[int, ...] = ()
+    Attributes:
+        next: the number of the command that is done next.
+        idle: none came for as long as was asked.
+        checkpoint: to be published as the result of the command before `next`.
+    """
+
+    next: int
+    idle: bool = False
     checkpoint: CheckpointRef | None = None
 
 
@@ -54,18 +70,29 @@ class ApplyCommands:
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
     def apply_commands(self, request: ApplyRequest) -> Applied:
-        """Have commands done, in order, after the session's job has begun on the worker.
+        """Have commands done, in order, after the session's job has begun on the worker: until none come, the session
+        is closed, or one is to be published.
 
         Raises:
             WorkerLost: the worker ended, serves another lease, or this host leaves.
-            CorruptArtifact: a command in the store is not what was accepted, or one between has gone.
+            CorruptArtifact: what is in the store is no command, or one between has gone.
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
         with self._pool.using(request.worker_id, lease) as worker, beating():
             return _Applying(worker, request, self._store).run()
 
 
+class _ResultHead(BaseModel):
+    """What whoever carries a result must know of it."""
+
+    kind: str
+    step: int | None
+    problem: CommandProblem | None
+
+
 class _Applying:
+    """Commands on their way: those before `next` have their results, and the worker has them `through` a number."""
+
     def __init__(self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore) -> None:
         self._worker = worker
         self._request = request
@@ -73,25 +100,30 @@ class _Applying:
         self._keys = RunKeys(request.run_id)
         outputs = worker.paths.outputs(request.run_id, request.job_id, request.fence)
         self._log, self._folder = outputs / "log.jsonl", outputs / "commands"
+        self._next = request.next
+        self._through = request.next - 1
+        self._publishes = False
+        self._to_publish: CheckpointRef | None = None
+        self._look_at, self._look_pause_s = 0.0, _POLL_S
 
     def run(self) -> Applied:
         began_after = self._wait_for_start()
-        wanted = [ref for ref in self._request.commands if ref.number > began_after]
-        first = wanted[0].number if wanted else began_after + 1
-        if first > began_after + 1 and not self._path(first - 1).exists():
-            message = f"the session goes on after command {began_after}, and the next one known is {first}"
-            raise CorruptArtifact(message, self._keys.prefix)
         self._folder.mkdir(parents=True, exist_ok=True)
-        for ref in wanted:
-            self._give(ref)
-        failed, checkpoint = [], None
-        for ref in self._request.commands:
-            if ref.number >= self._request.first:
-                result = self._carry(ref)
-                failed += [ref.number] if result.problem else []
-                if result.step is not None and ref is self._request.commands[-1]:
-                    checkpoint = self._checkpoint(result.step)
-        return Applied(failed=tuple(failed), checkpoint=checkpoint)
+        if not self._path(self._through).exists():  # this lease's worker has had no call yet
+            self._begin_behind(began_after)
+        behind, idle_since, asked_at = self._request.next + self._request.most, time.monotonic(), 0.0
+        while self._to_publish is None and self._next < behind:
+            if self._carry() or self._give():
+                idle_since = time.monotonic()
+            elif self._next > self._through and (now := time.monotonic()) > asked_at + _CLOSED_POLL_S:
+                asked_at = now
+                if self._store.head(self._keys.is_closed) is not None and self._command(self._next) is None:
+                    break
+                if now > idle_since + self._request.idle_s:
+                    return Applied(next=self._next, idle=True)
+            else:
+                self._pause()
+        return Applied(next=self._next, checkpoint=self._to_publish)
 
     def _wait_for_start(self) -> int:
         """The command after which the worker goes on, as its log says first."""
@@ -109,40 +141,103 @@ class _Applying:
         except FileNotFoundError:
             return b""
 
-    def _give(self, ref: CommandRef) -> None:
-        """Write a command's file, once. One that changes nothing and has its result is a number to be passed over."""
-        path = self._path(ref.number)
-        if path.exists():
-            return
-        if ref.number < self._request.first and not ref.changes_state:
-            data = Skip().model_dump_json().encode()
-        else:
-            data = self._store.get_bytes(self._keys.command(ref.number, ref.sha256))
-            if hashlib.sha256(data).hexdigest() != ref.sha256:
-                key = self._keys.command(ref.number, ref.sha256)
-                raise CorruptArtifact("the command is not the one that was accepted", key)
-        write_atomically(path, data, is_durable=False)
-
-    def _carry(self, ref: CommandRef) -> CommandResult:
-        """Wait for a command's result, and put it into the store; that of a publication waits for the publication."""
-        path = self._path(ref.number).with_suffix(".result.json")
-        while not path.exists():
-            self._pause()
-        data = path.read_bytes()
-        result = CommandResult.model_validate_json(data)
-        if not ref.publish or result.problem is not None:
-            self._store.put_bytes(self._keys.command_result(ref.number, ref.sha256), data)
-        return result
-
-    def _checkpoint(self, step: int) -> CheckpointRef:
-        """Wait until a checkpoint of a step stands in the store: the session's job carries it there, unless this lease
-        began with it.
+    def _begin_behind(self, command: int) -> None:
+        """Have the worker, whose state is that after a command, do again what has its result; but for what changes
+        nothing. A state is in the store after the results of what it holds (`carry_results`): those that have none
+        were to save it.
         """
-        while True:
-            for stored in reversed(stored_checkpoints(self._store, self._request.run_id)):
-                if stored.step == step and (artifact := find(self._store, stored.key)) is not None:
-                    return CheckpointRef(step=step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
-            self._pause(0.02)
+        while self._store.head(self._keys.command_result(self._next)) is not None:
+            self._next += 1
+        self._through = command
+        while self._through < self._next - 1:
+            number = self._through + 1
+            data = self._command(number)
+            if data is None:
+                message = f"the session goes on after command {command}, and command {number} has gone"
+                raise CorruptArtifact(message, self._keys.command(number))
+            head = self._head(number, data)
+            self._write(number, _SKIP if head.kind == "forward" else data, head.through)
+        while self._next <= command and self._to_publish is None:
+            head = self._head(self._next, self._command(self._next) or b"")
+            self._saved(head.publish, self._checkpoint(self._next) or self._checkpoint(command))
+
+    def _give(self) -> bool:
+        """Hand the next command to the worker, if it has come and the worker has not enough in advance."""
+        now, number = time.monotonic(), self._through + 1
+        if self._publishes or number >= self._next + _MOST_AHEAD or now < self._look_at:
+            return False
+        data = self._command(number)
+        if data is None:
+            self._look_at = now + self._look_pause_s
+            self._look_pause_s = min(_LONGEST_POLL_S, 1.2 * self._look_pause_s)
+            return False
+        self._look_pause_s = _POLL_S
+        head = self._head(number, data)
+        if head.kind == "gap":
+            if number > self._next:  # others are still done before it
+                return False
+            self._next = head.through + 1  # whoever left them out has told their clients
+        self._publishes = head.publish
+        self._write(number, data, head.through)
+        return True
+
+    def _carry(self) -> bool:
+        """Put the next result into the store, if the worker has it; of a saved state when that is there, too."""
+        if self._next > self._through:
+            return False
+        try:
+            data = self._path(self._next).with_suffix(".result.json").read_bytes()
+        except FileNotFoundError:
+            return False
+        result = _ResultHead.model_validate_json(data)
+        if result.kind == "save_state" and result.step is not None:
+            # A newer one will do: one that others wait behind is not uploaded. Behind one to be published are none.
+            while (checkpoint := self._checkpoint()) is None or checkpoint.step < result.step:
+                self._pause(_SAVED_POLL_S)
+            self._saved(self._publishes and self._next == self._through, checkpoint, result.step)
+            return True
+        self._put(self._next, data)
+        self._next += 1
+        self._publishes = self._publishes and self._next <= self._through
+        return True
+
+    def _saved(self, publish: bool, checkpoint: CheckpointRef | None, step: int | None = None) -> None:
+        """Take note that the next command, which saves, has its state in the store."""
+        if checkpoint is None:
+            raise CorruptArtifact("the state that was saved has gone", self._keys.checkpoints)
+        if publish:
+            self._to_publish = checkpoint
+        else:
+            result = CommandResult(number=self._next, kind="save_state", step=checkpoint.step if step is None else step)
+            self._put(self._next, result.model_dump_json().encode())
+        self._next += 1
+
+    def _checkpoint(self, most: int = MAX_NUMBER) -> CheckpointRef | None:
+        """The newest state in the store that holds no more than so many commands."""
+        for stored in reversed(stored_checkpoints(self._store, self._request.run_id)):
+            if stored.step <= most and (artifact := find(self._store, stored.key)) is not None:
+                return CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
+        return None
+
+    def _command(self, number: int) -> bytes | None:
+        with suppress(NotFound):
+            return self._store.get_bytes(self._keys.command(number))
+        return None
+
+    def _head(self, number: int, data: bytes) -> CommandHead:
+        try:
+            return CommandHead.model_validate_json(data)
+        except ValidationError as error:
+            raise CorruptArtifact(first_error(error)[1], self._keys.command(number)) from None
+
+    def _put(self, number: int, data: bytes) -> None:
+        self._store.put_bytes(self._keys.command_result(number), data)
+
+    def _write(self, number: int, data: bytes, through: int) -> None:
+        """Give the worker its next command's file, once; that of a gap stands for all `through` another."""
+        if not self._path(number).exists():
+            write_atomically(self._path(number), data, is_durable=False)
+        self._through = max(number, through)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"
@@ -153,3 +248,20 @@ class _Applying:
         if activity.is_cancelled() or not self._worker.is_alive():
             raise WorkerLost("the session's worker ended, or was given back")
         time.sleep(seconds)
+
+
+def carry_results(store: ObjectStore, run_id: str, folder: Path, through: int) -> None:
+    """Put into the store what nobody has carried there yet of the results of commands, before a state that holds them:
+    whoever goes on from it cannot do them again. Those of saved states wait for the state.
+    """
+    keys = RunKeys(run_id)
+    missing = []
+    for number in range(through, 0, -1):
+        path = folder / f"{number:08d}.result.json"
+        if not path.exists() or store.head(keys.command_result(number)) is not None:
+            break
+        missing.append((number, path.read_bytes()))
+    for number, data in reversed(missing):
+        result = _ResultHead.model_validate_json(data)
+        if result.kind not in ("save_state", "skip") or result.problem is not None:
+            store.put_bytes(keys.command_result(number), data)

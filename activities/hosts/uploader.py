@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from activities.hosts.session import carry_results
 from activities.hosts.worker_process import tail
 from activities.records.checkpoints import prune
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
@@ -151,6 +152,8 @@ class Uploader:
         if self._num_saved - number >= self._keep:
             shutil.rmtree(folder, ignore_errors=True)
             return False
+        if self._job.commands_dir is not None:
+            carry_results(self._store, self._job.plan.run_id, Path(self._job.commands_dir), saved.step)
         artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
         if artifact.sha256 != saved.manifest_sha256:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)

@@ -1,65 +1,101 @@
-"""The records of a session's commands in the store: for clients that ask, and for a session that is gone on with."""
+"""The records of a session's commands in the store: what control hosts read and write of them."""
 
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.records.checkpoints import stored_checkpoints
 from shared.contract import Frozen
-from shared.jobs.commands import CommandResult
+from shared.jobs.commands import CommandProblem, CommandResult, Gap
 from shared.runs.requests import RunId
-from shared.runs.sessions import CommandRef
-from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
 
 
 class CommandRecordRequest(Frozen):
     """What came of a command that a control host has finished."""
 
     run_id: RunId
-    command: CommandRef
     result: CommandResult
 
 
-class RecoverCommandsRequest(Frozen):
+class FindCommandsRequest(Frozen):
     run_id: RunId
 
 
-class RecoveredCommands(Frozen):
-    """The commands that were done since the older of the last two checkpoints. `next`: the number behind all of them.
-
-    `saved`: the commands of those checkpoints, the older one first.
-    """
+class FoundCommands(Frozen):
+    """`next`: the number behind all that have results. `waiting`: those that have none, in order."""
 
     next: int = 1
-    commands: tuple[CommandRef, ...] = ()
-    saved: tuple[int, int] = (0, 0)
+    waiting: tuple[int, ...] = ()
+    closing: bool = False
+
+
+class PassOverRequest(Frozen):
+    """A command that did not come within `patience_s`, and the last one that waits behind it."""
+
+    run_id: RunId
+    number: int
+    through: int
+    patience_s: float
 
 
 class CommandRecords:
     """Reads and writes records of commands. A cancellation, which heartbeats bring, cuts none in two."""
 
     def __init__(self, host: HostContext) -> None:
-        self._host = host
+        self._store = host.store
 
     @activity.defn(name="record_command", no_thread_cancel_exception=True)
     def record_command(self, request: CommandRecordRequest) -> None:
         """Write a command's result, which tells its client that it is done."""
-        key = RunKeys(request.run_id).command_result(request.command.number, request.command.sha256)
         with beating():
-            self._host.store.put_bytes(key, request.result.model_dump_json().encode())
+            key = RunKeys(request.run_id).command_result(request.result.number)
+            self._store.put_bytes(key, request.result.model_dump_json().encode())
 
-    @activity.defn(name="recover_commands")
-    def recover_commands(self, request: RecoverCommandsRequest) -> RecoveredCommands:
-        """Find what a session had done when it ended: commands with a result. The others are to be sent again."""
-        keys, store = RunKeys(request.run_id), self._host.store
+    @activity.defn(name="find_commands", no_thread_cancel_exception=True)
+    def find_commands(self, request: FindCommandsRequest) -> FoundCommands:
+        """Find what a session has done, and what it has been sent."""
         with beating():
-            older, newest = (0, 0, *(each.step for each in stored_checkpoints(store, request.run_id)))[-2:]
-            refs = {}
-            for info in store.list(keys.command_results()):
-                number, sha256 = info.key.rsplit("/", 1)[-1].removesuffix(".json").split("-")
-                if int(number) > older:
-                    kind = read_record(store, info.key, CommandResult).kind
-                    refs[int(number)] = CommandRef.model_validate({"number": number, "sha256": sha256, "kind": kind})
-            following = max([newest, *refs]) + 1
-            commands = tuple(refs[number] for number in sorted(refs))
-            return RecoveredCommands(next=following, commands=commands, saved=(older, newest))
+            return self._find(RunKeys(request.run_id))
+
+    @activity.defn(name="drop_commands", no_thread_cancel_exception=True)
+    def drop_commands(self, request: FindCommandsRequest) -> None:
+        """Drop what waits at the end of a session: it is not done, even if the session is resumed."""
+        keys = RunKeys(request.run_id)
+        with beating():
+            found = self._find(keys)
+            if found.waiting:
+                gap = Gap(through=found.waiting[-1], message="the session ended before this command was done")
+                self._store.put_bytes(keys.command(found.next), gap.model_dump_json().encode())
+                self._say_dropped(keys, found.next, gap)
+
+    @activity.defn(name="pass_over", no_thread_cancel_exception=True)
+    def pass_over(self, request: PassOverRequest) -> bool:
+        """Drop the commands that wait for one that does not come. False: it has come after all."""
+        keys, number = RunKeys(request.run_id), request.number
+        message = f"command {number} did not come within {request.patience_s:g} s: send it, and those behind it again"
+        gap = Gap(through=request.through, message=message)
+        key, data = keys.command(number), gap.model_dump_json().encode()
+        with beating():
+            if not self._store.put_if_absent(key, data) and self._store.get_bytes(key) != data:
+                return False
+            self._say_dropped(keys, number, gap)
+            return True
+
+    def _find(self, keys: RunKeys) -> FoundCommands:
+        done = _numbers(self._store, keys.command_result())
+        following = max(done, default=0) + 1
+        return FoundCommands(
+            next=following,
+            waiting=tuple(sorted(n for n in _numbers(self._store, keys.command()) if n >= following)),
+            closing=self._store.head(keys.is_closed) is not None,
+        )
+
+    def _say_dropped(self, keys: RunKeys, first: int, gap: Gap) -> None:
+        problem = CommandProblem(kind="dropped", message=gap.message)
+        for number in range(first, gap.through + 1):
+            result = CommandResult(number=number, kind=gap.kind, problem=problem)
+            self._store.put_bytes(keys.command_result(number), result.model_dump_json().encode())
+
+
+def _numbers(store: ObjectStore, prefix: str) -> set[int]:
+    return {int(info.key.removeprefix(prefix).removesuffix(".json")) for info in store.list(prefix)}

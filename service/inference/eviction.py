@@ -1,7 +1,7 @@
 """Eviction of idle samplers and workers that other runs or users wait for.
 
 A sampler that answers users is given back soon when nobody asks it, and when its share of time is over when somebody
-does. The worker of an RL run whose client sends no step is given back at once: the client may have crashed.
+does. The worker of an RL run or session whose client sends nothing is given back at once: the client may have crashed.
 """
 
 import logging
@@ -14,7 +14,7 @@ from temporalio.client import Client, WorkflowExecution
 from service.inference.questions import SERVING_WORKFLOW
 from service.runs.rows import RunRows
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of, unless_unknown
-from shared.runs.start import RL_WORKFLOW
+from shared.runs.start import RL_WORKFLOW, SESSION_WORKFLOW
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.settings import Settings
 
@@ -37,7 +37,7 @@ class IdleEviction:
         """`waiting`: the serving workflows whose own users wait for a sampler."""
         here = f'TaskQueue = "{settings.control_queue}" AND ExecutionStatus = "Running"'
         self._servings = f'WorkflowType = "{SERVING_WORKFLOW}" AND {here}'
-        self._rl_runs = f'WorkflowType = "{RL_WORKFLOW}" AND {here}'
+        self._driven_by_clients = f'WorkflowType IN ("{RL_WORKFLOW}", "{SESSION_WORKFLOW}") AND {here}'
         self._rows = rows
         self._temporal = temporal
         self._waiting = waiting
@@ -69,7 +69,7 @@ class IdleEviction:
             waiting: runs whose phase says that they wait. A lease that a host has taken waits for no other's worker.
         """
         async with self._temporal.client() as client:
-            listed = client.list_workflows(self._rl_runs, rpc_timeout=LIST_PATIENCE)
+            listed = client.list_workflows(self._driven_by_clients, rpc_timeout=LIST_PATIENCE)
             idle = {lease: e async for e in listed if (lease := await _idle_lease(e)) and e.id in oldest_first}
             now = time.monotonic()
             self._asked_runs = {lease: since for lease, since in self._asked_runs.items() if lease in idle}
@@ -86,7 +86,7 @@ class IdleEviction:
 async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
     """The last lease of a run that waits for its client: the run may hold it yet."""
     status = await memo_of(execution, STATUS_MEMO, RunStatus)
-    if status is None or status.phase != "waiting_for_groups" or not status.epoch:
+    if status is None or status.phase not in ("waiting_for_groups", "waiting_for_commands") or not status.epoch:
         return None
     return execution.run_id, status.epoch
 

@@ -7,7 +7,7 @@ effect, to the bit, whenever and wherever it is done again.
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
@@ -118,14 +118,30 @@ class SaveState(Frozen):
 
 
 class Skip(Frozen):
-    """A number whose command is not done (again): it never came, or changes nothing and has its result."""
+    """A number whose command is not done again: it changes nothing, and has its result."""
 
     kind: Literal["skip"] = "skip"
 
 
+class Gap(Frozen):
+    """Stands in the place of a command that never came. It and those behind it, up to `through`, are dropped."""
+
+    kind: Literal["gap"] = "gap"
+    through: int
+    message: str
+
+
+class CommandHead(BaseModel):
+    """What whoever hands a stored command on must know of it, whatever else it has."""
+
+    kind: str
+    publish: bool = False
+    through: int = 0
+
+
 Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState, Field(discriminator="kind")]
 """What a client may send."""
-Command = Annotated[Forward | ForwardBackward | OptimStep | SaveState | Skip, Field(discriminator="kind")]
+Command = Annotated[Forward | ForwardBackward | OptimStep | SaveState | Skip | Gap, Field(discriminator="kind")]
 command: TypeAdapter[Command] = TypeAdapter(Command)
 
 
@@ -139,9 +155,11 @@ class TokenScores(Frozen):
 
 
 class CommandProblem(Frozen):
-    """Why a command failed. `not_finite` and `error` drop the gradients accumulated so far; nothing else is changed."""
+    """Why a command failed. `not_finite` and `error` drop the gradients accumulated so far; nothing else is changed.
+    One that was `dropped` was never done: it waited for another that did not come.
+    """
 
-    kind: Literal["invalid_input", "not_finite", "error"]
+    kind: Literal["invalid_input", "not_finite", "error", "dropped"]
     message: str
 
 

@@ -1,56 +1,35 @@
-"""A session's commands between service, workflow and hosts. What they say is in the store (jobs/commands.py)."""
-
-from typing import Literal
+"""A session between service, workflow and hosts. What its commands say, and came to, is in the store alone."""
 
 from pydantic import Field
 
-from shared.contract import Artifact, Frozen, Sha256
+from shared.contract import Artifact, Frozen
 from shared.models.shape import ModelShape
 from shared.runs.status import RunStatus
 
 MAX_WAITING = 256
 """Commands of a session that may wait: a client that is further ahead has to come back."""
+MAX_NUMBER = 99_999_999
 
 
-class CommandRef(Frozen):
-    """A command that was accepted. `sha256`: of its bytes in the store (`RunKeys.command`)."""
+class Sent(Frozen):
+    """A command is in the store, and wants to be done."""
 
-    number: int = Field(ge=1, le=99_999_999)
-    kind: Literal["forward", "forward_backward", "optim_step", "save_state"]
-    sha256: Sha256
-    publish: bool = False
-
-    @property
-    def changes_state(self) -> bool:
-        return self.kind != "forward"
-
-
-class CommandStatus(Frozen):
-    """Where a command is: `done` and `failed` ones have a result in the store, `dropped` ones may be sent again.
-
-    One that never came is `unknown`.
-    """
-
-    number: int
-    state: Literal["waiting", "done", "failed", "dropped", "unknown"]
-    message: str | None = None
+    number: int = Field(ge=1, le=MAX_NUMBER)
 
 
 class SessionState(Frozen):
     """The state that a session's workflow passes to its next execution, whose history starts empty.
 
     Attributes:
-        next: the number of the command that is done next.
-        commands: those that wait, and those that whoever goes on from a checkpoint has to do again.
-        saved: the commands of the last two checkpoints, the older one first.
+        next: the number of the command that is done next, or a later one.
+        waiting: the numbers of commands that are known to wait.
     """
 
     model: Artifact
     shape: ModelShape
     adapter: Artifact | None = None
     next: int = 1
-    commands: tuple[CommandRef, ...] = ()
-    saved: tuple[int, int] = (0, 0)
+    waiting: tuple[int, ...] = ()
     closing: bool = False
     epoch: int = 0
     status: RunStatus

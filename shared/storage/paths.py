@@ -55,17 +55,18 @@ class RunKeys:
     def dataset(self, split: str) -> str:
         return f"{self.prefix}/dataset/{split}"
 
-    def command(self, number: int, sha256: str) -> str:
-        """A session's command as its client sent it: of several with a number, the workflow knows which counts."""
-        return f"{self.prefix}/commands/{number:08d}-{sha256}.json"
+    def command(self, number: int | None = None) -> str:
+        """A session's command as its client sent it: the first one with its number counts. The prefix of all."""
+        return f"{self.prefix}/commands/" + ("" if number is None else f"{number:08d}.json")
 
-    def command_results(self, number: int | None = None) -> str:
-        """The prefix of results of commands, or of one."""
-        return f"{self.prefix}/results/" + ("" if number is None else f"{number:08d}-")
+    def command_result(self, number: int | None = None) -> str:
+        """What a command came to. The prefix of all."""
+        return f"{self.prefix}/results/" + ("" if number is None else f"{number:08d}.json")
 
-    def command_result(self, number: int, sha256: str) -> str:
-        """What came of the command of this hash."""
-        return f"{self.command_results(number)}{sha256}.json"
+    @property
+    def is_closed(self) -> str:
+        """There once a session takes no more commands."""
+        return f"{self.prefix}/closed"
 
     def step(self, number: int) -> str:
         """The record of a train step of an RL run that has ended."""

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
 from service.dev.connection import Connection
 from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
-from shared.jobs.job import Job, Lora
+from shared.jobs.job import Full, Job, Lora
 from shared.runs.requests import SessionRun
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
@@ -147,6 +147,13 @@ def test_an_idle_session_gives_its_worker_back_and_goes_on(stack: Stack, client:
     assert final_state(patient, client) == final_state(hasty, client)
 
 
+def test_an_idle_session_gives_way_to_one_that_waits(stack: Stack, client: Client, tiny_model: Path) -> None:
+    """Of two that share no worker, each would keep it for ten minutes."""
+    data = [Datum(tokens=(5, 6, 7))]
+    for _ in range(2):
+        opened(client, tiny_model, trainable=Full(), idle_s=600).forward(data).result(300)
+
+
 def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     stack: Stack, client: Client, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -164,7 +171,7 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     keys, store = RunKeys(session.id), stack.host_paths.root / "store"
     (tmp_path / "commands").mkdir()
     for path in (store / keys.prefix / "commands").iterdir():
-        (tmp_path / "commands" / f"{path.name.split('-')[0]}.json").write_bytes(path.read_bytes())
+        (tmp_path / "commands" / path.name).write_bytes(path.read_bytes())
     job = next((store / keys.logs).rglob("job.json"))
     assert Job.model_validate_json(job.read_bytes()).plan.run_id == session.id
     done = subprocess.run(
@@ -203,11 +210,15 @@ def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tin
     late = client.send(session.id, 5, SaveState())
     with pytest.raises(CommandFailed, match="command 3 did not come within 1 s"):
         late.result(600)
-    assert session.forward(data).result(600).number == 3
+    for number in (3, 4):
+        with pytest.raises(CommandFailed, match="command 3 did not come within 1 s"):
+            client.send(session.id, number, SaveState()).result(600)
+    assert client.attach(session.id).forward(data).result(600).number == 6
     session.close()
     wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
-    refused(lambda: client.call("PUT", f"{path}/4", json={"kind": "save_state"}), 409, "ended")
-    assert client.call("GET", f"{path}/3")["state"] == "done"
+    refused(lambda: client.call("PUT", f"{path}/7", json={"kind": "save_state"}), 409, "ended")
+    refused(lambda: client.call("GET", f"{path}/7"), 404, "no command 7")
+    assert [client.call("GET", f"{path}/{number}")["state"] for number in (2, 4, 6)] == ["failed", "dropped", "done"]
 
 
 def test_a_cancelled_session_is_resumed_with_its_state(stack: Stack, client: Client, tiny_model: Path) -> None:

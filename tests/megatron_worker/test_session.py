@@ -11,7 +11,17 @@ from megatron_worker.training.schedule import learning_rate
 from megatron_worker.worker import Worker
 from shared.contract import Artifact
 from shared.jobs import bins as packing
-from shared.jobs.commands import Command, CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState, Skip
+from shared.jobs.commands import (
+    Command,
+    CommandResult,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Gap,
+    OptimStep,
+    SaveState,
+    Skip,
+)
 from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
 from shared.jobs.job import PPO, Full, Job, Kl, Lora, PackedData, SessionPlan
 from shared.jobs.packed import Units
@@ -258,6 +268,17 @@ def test_what_is_not_finite_drops_the_gradients_and_no_weight(workshop: Workshop
     assert "dropped" in problem.message
     plain = do_all(workshop, tmp_path / "plain", [*commands[:2], Skip(), Skip(), *commands[2:]])
     assert adapter_sha256(job, 6) == adapter_sha256(plain, 6)
+
+
+def test_a_gap_stands_for_all_numbers_that_it_names(workshop: Workshop, tmp_path: Path) -> None:
+    """Whatever lies under them."""
+    commands = sft_commands(workshop)[:2]
+    plain = do_all(workshop, tmp_path / "plain", [*commands, *commands])
+    never = ForwardBackward(data=(Datum(tokens=(1, 2, 3)),))
+    gap = Gap(through=5, message="3 never came")
+    job = do_all(workshop, tmp_path / "gap", [*commands, gap, never, "{}", *commands, SaveState()])
+    assert [e.command for e in read_log(job.log_path) if isinstance(e, Applied)] == [1, 2, 3, 6, 7, 8]
+    assert adapter_sha256(job, 8) == adapter_sha256(plain, 4)
 
 
 def test_a_step_without_gradients_is_skipped_and_weights_that_cancel_want_a_number(
