@@ -142,7 +142,13 @@ class Dispatcher:
             yield
 
     def form_micro_batches(
-        self, slot: Slot, data: PackedBatches, loss: LossFunction, budget_bytes: int | None, checkpoint: Path | None
+        self,
+        slot: Slot,
+        data: PackedBatches,
+        loss: LossFunction,
+        budget_bytes: int | None,
+        checkpoint: Path | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         """Cut the data's steps into bins whose passes stay within a budget, if there is one.
 
@@ -158,7 +164,8 @@ class Dispatcher:
         if tokens is None:
             masks = most_mask_bytes(data.units, getattr(torch, self.facts.dtype).itemsize)
             tokens = tokens_that_fit(self._pass_cost(slot, loss, budget_bytes, masks > 0), budget_bytes, masks)
-        data.cut_to(tokens)
+            tokens = min(tokens, most_tokens or tokens)
+        data.cut_to(tokens, self.facts.layout.dp)
 
     def _pass_cost(self, slot: Slot, loss: LossFunction, budget_bytes: int, has_branches: bool) -> PassCost:
         """Measure once for a slot, which later jobs of its run may go on with."""

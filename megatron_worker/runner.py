@@ -157,7 +157,8 @@ def prepare(
     ranks.agree(lambda: _load_reference(work, folders, kept))
     yield None
     recorded = None if job.start is None else folders[job.start]
-    ranks.agree(lambda: dispatcher.form_micro_batches(work.slot, data, loss, plan.memory_budget_bytes, recorded))
+    budget_bytes, most_tokens = plan.memory_budget_bytes, plan.max_micro_batch_tokens
+    ranks.agree(lambda: dispatcher.form_micro_batches(work.slot, data, loss, budget_bytes, recorded, most_tokens))
     yield from _agreed(work, _score_reference(work, folders))
     if kept is not None:
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, model_sha256))

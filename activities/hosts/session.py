@@ -146,7 +146,16 @@ class _Applying:
         nothing. A state is in the store after the results of what it holds (`carry_results`): those that have none
         were to save it.
         """
-        while self._store.head(self._keys.command_result(self._next)) is not None:
+        while self._next <= command and self._to_publish is None:
+            if self._has_result():
+                self._next += 1
+                continue
+            head = self._head(self._next, self._command(self._next) or b"")
+            if head.kind == "gap":
+                self._next = head.through + 1
+            else:
+                self._saved(head.publish, self._checkpoint(self._next) or self._checkpoint(command))
+        while self._has_result():
             self._next += 1
         self._through = command
         while self._through < self._next - 1:
@@ -157,9 +166,9 @@ class _Applying:
                 raise CorruptArtifact(message, self._keys.command(number))
             head = self._head(number, data)
             self._write(number, _SKIP if head.kind == "forward" else data, head.through)
-        while self._next <= command and self._to_publish is None:
-            head = self._head(self._next, self._command(self._next) or b"")
-            self._saved(head.publish, self._checkpoint(self._next) or self._checkpoint(command))
+
+    def _has_result(self) -> bool:
+        return self._store.head(self._keys.command_result(self._next)) is not None
 
     def _give(self) -> bool:
         """Hand the next command to the worker, if it has come and the worker has not enough in advance."""

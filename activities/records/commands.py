@@ -1,5 +1,7 @@
 """The records of a session's commands in the store: what control hosts read and write of them."""
 
+from itertools import count
+
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
@@ -8,6 +10,8 @@ from shared.jobs.commands import CommandProblem, CommandResult, Gap
 from shared.runs.requests import RunId
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
+
+_ENDED = "the session ended before this command was done"
 
 
 class CommandRecordRequest(Frozen):
@@ -22,10 +26,13 @@ class FindCommandsRequest(Frozen):
 
 
 class FoundCommands(Frozen):
-    """`next`: the number behind all that have results. `waiting`: those that have none, in order."""
+    """`next`: the first number without a result. `waiting`: the commands that have none, in order. `last`: the last one
+    that has one.
+    """
 
     next: int = 1
     waiting: tuple[int, ...] = ()
+    last: int = 0
     closing: bool = False
 
 
@@ -63,10 +70,13 @@ class CommandRecords:
         keys = RunKeys(request.run_id)
         with beating():
             found = self._find(keys)
-            if found.waiting:
-                gap = Gap(through=found.waiting[-1], message="the session ended before this command was done")
-                self._store.put_bytes(keys.command(found.next), gap.model_dump_json().encode())
-                self._say_dropped(keys, found.next, gap)
+            for number in found.waiting:
+                if number < found.last:  # it was to save a state, of which others were done behind it
+                    self._say_dropped(keys, number, Gap(through=number, message=_ENDED))
+            if found.waiting and found.waiting[-1] > found.last:
+                gap = Gap(through=found.waiting[-1], message=_ENDED)
+                self._store.put_bytes(keys.command(found.last + 1), gap.model_dump_json().encode())
+                self._say_dropped(keys, found.last + 1, gap)
 
     @activity.defn(name="pass_over", no_thread_cancel_exception=True)
     def pass_over(self, request: PassOverRequest) -> bool:
@@ -83,16 +93,16 @@ class CommandRecords:
 
     def _find(self, keys: RunKeys) -> FoundCommands:
         done = _numbers(self._store, keys.command_result())
-        following = max(done, default=0) + 1
         return FoundCommands(
-            next=following,
-            waiting=tuple(sorted(n for n in _numbers(self._store, keys.command()) if n >= following)),
+            next=next(number for number in count(1) if number not in done),
+            waiting=tuple(sorted(_numbers(self._store, keys.command()) - done)),
+            last=max(done, default=0),
             closing=self._store.head(keys.is_closed) is not None,
         )
 
     def _say_dropped(self, keys: RunKeys, first: int, gap: Gap) -> None:
         problem = CommandProblem(kind="dropped", message=gap.message)
-        for number in range(first, gap.through + 1):
+        for number in reversed(range(first, gap.through + 1)):  # where the first one has its result, all have
             result = CommandResult(number=number, kind=gap.kind, problem=problem)
             self._store.put_bytes(keys.command_result(number), result.model_dump_json().encode())
 

@@ -52,6 +52,7 @@ class PackedBatches:
         self._plan = plan
         self._scored: dict[Scored, NDArray[np.float32]] = {}
         self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
+        self._num_parts = 1
         self.num_steps = num_steps
 
     @classmethod
@@ -66,17 +67,23 @@ class PackedBatches:
         if self.most_tokens is None:
             return bins
         units = np.concatenate([NO_UNITS, *bins])
-        return list(cut(units, self._lengths()[units], self.most_tokens))
+        tokens = self._lengths()[units]
+        even_share = max(-(-int(tokens.sum()) // self._num_parts), int(tokens.max(initial=0)))
+        return list(cut(units, tokens, min(self.most_tokens, even_share)))
 
-    def cut_to(self, most_tokens: int) -> None:
+    def cut_to(self, most_tokens: int, num_parts: int = 1) -> None:
         """Cut each step anew into bins of so many tokens at most, the units in the plan's order.
 
-        Raises InvalidInput when a unit has more.
+        Args:
+            num_parts: data-parallel ranks, each of which is to have a share of a step that has enough units.
+
+        Raises:
+            InvalidInput: a unit has more tokens.
         """
         if (longest := int(self._lengths().max(initial=0))) > most_tokens:
             message = f"the longest example has {longest} tokens; passes of {most_tokens} fit the budget"
             raise InvalidInput(message, "memory_budget_bytes")
-        self.most_tokens = most_tokens
+        self.most_tokens, self._num_parts = most_tokens, num_parts
 
     def _lengths(self) -> Ints:
         return np.diff(self.units.token_offsets).astype(np.int64)

@@ -105,7 +105,7 @@ def _json(record: TenantRecord) -> bytes:
     return record.model_dump_json(indent=1, exclude_unset=True).encode()
 
 
-class Usage(Frozen):
+class TenantUsage(Frozen):
     """A tenant's usage beside its quotas; a quota of None is no limit."""
 
     tenant: Tenant
@@ -125,11 +125,11 @@ class Quotas:
         self._counted: dict[str, tuple[float, StoredCount]] = {}
         self._locks = KeyedLocks()
 
-    async def usage(self, tenant: str) -> Usage:
+    async def usage(self, tenant: str) -> TenantUsage:
         """Return a tenant's usage and quotas. Its count of bytes may be a minute old."""
 
-        def look(session: Session) -> Usage:
-            return Usage(
+        def look(session: Session) -> TenantUsage:
+            return TenantUsage(
                 tenant=tenant,
                 concurrent_runs=_concurrent_runs(session, tenant),
                 gpu_hours=_gpu_hours(session, tenant),

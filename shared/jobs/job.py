@@ -302,6 +302,9 @@ class JobPlan(WorkerPlan):
         description="what a pass may hold on a rank beside weights and optimizer: the worker forms micro-batches of a "
         "step's examples that fit. Without one they are the plan's bins",
     )
+    max_micro_batch_tokens: int | None = Field(
+        default=None, ge=2, description="at most, whatever the budget has room for"
+    )
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
     )

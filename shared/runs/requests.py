@@ -49,6 +49,12 @@ class _DatasetRun(Frozen):
     batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most, instead of batch_size")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
+    memory_budget_bytes: int | None = Field(
+        default=None,
+        ge=1_000_000,
+        description="what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many "
+        "tokens that are, bin_tokens at most",
+    )
     max_lost_fraction: float = Field(
         default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
     )
@@ -77,6 +83,8 @@ class _DatasetRun(Frozen):
             raise ValueError("bin_tokens must hold an example: at least max_tokens")
         if self.batch_tokens is not None and self.batch_tokens < self.max_tokens:
             raise ValueError("batch_tokens must hold an example: at least max_tokens")
+        if self.memory_budget_bytes is not None and self.layout.pp > 1:
+            raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)

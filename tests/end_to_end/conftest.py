@@ -36,6 +36,7 @@ LETTERS = {
     "source": "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n",
 }
 
+ROLLOUT_STEPS = 3
 
 _HERE = Path(__file__).parent
 # Of a test, with its share of fixtures: it ends what hangs. Beside much else a run of seconds takes minutes.
@@ -122,4 +123,36 @@ def rl_options(tiny_model: Path) -> list[str]:
         *("submit", "rl", "--json", "--model", str(tiny_model), "--loss", json.dumps(loss), "--lora-rank", "4"),
         *("--learning-rate", "0.01", "--warmup", "3", "--mini-batches", "2", "--epochs", "2", "--max-tokens", "64"),
         *("--seed", "7", "--idle", "20"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Prompts to train on and others to evaluate by, as chats."""
+    folder = tmp_path_factory.mktemp("prompts")
+    files = {}
+    for name, numbers in (("train", range(40)), ("eval", range(40, 48))):
+        path = folder / f"{name}.jsonl"
+        rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}], "number": n} for n in numbers)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[name] = str(path)
+    return files
+
+
+@pytest.fixture(scope="session")
+def rollout_options(tiny_model: Path, prompts: dict[str, str]) -> list[str]:
+    return [
+        *("submit", "rl", "--json", "--model", str(tiny_model), "--prompts", prompts["train"]),
+        *("--eval-prompts", prompts["eval"], "--eval-every", "2", "--grader", json.dumps(LETTERS)),
+        *(
+            "--steps",
+            str(ROLLOUT_STEPS),
+            "--prompts-per-step",
+            "4",
+            "--group-size",
+            "4",
+            "--max-completion-tokens",
+            "12",
+        ),
+        *("--loss", "reinforce", "--lora-rank", "4", "--learning-rate", "0.01", "--max-tokens", "64", "--seed", "7"),
     ]

@@ -12,7 +12,6 @@ import pytest
 
 from tests.end_to_end.conftest import SECRETS
 from tests.end_to_end.stack import Stack, wait_until
-from tests.end_to_end.test_rollouts import prompts, rollout_options  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +112,7 @@ def test_idle_it_is_what_the_operators_guide_says(stack: Stack) -> None:
 
 def test_so_it_is_while_a_run_samples_grades_and_trains_on_two_ranks(
     stack: Stack,
-    rollout_options: list[str],  # noqa: F811
+    rollout_options: list[str],
 ) -> None:
     with Watch(stack) as watch:
         assert stack.cli(*rollout_options, "--dp", "2", "--wait", "--timeout", "600").json["status"] == "succeeded"

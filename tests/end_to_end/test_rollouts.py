@@ -5,35 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import LETTERS
+from tests.end_to_end.conftest import ROLLOUT_STEPS
 from tests.end_to_end.stack import Stack
 
 pytestmark = pytest.mark.slow
-
-NUM_STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Prompts to train on and others to evaluate by, as chats."""
-    folder = tmp_path_factory.mktemp("prompts")
-    files = {}
-    for name, numbers in (("train", range(40)), ("eval", range(40, 48))):
-        path = folder / f"{name}.jsonl"
-        rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}], "number": n} for n in numbers)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files[name] = str(path)
-    return files
-
-
-@pytest.fixture(scope="module")
-def rollout_options(tiny_model: Path, prompts: dict[str, str]) -> list[str]:
-    return [
-        *("submit", "rl", "--json", "--model", str(tiny_model), "--prompts", prompts["train"]),
-        *("--eval-prompts", prompts["eval"], "--eval-every", "2", "--grader", json.dumps(LETTERS)),
-        *("--steps", str(NUM_STEPS), "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
-        *("--loss", "reinforce", "--lora-rank", "4", "--learning-rate", "0.01", "--max-tokens", "64", "--seed", "7"),
-    ]
 
 
 def steps_of(stack: Stack, run_id: str) -> list[dict]:
@@ -54,7 +29,7 @@ def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict)
     assert undisturbed["status"] == "succeeded"
     steps = steps_of(stack, undisturbed["run_id"])
     assert [(step["step"], step["state"], step["policy_version"]) for step in steps] == [
-        (n, "done", n) for n in range(NUM_STEPS + 1)
+        (n, "done", n) for n in range(ROLLOUT_STEPS + 1)
     ]
     assert steps[-1]["adapter"] == undisturbed["adapter"]
     for step in steps[1:]:
@@ -65,7 +40,7 @@ def test_it_samples_grades_trains_and_publishes(stack: Stack, undisturbed: dict)
             *("reward_mean", "reward_std", "truncation_rate", "packing_factor", "grad_norm"),
             *("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds"),
         } <= set(metrics)
-    assert [step["step"] for step in steps if "eval_reward_mean" in step["metrics"]] == [0, 2, NUM_STEPS]
+    assert [step["step"] for step in steps if "eval_reward_mean" in step["metrics"]] == [0, 2, ROLLOUT_STEPS]
 
 
 def test_its_steps_are_told(stack: Stack, undisturbed: dict) -> None:
@@ -76,7 +51,7 @@ def test_its_steps_are_told(stack: Stack, undisturbed: dict) -> None:
     told = [line for line in lines if line.startswith("train step ") or " training succeeded at step " in line]
     assert told[0].startswith("train step 0: held-out ")
     assert [line.rpartition(" ")[2] for line in told[1:]] == [
-        w for n in range(1, NUM_STEPS + 1) for w in (f"{n}", f"v{n}")
+        w for n in range(1, ROLLOUT_STEPS + 1) for w in (f"{n}", f"v{n}")
     ]
 
 

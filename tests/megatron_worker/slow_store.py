@@ -61,7 +61,7 @@ class _Object(BaseHTTPRequestHandler):
         self.end_headers()
         if with_body:
             with suppress(OSError):
-                self._send(body, is_held)
+                self._send(body, is_held and not self.server.refuses)
 
     def _send(self, body: bytes, is_held: bool) -> None:
         while is_held and len(body) > 1 and not self.server.let_go.wait(0.1):

@@ -60,6 +60,9 @@ def test_a_job_within_a_budget_repeats_its_micro_batches(worker, workshop):  # n
     assert weights_sha256(resumed) == weights_sha256(other) == weights_sha256(narrow)
     assert bins_of(other) == bins_of(narrow)[2:]
 
+    capped = do(worker, workshop, "capped", plan(workshop, memory_budget_bytes=1 << 30, max_micro_batch_tokens=14))
+    assert min(bins_of(capped)) > 3 and state(capped, 2)["micro_batch_tokens"] == 14
+
     job = workshop.job("too-small", plan(workshop, memory_budget_bytes=1000))
     worker.do_one(job)
     failed = read_log(job.log_path)[-1]
@@ -85,11 +88,11 @@ def test_no_pass_exceeds_the_budget_and_the_largest_uses_it(tmp_path, dtype, kin
     dispatcher, loss = Dispatcher(engine), loss_function(CrossEntropy(), 1.0)
     dispatcher.create_slot("one", Lora(rank=4, alpha=8), 0)
     generator = np.random.default_rng(3)
-    for number, budget in enumerate((1_000_000, 2_000_000, 5_000_000, 12_000_000)):
+    for number, budget in enumerate((1_000_000, 2_000_000, 5_000_000)):
         units, folder = tmp_path / f"units-{number}", tmp_path / f"plan-{number}"
         write_random_units(units, generator, 5 * budget // 5_000, num_branches=6 if kind == "trees" else 1)
         with PackedBatches.open(units, folder_of_plan(units, folder)) as data:
-            dispatcher.form_micro_batches("one", data, loss, budget, None)
+            dispatcher.form_micro_batches("one", data, loss, budget)
             most_tokens = data.most_tokens
             peaks = [peak_of(engine, data.batch(bin_units, engine.facts.device), loss) for bin_units in data.bins(0)]
             assert np.concatenate(data.bins(0)).tolist() == list(range(data.units.header.num_units))

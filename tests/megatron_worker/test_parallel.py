@@ -23,9 +23,7 @@ DENSE = {
         Layout(tp=2, sp=True, pp=2),
         Layout(tp=2, sp=True, cp=2),
         Layout(pp=2, cp=2),
-        Layout(pp=2, dp=2),
-        Layout(cp=2, dp=2),
-    ],
+    ],  # stages and contexts beside data: with experts
 }
 EXPERTS = {
     2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)],

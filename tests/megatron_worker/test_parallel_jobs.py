@@ -104,3 +104,19 @@ def test_all_weights_their_moments_and_the_cursor_move_from_four_ranks_to_two(wo
         assert furthest(last_checkpoint(moved) / part, last_checkpoint(many) / part) <= 1e-5
     states = [(last_checkpoint(job) / "state.json").read_bytes() for job in (many, moved)]
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(("layout", "num_bins"), [(Layout(dp=2), (2, 3)), (OTHER, (1,))], ids=["dp2", "tp2"])
+def test_a_step_within_a_memory_budget_is_shared_out_among_ranks(
+    workshop: Workshop, layout: Layout, num_bins: tuple[int, ...]
+):
+    """Where the budget has room for all of a step, each data-parallel rank still has a part, and other ranks have one
+    micro-batch. Ranks that measured or cut otherwise than others would wait for these for ever."""
+    fields = adapters(workshop)
+    name = f"budget-dp{layout.dp}-tp{layout.tp}"
+    job = do(workshop, name, layout, fields | {"memory_budget_bytes": 1 << 30})
+    plain = do(workshop, f"{name}-plain", layout, fields)
+    for ours, theirs in zip(metrics(job, Step), metrics(plain, Step), strict=True):
+        assert ours.pop("num_bins") in num_bins and theirs.pop("num_bins") == 3
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert max(float((weights(job)[n] - w).abs().max()) for n, w in weights(plain).items()) <= 1e-4

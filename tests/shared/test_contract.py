@@ -85,6 +85,7 @@ def test_a_probe_has_a_token_to_be_given_and_one_to_be_scored() -> None:
         ({"batch_tokens": 4096}, "exactly one of batch_size and batch_tokens"),
         ({"bin_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
         ({"batch_size": None, "batch_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
+        ({"memory_budget_bytes": 1 << 30, "layout": {"pp": 2}}, "use pp 1"),
         ({"num_samples": 2}, "need an eval_dataset"),
         ({"initial_adapter": "file:///a", "trainable": {"kind": "full"}}, "does not go on from an adapter"),
         ({"learning_rate": 0}, "greater than 0"),

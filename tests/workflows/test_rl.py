@@ -61,7 +61,9 @@ class RLStack(Stack):
 
     def groups(self, number: int) -> str:
         """The groups of a step: others for every number."""
-        return write_groups(self.settings.root_path / "data" / f"{number}.jsonl", *random_groups(seed=number))
+        path = self.settings.root_path / "data" / f"{number}.jsonl"
+        # Once: it may be read while it is asked for again.
+        return path.as_uri() if path.exists() else write_groups(path, *random_groups(seed=number))
 
     async def train(self, handle: WorkflowHandle, number: int, key: str | None = None, wait: bool = True) -> StepStatus:
         request = StepRequest(key=key or f"key-{number}", groups=self.groups(number), wait=wait)

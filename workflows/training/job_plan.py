@@ -58,6 +58,8 @@ def dataset_job(
             num_samples=run.num_samples,
             sample_tokens=run.sample_tokens,
         ),
+        memory_budget_bytes=run.memory_budget_bytes,
+        max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
         checkpointing=Checkpointing(
             every_steps=run.checkpoint_every or max(1, math.ceil(num_steps / 10)), keep=run.keep_checkpoints
         ),

@@ -10,7 +10,7 @@ from pydantic import Field
 from service.accounts.audit import AuditPage
 from service.accounts.keys import KeyView, NewKey
 from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require
-from service.accounts.tenants import TenantRecord, Usage
+from service.accounts.tenants import TenantRecord, TenantUsage
 from service.apis.errors import RESPONSES
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
@@ -60,7 +60,7 @@ async def whoami(asking: Asking) -> Principal:
 
 
 @router.get("/usage", dependencies=[Depends(require("read"))])
-async def usage(backend: Backed, asking: Asking) -> Usage:
+async def usage(backend: Backed, asking: Asking) -> TenantUsage:
     """The tenant's usage and quotas."""
     return await backend.quotas.usage(asking.tenant)
 
@@ -133,7 +133,7 @@ async def list_tenants(backend: Backed) -> tuple[TenantRecord, ...]:
 
 
 @router.get("/tenants/{tenant}/usage", dependencies=_operators)
-async def tenant_usage(tenant: Tenant, backend: Backed) -> Usage:
+async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
     """A tenant's usage and quotas."""
     return await backend.quotas.usage((await backend.tenants.show(tenant)).tenant)
 
