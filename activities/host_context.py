@@ -24,10 +24,10 @@ from shared.storage.artifacts import find, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
 
-_NEW_S = 10.0  # between its making and its lock, a folder looks abandoned
+_NEW_S = 10.0  # a younger folder is not considered abandoned, as its owner may not have locked it yet
 BEAT_EVERY_S = 1.0
 HOST_LEAVES = "the host is shutting down"
-"""What a host says of what it ends when it shuts down."""
+"""The error message of work that is given up because the host shuts down."""
 _log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 Arguments = TypeVarTuple("Arguments")
@@ -35,7 +35,7 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True, eq=False)
 class HostContext:
-    """Safe to share between threads."""
+    """What activities get from their host: settings, store and folders. Safe to share between threads."""
 
     settings: Settings
 
@@ -48,7 +48,7 @@ class HostContext:
         return HostPaths(self.settings.root_path)
 
     def stage(self, artifact: Artifact, only: tuple[str, ...] = ()) -> Path:
-        """An artifact as a local folder (shared/storage/artifacts.py)."""
+        """Return an artifact as a local folder, with its hashes checked (shared/storage/artifacts.py)."""
         return stage(artifact, self.paths.cache, self.settings.s3, only)
 
     def confined(
@@ -71,7 +71,7 @@ class HostContext:
             yield folder
 
     def keep(self, key: str, folder: Path) -> Artifact:
-        """Upload a scratch folder as the artifact under `key`. The store's copy is durable; the folder is not."""
+        """Upload a scratch folder as the artifact under `key`."""
         return upload_files(self.store, key, folder, manifest_of(folder))
 
     def made_once(self, key: str, purpose: str, make: Callable[[Path], object]) -> Artifact:
@@ -90,16 +90,16 @@ class HostContext:
 
 @dataclass(frozen=True)
 class Parts:
-    """Finished parts of what an activity makes, by number, kept in the store until the whole stands there.
+    """Finished parts of an activity's result, by number. They are kept in the store until the whole result is there.
 
-    A kill costs the parts that were under way. `key_of`: the store key of a part, which ends with its number.
+    After a kill only the parts that were under way are done again. `key_of`: the store key of a part, by its number.
     """
 
     store: ObjectStore
     key_of: Callable[[int], str]
 
     def known(self) -> frozenset[int]:
-        """The numbers of the parts that stand in the store."""
+        """Return the numbers of the parts that are in the store."""
         folder = self.key_of(0).rpartition("/")[0]
         names = (PurePosixPath(info.key).stem for info in self.store.list(f"{folder}/"))
         return frozenset(int(name) for name in names if name.isdigit())
@@ -117,7 +117,7 @@ class Parts:
 
 @contextmanager
 def scratch_folder(parent: Path, purpose: str) -> Iterator[Path]:
-    """A new folder below `parent`, gone afterwards, and so are those whose processes were killed."""
+    """Make a folder below `parent` that is removed afterwards. Those left by killed processes are removed first."""
     remove_abandoned(parent, f"{purpose}-*")
     folder = parent / f"{purpose}-{uuid.uuid4().hex}"
     folder.mkdir(parents=True)
@@ -154,10 +154,10 @@ def locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[None]:
-    """Beat once a second until the block ends; `detail` is asked for at every beat.
+    """Send the current activity's heartbeat once a second until the block ends, each with a fresh `detail()`.
 
-    Cancellation reaches an activity with a beat, so an activity inside this block hears of it within about a second.
-    Outside an activity, as when one is called by hand, nobody is told.
+    Temporal delivers cancellations with heartbeats, so an activity in this block learns of one within about a second.
+    Outside an activity this does nothing.
     """
     if not activity.in_activity():
         yield
@@ -169,7 +169,7 @@ def beating(detail: Callable[[], int | str | None] = lambda: None) -> Iterator[N
         while not ended.is_set():
             try:
                 activity.heartbeat(detail())
-            except Exception as error:  # a busy event loop or a server that is away: the next beat may do better
+            except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
                 _log.warning("a heartbeat was not sent: %r", error)
             ended.wait(BEAT_EVERY_S)
 

@@ -39,7 +39,7 @@ class ServiceError(Exception):
 
 
 class CommandFailed(Exception):
-    """A command came to nothing; the session goes on. `kind`: invalid_input, not_finite, error, or dropped."""
+    """A command failed; the session goes on. `kind`: invalid_input, not_finite, error, or dropped."""
 
     def __init__(self, number: int, kind: str, message: str) -> None:
         super().__init__(f"command {number}: {message}")
@@ -48,19 +48,19 @@ class CommandFailed(Exception):
 
 
 class Pending:
-    """A command that was sent, or will be in a moment."""
+    """A command that is being sent or done. Call `result()`, or await it, to get its result."""
 
     def __init__(self, number: int, future: "Future[CommandResult]") -> None:
         self.number = number
         self._future = future
 
     def result(self, timeout_s: float | None = None) -> CommandResult:
-        """Wait for what came of it.
+        """Wait for the command's result, for at most `timeout_s` seconds.
 
         Raises:
-            CommandFailed: it failed, or must be sent again.
+            CommandFailed: the command failed, or was dropped and must be sent again.
             ServiceError: the service refuses it, or was away for longer than the client's patience.
-            TimeoutError: not within the time; ask again.
+            TimeoutError: there is no result yet; `result` may be called again.
         """
         return self._future.result(timeout_s)
 
@@ -69,10 +69,10 @@ class Pending:
 
 
 class Client:
-    """A service that is asked with a key. Safe to use from several threads."""
+    """A connection to a Longshore service with an API key. Safe to use from several threads."""
 
     def __init__(self, url: str, key: str | None = None, patience_s: float = 600.0) -> None:
-        """`patience_s`: how long a call is repeated while the service is away, or too busy."""
+        """`patience_s`: the seconds for which a call is repeated while the service is away, or too busy."""
         self._patience_s = patience_s
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="longshore")
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -91,13 +91,13 @@ class Client:
         self._http.close()
 
     def open(self, run: SessionRun, idempotency_key: str | None = None) -> "Session":
-        """Open a session. Repeated with the same key, it is the same session."""
+        """Open a session. A repeated call with the same idempotency key returns the same session."""
         headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
         opened = self.call("POST", "/sessions", json=run.model_dump(mode="json"), headers=headers)
         return Session(self, opened["run_id"], 1)
 
     def attach(self, session_id: str) -> "Session":
-        """Go on with a session that another client has opened: behind the last command that it sent."""
+        """Go on with an open session, after the last command that was sent to it."""
         number = int(self.call("GET", f"/runs/{session_id}")["step"]) + 1
         while self._is_known(session_id, number):
             number += 1
@@ -113,7 +113,7 @@ class Client:
         return True
 
     def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """Make a call of the API, again while the service is away. Raises ServiceError."""
+        """Make a call of the API; it is repeated while the service is away. Raises ServiceError."""
         give_up_at, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             status, message = 0, "the service does not answer"
@@ -132,7 +132,7 @@ class Client:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     def send(self, session_id: str, number: int, asked: Asked) -> Pending:
-        """Send a command under a number of one's own. The same one twice is the same command."""
+        """Send a command under a number that the caller chooses. Sending it again has no further effect."""
         return Pending(number, self._threads.submit(self._result, session_id, number, asked))
 
     def _result(self, session_id: str, number: int, asked: Asked) -> CommandResult:
@@ -150,7 +150,7 @@ class Client:
 
 
 class Session:
-    """A session, whose commands are numbered as they are asked for. Safe to use from several threads."""
+    """A session. Its commands are numbered in the order of the calls. Safe to use from several threads."""
 
     def __init__(self, client: Client, session_id: str, next_number: int) -> None:
         self.id = session_id
@@ -200,7 +200,7 @@ class Session:
         return self.send(asked)
 
     def save_state(self, publish: bool = False) -> Pending:
-        """Make the state durable as of the last step; or publish it too: `result().adapter` is where."""
+        """Make the state as of the last step durable. With `publish` also publish it, as `result().adapter`."""
         return self.send(SaveState(publish=publish))
 
     def send(self, asked: Asked) -> Pending:

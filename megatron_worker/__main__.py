@@ -29,9 +29,7 @@ def main(arguments: list[str] | None = None, build: "BuildEngine | None" = None)
     """Run this rank; returns its exit status. `build` makes the engine of a plan; Longshore's own unless given."""
     options = _parse(arguments)
     paths = WorkerPaths(options.root.resolve()) if options.root else None
-    start_watchdog(
-        paths.record if paths else None
-    )  # before the slow imports: a worker whose host dies now must leave too
+    start_watchdog(paths.record if paths else None)  # before the slow imports, as the host may die during them
     settings = Settings()
     try:
         job = _job_by_hand(options.once, options.into) if options.once else None

@@ -1,7 +1,7 @@
-"""The dispatcher: commands on the slots of one engine. It decides where tensors are, and who computes what.
+"""The dispatcher: commands on the slots of one engine. It decides where tensors are, and which rank computes what.
 
-Data commands are spread over the data-parallel ranks here: nothing above this module knows of ranks or bins, or of what
-is on the device. Every method is collective: all ranks call it, in the same order, with equal arguments.
+It divides data over the data-parallel ranks, so that its callers need not deal with ranks, bins, or what is on the
+device. Every method is collective: all ranks call it, in the same order, with equal arguments.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,11 +27,11 @@ from shared.jobs.packed import Ints
 T = TypeVar("T")
 BINS_A_PASS = 8
 Slot = str | None
-"""A name of an adapter and what trains it; None: the base, which is trained itself or computes without an adapter."""
+"""The name of an adapter with its gradients and optimizer state; None: the base model, trained itself or frozen."""
 
 
 class TargetScores:
-    """Scores of a data set's targets, a bin at a time: those of this rank's share, and NaN (ids: -1) elsewhere.
+    """Collects scores of a data set's targets, a bin at a time. Targets of other ranks' bins have NaN (ids: -1).
 
     Attributes:
         found: `logprobs` [N] float32 in nats, and where they were asked for `entropies` [N], `top_ids` [N, K] int64,
@@ -44,7 +44,7 @@ class TargetScores:
         self.found: dict[str, NDArray] = {"logprobs": np.full(num_targets, np.nan, dtype=np.float32)}
 
     def put(self, units: Ints, scores: Scores) -> None:
-        """Take the scores of a bin's targets."""
+        """Store the scores of a bin's targets."""
         columns = {
             "logprobs": scores.logprob_N,
             "entropies": scores.entropy_N,
@@ -62,7 +62,7 @@ class TargetScores:
                 self.found[name][places] = values
 
     def recorded(self, loss: LossFunction, bins: list[Ints]) -> LossFunction:
-        """A loss that leaves here the log-probabilities of each bin that it is computed of, in their order."""
+        """Return a loss that also stores here the log-probabilities of each bin, given in the order of `bins`."""
         left = iter(bins)
 
         def sums(scores: Scores, batch: Batch) -> LossSums:
@@ -74,7 +74,7 @@ class TargetScores:
 
 
 class Dispatcher:
-    """See the module's docstring. A slot is active for the length of a command."""
+    """See the module's docstring. Each command makes its slot the active one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -150,10 +150,10 @@ class Dispatcher:
         checkpoint: Path | None = None,
         most_tokens: int | None = None,
     ) -> None:
-        """Cut the data's steps into bins whose passes stay within a budget, if there is one.
+        """Cut the data's steps into bins whose passes stay within a memory budget, if there is one.
 
-        How many tokens fit is what a checkpoint says that is gone on from. Else it is measured by passes of the slot,
-        which has no gradients before and after them.
+        The number of tokens that fit is read from the checkpoint that the job goes on from; without one it is measured
+        by passes of the slot, which must have no gradients, and has none afterwards.
 
         Raises:
             InvalidInput: an example does not fit.
@@ -168,7 +168,7 @@ class Dispatcher:
         data.cut_to(tokens, self.facts.layout.dp)
 
     def _pass_cost(self, slot: Slot, loss: LossFunction, budget_bytes: int, has_branches: bool) -> PassCost:
-        """Measure once for a slot, which later jobs of its run may go on with."""
+        """Measure what a pass of a slot holds in memory. Done once for a slot, also if later jobs go on with it."""
         known = self._pass_costs.setdefault(slot, {})
         if (kind := (budget_bytes, has_branches)) not in known:
             drawn = random_state()
@@ -184,8 +184,8 @@ class Dispatcher:
     ) -> Generator[None, None, dict[str, float]]:
         """Add the gradients of a step's examples to what the slot has accumulated.
 
-        Yields between its passes: commands of other slots may come there. A pipeline, which is filled with all bins of
-        a step, has one.
+        Yields between its passes, so that commands of other slots can be done there. A pipeline has a single pass, of
+        all bins of the step.
 
         Args:
             scores: takes the log-probabilities of this rank's share.
@@ -218,9 +218,9 @@ class Dispatcher:
     def evaluate(
         self, slot: Slot, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool]
     ) -> Generator[None, None, dict[str, float] | None]:
-        """The loss's sums over the examples of the data's first step, as of `forward_backward`; None when cancelled.
+        """Return the loss's sums over the data's first step, as `forward_backward` does; None if it was cancelled.
 
-        Yields between its passes: commands of other slots may come there.
+        Yields between its passes, so that commands of other slots can be done there.
         """
         facts = self.facts
         sums = Sums(loss, facts.device)
@@ -242,7 +242,7 @@ class Dispatcher:
         Each rank fills in its own share, and NaN elsewhere. Yields between its passes, as `evaluate` does.
 
         Args:
-            steps: those whose examples are scored, up to the last of the data that is computed at all.
+            steps: the steps whose examples are scored. They end with the last step that is computed at all.
             temperature: what logits are divided by.
         """
         scores = TargetScores(data)
@@ -261,7 +261,7 @@ class Dispatcher:
                     scores.put(units, self.engine.forward(data.batch(units, facts.device), outputs))
             yield
 
-    # Passes that every rank makes alike.
+    # Passes that every rank makes with the same data.
 
     def probe(self, slot: Slot, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probabilities of token_ids[1:] by the weights as they are, in nats, at temperature 1."""
@@ -285,6 +285,6 @@ class Dispatcher:
 
 
 def _in_passes(bins: Iterator[T], num_bins: int | None) -> Iterator[list[T]]:
-    """So many at a time, or all at once."""
+    """Yield the bins in lists of `num_bins`; None: all in one list."""
     while some := list(islice(bins, num_bins)):
         yield some

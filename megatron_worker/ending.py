@@ -1,6 +1,6 @@
-"""The end of a job, in the order that docs/job_protocol.md promises. Nothing comes after the terminal event.
+"""The end of a job: steps 2 to 7 of those in docs/job_protocol.md, the last of which is the terminal event.
 
-Step 1, the durable checkpoint, is the runner's last act before this.
+Step 1, the durable checkpoint, is done by the runner before.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from shared.jobs.job import Job
 def end_job(
     job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks, archive: Callable[[], None]
 ) -> None:
-    """Steps 2 to 7. The runner's own objects went when it returned. `archive` is called on rank 0."""
+    """End a job, after the runner has returned and freed its own objects. `archive` is called on rank 0."""
     _free_device(job, outcome, warm, report, ranks)  # 2, 3
     ranks.barrier()  # 4
     if ranks.rank == 0:
@@ -30,7 +30,7 @@ def end_job(
 
 
 def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: Report, ranks: WorkerRanks) -> None:
-    """Drop what the job made, then offload what later jobs can use. A refused job has touched nothing."""
+    """Drop what the job made, and offload what later jobs can use. A job that was refused has nothing to free."""
     if job.plan.run_id not in warm.in_hand or warm.dispatcher is None:
         collect_garbage()
         return
@@ -52,7 +52,7 @@ def _free_device(job: Job, outcome: Outcome, warm: WarmEngine, report: Report, r
 
 
 def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: Report) -> None:
-    """Say the last word. Of a job that ends beside others, its own part of the device is what counts."""
+    """Emit the terminal event. `device` says whether the job's own part of the device's memory is still held."""
     is_held = warm.on_device and (job.plan.after == "keep" or not warm.in_hand)
     device = "held" if is_held else "released"
     match outcome.state:

@@ -26,8 +26,8 @@ from shared.jobs.layout import Layout
 class Batch:
     """One bin on the engine's device: the two tables of shared/jobs/packed.py. Indices int64, scores float32.
 
-    `sampler_logprob_N` is the column `old_logprob`; `old_logprob_N` and `ref_logprob_N` are what the loss is against:
-    the same columns, or what was scored at the start of the job.
+    `sampler_logprob_N` is the column `old_logprob`. `old_logprob_N` and `ref_logprob_N` are what the loss compares
+    with: the columns of those names, or values that were computed at the start of the job.
     """
 
     token_id_T: Tensor
@@ -68,7 +68,7 @@ class Batch:
 
     @staticmethod
     def of_sequences(sequences: Sequence[Sequence[int]], device: torch.device) -> "Batch":
-        """Make a bin of whole sequences, one target each: what comes after the last token, with label 0."""
+        """Make a bin of whole sequences with one target each, the token after the last one; its label is 0."""
         lengths = torch.tensor([len(s) for s in sequences])
         position_T = torch.cat([torch.arange(len(s)) for s in sequences])
         parent_T = torch.where(position_T == 0, -1, torch.arange(len(position_T)) - 1)
@@ -96,10 +96,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward is asked for. Nothing requested, nothing computed. Entropy is a constant unless said otherwise.
+    """What a forward shall compute. Entropy has a gradient only with `entropy_gradient`.
 
-    Scores are of the distribution whose logits are divided by `temperature`. `top_k`: of how many of the most likely
-    ids to say which they are, and how likely.
+    Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
+    return, with their log-probabilities.
     """
 
     logprob: bool = True
@@ -124,9 +124,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over a bin's targets, never means: `loss` to differentiate, `weight` to normalise by, the rest to report.
+    """Sums over a bin's targets: `loss` to differentiate, `weight` to normalise by, the rest to report.
 
-    `means` are reported as the quotient of two sums, `maxima` (of what is never negative) as the greatest of all.
+    `means` are pairs of sums, reported as their quotient. `maxima`, of values that are never negative, are reported as
+    the greatest of all bins.
     """
 
     loss: Tensor
@@ -136,7 +137,7 @@ class LossSums:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> dict[str, Tensor]:
-        """By names that say how values of several bins come together (sums.py)."""
+        """Return all values, detached, under names that say how to combine them over bins (sums.py)."""
         named = {"loss": self.loss, "weight": self.weight, **self.metrics}
         named |= {name + SUM: value for name, (value, _) in self.means.items()}
         named |= {name + COUNT: count for name, (_, count) in self.means.items()}
@@ -154,7 +155,7 @@ class LossFunction:
 
 @dataclass(frozen=True)
 class Norms:
-    """The global gradient norm over all ranks, normalised, before clipping; `clipped`: it was above the bound."""
+    """The gradient norm over all ranks, after normalisation and before clipping; `clipped`: it was above the bound."""
 
     grad_norm: float
     clipped: bool
@@ -165,7 +166,7 @@ Where = Literal["device", "host", "dropped"]
 
 
 class Places(TypedDict, total=False):
-    """Where parts are to be; what is not named stays where it is."""
+    """Where to move parts of slots; parts that are not named stay where they are."""
 
     weights: Where
     gradients: Where
@@ -185,9 +186,9 @@ class PartBytes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: storages on the device, declared host buffers that outlive a job, and both by part.
+    """Bytes of storages on the device, and of declared host buffers that outlive a job; both in total and by part.
 
-    On CUDA `device_bytes` is all that is allocated there, activations included.
+    On CUDA `device_bytes` counts all that is allocated there, activations included.
     """
 
     device_bytes: int
@@ -197,7 +198,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change while an engine lives."""
+    """Properties of an engine that do not change."""
 
     layout: Layout
     dtype: Dtype
@@ -214,7 +215,7 @@ class Engine(Protocol):
 
     facts: Facts
 
-    # What is trained: one of these before the first step of a job.
+    # What to train: one of these is called before the first step of a job.
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, equal under every layout; B zero."""
         ...
@@ -250,11 +251,14 @@ class Engine(Protocol):
     def forward_backward_all(
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        """The same for all bins of a step, each with its sums: a pipeline is filled with them. Exhaust the iterator."""
+        """Like `forward_backward` for all bins of a step, as a pipeline needs. Yields each bin with its sums.
+
+        The iterator must be exhausted.
+        """
         ...
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Bring sums of all data-parallel ranks together (sums.py); every rank gets the same numbers."""
+        """Combine the sums of all data-parallel ranks (sums.py). Every rank gets the same numbers."""
         ...
 
     def optim_step(self, adam: Adam, learning_rate: float, denominator: float) -> Norms:
@@ -281,7 +285,7 @@ class Engine(Protocol):
         ...
 
     def drop_training_state(self) -> None:
-        """Drop adapters, gradients and optimizer state. After `train_full` the base weights go too."""
+        """Drop adapters, gradients and optimizer state; after `train_full` also the base weights."""
         ...
 
     # Residency: a part that is not on the device has storages of size 0 there.

@@ -1,7 +1,7 @@
-"""The one loop: a job from its inputs to its last checkpoint. What follows, the end of the job, is ending.py's.
+"""The training loop: a job from its inputs to its last checkpoint. ending.py then ends the job.
 
-Every rank runs this file with the same job. A job is a generator, which yields between its passes: the worker may then
-do a pass of another one.
+Every rank runs this with the same job. A job is a generator that yields between its passes, so that the worker can do
+passes of other jobs there.
 """
 
 import math
@@ -46,9 +46,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job came out, and the steps that were done by then. A fault belongs to `failed`.
+    """The outcome of a job, and the number of steps done. `fault`: the reason if it failed.
 
-    `kept`: the state that it left in its slots, where another job is expected to go on with it.
+    `kept`: the state that it left in its slots, if another job is expected to go on with it.
     """
 
     state: Literal["succeeded", "failed", "cancelled"]
@@ -58,7 +58,7 @@ class Outcome:
 
 
 Passes = Generator[Awaited | None, None, Outcome]
-"""Yields between its passes: None, or what the next one waits for."""
+"""A job in progress. It yields between its passes: None, or a function that tells when the next one can be done."""
 
 
 @dataclass
@@ -84,23 +84,23 @@ class Work:
 
     @property
     def is_continued(self) -> bool:
-        """Whether another job is expected to go on with what this one leaves."""
+        """True if another job is expected to go on from this one's end."""
         return self.plan.after == "keep" or is_policy_loss(self.plan.loss)
 
     @property
     def reference(self) -> Artifact | None:
-        """The adapter that the loss is against."""
+        """The adapter that is the loss's reference, if it is one."""
         reference = reference_of(self.plan.loss)
         return reference if isinstance(reference, Artifact) else None
 
     @property
     def slot(self) -> str | None:
-        """What is trained: the run's own slot, None where the base is."""
+        """The slot that is trained: the run's own; None for the base."""
         return slots_of(self.plan.run_id, self.plan.trainable)[0]
 
     @property
     def reference_slot(self) -> str | None:
-        """What computes as the loss's reference: an adapter's slot, or the base."""
+        """The slot of the loss's reference: that of an adapter; None for the base."""
         return None if self.reference is None else slots_of(self.plan.run_id, self.plan.trainable)[1]
 
     @property
@@ -112,7 +112,7 @@ class Work:
 def run_job(
     job: Job, warm: WarmEngine, staging: Staging, report: Report, ranks: WorkerRanks, cancelled: Callable[[], bool]
 ) -> Passes:
-    """Do a job, a pass at a time. A fault that all ranks know is an outcome; any other error propagates."""
+    """Do a job, a pass at a time. A fault that all ranks agree on is an outcome; any other error propagates."""
     work: Work | None = None
     with ExitStack() as open_files:
         try:
@@ -146,7 +146,7 @@ def prepare(
     data, evaluator = ranks.agree(lambda: open_data(plan, folders, open_files))
     dispatcher = take_engine(warm, plan, folders, kept, ranks)
     ranks.agree(lambda: check_probe(plan.probe, dispatcher.facts.vocab_size))
-    yield None  # not before: others may have what is kept forgotten until it is taken
+    yield None  # not before: until it is taken, other jobs may have what was kept dropped
     loss = loss_function(plan.loss, plan.temperature)
     work = Work(job, model_sha256, dispatcher, data, loss, evaluator, report, ranks, cancelled)
     load = partial(dispatcher.load_state, work.slot)
@@ -184,17 +184,17 @@ def prepare(
 def _stage_inputs(
     job: Job, warm: WarmEngine, staging: Staging, cancelled: Callable[[], bool]
 ) -> Generator[Awaited, None, tuple[Inputs, Kept | None]]:
-    """Stage what the job needs beside what its run's last job left in the engine, which is returned with it."""
+    """Stage the job's inputs, except those that its run's last job left in the engine. Returns what it left, too."""
     kept = warm.kept_for(job)
     at_hand = (job.plan.initial_checkpoint, kept.reference) if kept else ()
     inputs = yield from staging.fetch(job, cancelled, at_hand)
-    if kept is not None and warm.kept_for(job) is None:  # it had to give way to what others left meanwhile
+    if kept is not None and warm.kept_for(job) is None:  # it was dropped meanwhile to make room
         return (yield from staging.fetch(job, cancelled)), None
     return inputs, kept
 
 
 def train(work: Work) -> Passes:
-    """The steps that are left, with evaluations and checkpoints between them."""
+    """Do the steps that are left, with evaluations and checkpoints between them."""
     try:
         with work.dispatcher.resident(work.slot):
             evaluated = yield from _train(work)
@@ -213,7 +213,7 @@ def train(work: Work) -> Passes:
 
 
 def _train(work: Work) -> Generator[None, None, bool]:
-    """Returns whether the last evaluation was made, if one was due."""
+    """Do the steps. Returns False if a cancellation interrupted the last evaluation."""
     evaluated = yield from evaluate(work)
     while work.done < work.plan.num_steps and not work.cancelled():
         yield None
@@ -227,7 +227,7 @@ def _train(work: Work) -> Generator[None, None, bool]:
 
 
 def train_step(work: Work, step: int) -> Generator[None, None, dict[str, float]]:
-    """One update. Metrics are sums and means over all ranks; `step_s` leaves out what others did in between.
+    """Do one update. Metrics are sums and means over all ranks; `step_s` does not count passes of other jobs.
 
     Raises:
         JobFailed: `not_finite`; no weight has changed since the step before.
@@ -246,7 +246,7 @@ def train_step(work: Work, step: int) -> Generator[None, None, dict[str, float]]
 
 
 def _timed(passes: Generator[None, None, T]) -> Generator[None, None, tuple[T, float]]:
-    """Do a command's passes. Returns what it returns, and the seconds of the passes."""
+    """Do the passes of a command. Returns its result, and the seconds that the passes took."""
     seconds = 0.0
     while True:
         began = time.perf_counter()
@@ -259,7 +259,7 @@ def _timed(passes: Generator[None, None, T]) -> Generator[None, None, tuple[T, f
 
 
 def _update(work: Work, step: int, reduced: dict[str, float]) -> dict[str, float]:
-    """Loss, learning rate and norm of one update. A step without a trained token is skipped: nothing to learn from."""
+    """Make one update. Returns its loss, learning rate and norm. A step without any trained token is skipped."""
     if not reduced["weight"]:
         work.dispatcher.zero_grad(work.slot)
         return {"skipped": 1.0}
@@ -291,7 +291,7 @@ def save_if_due(work: Work) -> None:
 
 
 def save(work: Work) -> None:
-    """A checkpoint of what is done, unless it stands."""
+    """Save a checkpoint of the steps that are done, unless there is one already."""
     if work.saved is not None and work.saved.state.step == work.step:
         return
     write = partial(work.dispatcher.save_state, work.slot)
@@ -301,7 +301,7 @@ def save(work: Work) -> None:
 
 
 def evaluate(work: Work) -> Generator[None, None, bool]:
-    """Held-out metrics and samples of the weights as they are, if they are due now. False when a cancel cut in."""
+    """Report held-out metrics and samples, if they are due now. Returns False if a cancellation interrupted it."""
     if not work.evaluator.is_due(work.done, work.plan.num_steps):
         return True
     evaluator, dispatcher = work.evaluator, work.dispatcher
@@ -318,7 +318,7 @@ def evaluate(work: Work) -> Generator[None, None, bool]:
 
 
 def make_deterministic(plan: WorkerPlan) -> None:
-    """The same bits whatever this process did before."""
+    """Set threads, deterministic algorithms and the seed, so that results do not depend on earlier jobs."""
     torch.set_num_threads(plan.threads_per_rank)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costly, finds only bugs
@@ -328,7 +328,7 @@ def make_deterministic(plan: WorkerPlan) -> None:
 def take_engine(
     warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
 ) -> Dispatcher:
-    """The engine for a plan. Raises JobFailed when some rank cannot have it, or there are not as many as it wants."""
+    """Return the engine for a plan. Raises JobFailed if some rank cannot build it, or the number of ranks is wrong."""
     if plan.layout.world_size != ranks.world_size:
         place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
         raise JobFailed(fault_of(InvalidInput(message, place)))
@@ -340,14 +340,14 @@ def take_engine(
 
 
 def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
-    """Make the weights to train, fresh or from an adapter. A checkpoint to start from comes after, and into them."""
+    """Make the weights to train, fresh or from an adapter. A checkpoint to go on from is loaded into them later."""
     plan = job.plan
     begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
     starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
     adapter = None if starts_from is None else folders[starts_from]
     slot, _ = slots_of(plan.run_id, plan.trainable)
     dispatcher.create_slot(slot, plan.trainable, plan.seed, adapter)
-    # Whatever setting up drew from the generators, the steps begin at the seed.
+    # Setting up may have drawn random numbers: the steps begin at the seed again.
     torch.manual_seed(plan.seed)
 
 
@@ -367,7 +367,7 @@ def _load_reference(work: Work, folders: Folders, kept: Kept | None) -> None:
 
 
 def _score_reference(work: Work, folders: Folders) -> Iterator[None]:
-    """Before any checkpoint is loaded: full training has the base as it was published only now."""
+    """Compute the reference's log-probabilities, before any checkpoint is loaded, which may replace the base."""
     if reference_of(work.plan.loss) is None:
         return
     score = partial(
@@ -379,7 +379,7 @@ def _score_reference(work: Work, folders: Folders) -> Iterator[None]:
 
 
 def _score_old(work: Work, folders: Folders) -> Iterator[None]:
-    """All but what the first step alone trains on: there the old policy is the policy itself (targets.py)."""
+    """Compute the old policy's log-probabilities, except for the first step, where it is the policy (targets.py)."""
     plan = work.plan
     if scores_old(plan.loss):
         steps = range(max(_done(work, folders), 1), plan.num_steps)
@@ -387,6 +387,6 @@ def _score_old(work: Work, folders: Folders) -> Iterator[None]:
 
 
 def _done(work: Work, folders: Folders) -> int:
-    """Steps of this job that the checkpoint to go on from has behind it: nothing is scored for them."""
+    """Return the number of this job's steps that its checkpoint has done: they need no scores."""
     start = work.job.start
     return 0 if start is None else read_state(folders[start]).step - work.plan.first_step

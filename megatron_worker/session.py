@@ -1,7 +1,7 @@
-"""A session: the slot of a client that decides each step itself. Its commands come as files, one after the other.
+"""A session on the worker: a client trains a slot by commands, which arrive as files and are done one after another.
 
-A command is done once for each lease, in the order of the numbers. What a checkpoint holds is the state after the last
-command that left no gradients behind; the commands after it are done again by whoever goes on from there.
+On each lease the commands are done in the order of their numbers. A checkpoint holds the state after the last command
+that left no accumulated gradients. The next lease goes on from it, and repeats the commands after it.
 """
 
 import math
@@ -49,7 +49,8 @@ from shared.jobs.job import Job, SessionPlan
 from shared.storage.paths import write_atomically
 
 MOST_UNSAVED = 256
-"""Commands after the last checkpoint, at most, that a lease after this one does again; but for unstepped gradients."""
+"""A checkpoint is saved after so many commands. A new lease repeats no more than these, except while gradients are
+accumulated, when none can be saved."""
 _DROPPED = "the gradients accumulated since the last optim_step are dropped"
 _OFFLOAD = b"offload"
 _NAN_BITS = 0x7FC00000
@@ -65,9 +66,9 @@ def run_session(
     cancelled: Callable[[], bool],
     by_hand: bool = False,
 ) -> Passes:
-    """Do a session's commands until it is cancelled, which saves its state; `by_hand`, until there are no more.
+    """Do a session's commands until it is cancelled, or with `by_hand` until there are no more; then save its state.
 
-    A fault that all ranks know, and that is not one command's own, is an outcome; any other error propagates.
+    A command's own error is its result. Another fault that all ranks agree on is an outcome; all else propagates.
     """
     plan = job.plan
     assert isinstance(plan, SessionPlan)
@@ -129,8 +130,8 @@ class Session:
         clean: the last command that left no gradients behind.
         last: the last command that was done.
         saved: the command of the newest checkpoint, -1 before the first.
-        unsaved_s: seconds of commands since it.
-        sums: of the gradients since the last step, as the dispatcher reports them; empty where there are none.
+        unsaved_s: seconds that commands since that checkpoint took.
+        sums: the loss's sums since the last optimizer step, as the dispatcher reports them; empty without gradients.
     """
 
     job: Job
@@ -153,7 +154,7 @@ class Session:
         self.last, self.saved = self.clean, -1 if self.job.start is None else self.clean
 
     def serve(self, cancelled: Callable[[], bool], by_hand: bool) -> Generator[Awaited | None, None, None]:
-        """Do commands as they come. A slot that had none for some time leaves the device."""
+        """Do commands as they come. After some time without any, the slot is moved off the device."""
         idle_since = time.monotonic()
         while not cancelled():
             order = self.ranks.broadcast(self._order(idle_since) if self.ranks.rank == 0 else None)
@@ -169,7 +170,7 @@ class Session:
             yield None if by_hand else partial(self._has_order, idle_since)
 
     def _order(self, idle_since: float) -> bytes:
-        """The next command's file, an order to leave the device, or nothing. Asked on rank 0 alone."""
+        """Return the next command's file, an order to leave the device, or nothing. Called on rank 0 alone."""
         with suppress(FileNotFoundError):
             return self._path("json").read_bytes()
         return _OFFLOAD if self._is_overdue(idle_since) else b""
@@ -178,7 +179,7 @@ class Session:
         return self._path("json").exists() or self._is_overdue(idle_since)
 
     def _is_overdue(self, idle_since: float) -> bool:
-        """Return True if the slot is to leave the device."""
+        """Return True if the slot is on the device and has had no command for `offload_after_s` seconds."""
         return not self._is_away and time.monotonic() > idle_since + self.plan.offload_after_s
 
     def _path(self, suffix: str) -> Path:
@@ -192,7 +193,7 @@ class Session:
     # Commands.
 
     def _do(self, number: int, data: bytes) -> Iterator[None]:
-        """Do a command. What goes wrong with it is its result, and the session goes on."""
+        """Do a command and write its result. An error of it becomes its result, and the session goes on."""
         began, self._is_touched = time.perf_counter(), False
         asked: Command | None = None
         try:
@@ -215,7 +216,7 @@ class Session:
             self.save()
 
     def _problem(self, fault: Fault) -> CommandProblem:
-        """Drop what a command left half done, for others to be done as if it had not come."""
+        """Return an error as a command's problem. If the command may have changed the gradients, drop all of them."""
         message = fault.message
         if self._is_touched:
             self.dispatcher.zero_grad(self.slot)
@@ -297,7 +298,7 @@ class Session:
         return pack_data(asked.data, self.plan.max_tokens, asked.share_prefixes)
 
     def _of_all_ranks(self, scores: TargetScores) -> dict[str, NDArray]:
-        """Bring the shares of all ranks together, to the bit: as whole numbers, of which missing ones are the least."""
+        """Combine the scores of all ranks exactly: the maximum of their bits as integers; missing scores are -1."""
         if self.ranks.world_size == 1:
             return scores.found
         merged = {}
@@ -313,7 +314,7 @@ class Session:
         return np.array(self.ranks.largest(values.ravel().tolist()), dtype=np.int64).reshape(values.shape)
 
     def save(self) -> None:
-        """Write a checkpoint of the last state without gradients, unless it stands: the weights are still the same."""
+        """Save a checkpoint as of command `clean`, unless there is one. The weights have not changed since then."""
         if self.saved == self.clean:
             return
         save = partial(self.dispatcher.save_state, self.slot)
@@ -331,7 +332,7 @@ def _parsed(data: bytes) -> Command:
 
 
 def _metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Means over the weights, as those of a job's step; the loss as a sum, too: weights may cancel."""
+    """Return means over the weights, as of a job's step. The loss is also given as a sum, as weights may cancel out."""
     named = {name: value for name, value in reported(sums).items() if name != "loss"}
     return named | {"loss_sum": sums["loss"]} | ({"loss": sums["loss"] / sums["weight"]} if sums["weight"] else {})
 

@@ -1,6 +1,6 @@
-"""Sums over bins and ranks of reported values: of names that end in `:max` the maximum, of all others the sum.
+"""Combines reported values over bins and ranks: by their maximum if the name ends in `:max`, else by their sum.
 
-`x:sum` and `x:count` are the two halves of a mean, divided only when all is known.
+`x:sum` and `x:count` are numerator and denominator of a mean, which is computed at the end.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def combine(name: str, one: Tensor, other: Tensor) -> Tensor:
 def over_ranks(
     sums: dict[str, Tensor], rank: int, num_ranks: int, add_over_ranks: Callable[[Tensor], None]
 ) -> dict[str, float]:
-    """Combine the values of all ranks by one sum: each rank puts its maxima into a column of its own.
+    """Combine the values of all ranks in one reduction, a sum: each rank has a column of its own for its maxima.
 
     Args:
         sums: scalars of this rank, the same names on every rank, all on one device.

@@ -1,4 +1,4 @@
-"""The engine between jobs: kept warm, and used again when the next job wants the same one."""
+"""Keeps the engine between jobs, to use it again if the next job needs an equal one."""
 
 import atexit
 import gc
@@ -16,16 +16,16 @@ from shared.jobs.job import Full, Job, JobPlan, Lora, WorkerPlan, reference_of
 from shared.jobs.leases import WorkerKey
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]
-_MAX_KEPT = 8  # runs between two jobs; of a run that is forgotten the next job reads its checkpoint
+_MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read their checkpoint
 
 
 def build_engine(plan: WorkerPlan, model: Path) -> Engine:
-    """The engine that a plan names, around a staged model folder. Imports it only now: each is slow to load."""
+    """Build the engine that a plan names, for a staged model folder. Its module is imported here, as that is slow."""
     match plan.engine:
         case "megatron":
             from megatron_worker.megatron.engine import MegatronEngine
 
-            # The modules' objects stay, so the collection at each job's end need not look at them: 0.2 s.
+            # The modules' objects live for ever: frozen, they save the collection at each job's end 0.2 s.
             gc.freeze()
             atexit.register(gc.unfreeze)
             return MegatronEngine(model, plan.layout, plan.dtype)
@@ -37,7 +37,7 @@ def build_engine(plan: WorkerPlan, model: Path) -> Engine:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a job left in the engine for the next one of its run: all that its last checkpoint holds.
+    """The state that a job left in the engine for the next one of its run: that of its last checkpoint.
 
     `reference`: the adapter in the slot of the loss's reference, if the loss has one.
     """
@@ -47,7 +47,7 @@ class Kept:
     reference: Artifact | None
 
     def is_beginning_of(self, job: Job) -> bool:
-        """Whether the job begins with this very state, so that nothing of it has to be read."""
+        """True if the job starts from this state, so that it need not be read."""
         if not isinstance(job.plan, JobPlan):
             return False
         begins_with, reference = job.plan.initial_checkpoint, reference_of(job.plan.loss)
@@ -57,17 +57,17 @@ class Kept:
             and job.start is None
             and job.plan.trainable == self.trainable
             and self.reference in (None, reference)
-            # The reference is the base as it was published, or beside that: a base that was trained is neither.
+            # A reference needs the published base, and not one that was trained.
             and (isinstance(self.trainable, Lora) or reference is None)
         )
 
 
 class WarmEngine:
-    """At most one engine, with the slots of jobs in hand and of runs whose next job is expected.
+    """Holds at most one engine, with the slots of jobs in progress and of runs whose next job is expected.
 
     Attributes:
-        on_device: its weights hold the accelerator's memory now.
-        in_hand: the runs whose job has taken it and not given it back.
+        on_device: the engine's weights are in the accelerator's memory.
+        in_hand: the runs whose job has taken the engine and not given it back.
     """
 
     def __init__(self, build: BuildEngine) -> None:
@@ -84,10 +84,10 @@ class WarmEngine:
         return kept if kept is not None and kept.is_beginning_of(job) else None
 
     def take(self, plan: WorkerPlan, model: Path, kept: Kept | None) -> Dispatcher:
-        """The engine for a plan, its weights on the device: the one at hand if it is the same, else a new one.
+        """Return the engine for a plan, with its weights on the device; build a new one if the plan needs another.
 
         Args:
-            kept: what the plan begins with. Anything else that was kept for its run goes.
+            kept: the state that the plan starts from. Any other state that was kept for its run is dropped.
         """
         key = WorkerKey.of(plan)
         if self.dispatcher is None or self._key != key:
@@ -106,13 +106,13 @@ class WarmEngine:
         return self.dispatcher
 
     def refuse(self, plan: WorkerPlan) -> None:
-        """Some rank could not take it: an engine that some have and others lack is of no use to the next job."""
+        """Give up taking an engine, because some rank could not: drop it on all, unless other jobs use it."""
         self.in_hand.discard(plan.run_id)
         if not self.in_hand:
             self.discard()
 
     def give_back(self, plan: WorkerPlan, kept: Kept | None) -> None:
-        """The job is done with it: its slots go, unless they are kept for the run's next one."""
+        """Give the engine back after a job. Its slots are dropped, unless `kept` says to keep them for the next job."""
         assert self.dispatcher is not None
         self.in_hand.remove(plan.run_id)
         if kept is None:
@@ -126,7 +126,7 @@ class WarmEngine:
         if self.dispatcher is None or not self.on_device:
             return
         slots = None if not self.in_hand else slots_of(plan.run_id, plan.trainable)
-        self.dispatcher.engine.place(gradients="dropped", slots=slots)  # zero, between a job's last step and the next
+        self.dispatcher.engine.place(gradients="dropped", slots=slots)  # they are zero between jobs
         self.dispatcher.engine.place("host", slots=slots)
         self.on_device = bool(self.in_hand)
 
@@ -149,19 +149,19 @@ class WarmEngine:
 
 
 def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:
-    """Whether a job may begin: alone, or with an adapter of its own beside other runs' on an equal engine."""
+    """True if a job may begin: there are no others, or all train adapters of different runs on equal engines."""
     are_alike = all(isinstance(each.trainable, Lora) and WorkerKey.of(each) == WorkerKey.of(plan) for each in others)
     is_another = plan.run_id not in {other.run_id for other in others}
     return not others or (isinstance(plan.trainable, Lora) and are_alike and is_another)
 
 
 def slots_of(run_id: str, trainable: Lora | Full) -> tuple[Slot, str]:
-    """The slots of a run: of what it trains, and of the adapter that its loss's reference may be."""
+    """Return the slots of a run: the one that it trains, and the one for the adapter that its reference may be."""
     return run_id if isinstance(trainable, Lora) else None, f"{run_id}/reference"
 
 
 def collect_garbage() -> None:
-    """Free what nothing refers to, cycles too, and give the accelerator's cached memory back."""
+    """Free unreachable objects, also in cycles, and the accelerator's cached memory."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

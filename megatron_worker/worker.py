@@ -1,4 +1,4 @@
-"""The resident worker: rank 0 watches the folder, every rank does the job that it broadcasts."""
+"""The worker's main loop: rank 0 watches the folder, and all ranks do the jobs that it broadcasts."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from shared.contract import Frozen
 from shared.jobs.job import Job, SessionPlan
 from shared.storage.paths import WorkerPaths, write_atomically
 
-POLL_S, SOON_POLL_S = 0.05, 0.005  # the latter while another job may come soon
+POLL_S, SOON_POLL_S = 0.05, 0.005  # SOON_POLL_S for SOON_S seconds, while another job is likely to come
 SOON_S = 10.0
 KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out
 
 
 class Order(Frozen):
-    """What rank 0 tells the others: begin this job, or go on with that run's. `stale`: why the job is refused."""
+    """Rank 0's order to all ranks: begin a job, go on with a run's job, wait, or end. `stale`: why a job is refused."""
 
     kind: Literal["wait", "begin", "go_on", "leave"]
     job: Job | None = None
@@ -36,7 +36,7 @@ class Order(Frozen):
 
 
 class CancelFlag:
-    """Whether the job in hand is to end now. Collective: every rank gets rank 0's answer, and a yes stays."""
+    """Tells whether a job is cancelled. Calling it is collective: every rank gets rank 0's answer; True is final."""
 
     def __init__(self, ranks: WorkerRanks, asked: Callable[[], bool]) -> None:
         self._ranks = ranks
@@ -49,16 +49,15 @@ class CancelFlag:
         return self._seen
 
     def is_asked(self) -> bool:
-        """Whether rank 0 is asked for it, on rank 0."""
+        """Return True on rank 0 if the job is cancelled; not collective."""
         return self._ranks.rank == 0 and self._asked()
 
 
 class Turns:
-    """Whose pass is next: of the tenants with a job in hand that which has had the least time, of its runs the one that
-    has waited longest.
+    """Chooses the next pass fairly: of the tenant that has had the least time, the run that has waited longest.
 
-    A tenant that comes, or comes back, counts as having had as much as the least of those that are there, if not more:
-    nobody is kept waiting until it has had what they had meanwhile, and nobody gains by going away.
+    A tenant that comes (back) counts as having had at least as much time as the tenant that had the least: so it cannot
+    take all the time to catch up, and gains nothing by going away.
     """
 
     def __init__(self) -> None:
@@ -66,11 +65,11 @@ class Turns:
         self._least_s = 0.0
 
     def had(self, tenant: str, seconds: float) -> None:
-        """Note the time of a pass."""
+        """Count the seconds of a tenant's pass."""
         self._had_by_s[tenant] = self._had_s(tenant) + seconds
 
     def next(self, waiting: Sequence[tuple[str, str]]) -> str:
-        """The run to go on with, of runs and their tenants, those first that have waited longest."""
+        """Return the run to go on with. `waiting`: pairs of run and tenant, those first that have waited longest."""
         run_id, tenant = min(waiting, key=lambda each: self._had_s(each[1]))
         self._least_s = self._had_s(tenant)
         return run_id
@@ -81,9 +80,9 @@ class Turns:
 
 @dataclass
 class InHand:
-    """A job that has begun. `random_state`: where its passes draw on, while another job's are done.
+    """A job in progress. `random_state`: its random generators' state, kept while passes of other jobs are done.
 
-    `awaited`: what its next pass waits for.
+    `awaited`: tells when its next pass can be done; None: at once.
     """
 
     job: Job
@@ -95,15 +94,15 @@ class InHand:
     random_state: RandomState = field(default_factory=random_state)
 
     def is_ready(self) -> bool:
-        """Whether its next pass has something to do, on rank 0."""
+        """Return True on rank 0 if the job's next pass can be done."""
         return self.awaited is None or self.awaited() or self.cancel.is_asked()
 
 
 class Worker:
-    """One process of the group, with its engine and what it needs for any job.
+    """One rank's process, with its engine.
 
-    Several jobs may be in hand, of runs that train adapters on one engine: passes of theirs are done in turn, and each
-    ends in the bits in which it would end alone.
+    Several jobs may be in progress, of runs that train adapters on one engine. Their passes are done in turn; the
+    results of each are equal, to the bit, to those of the job alone.
     """
 
     def __init__(self, ranks: WorkerRanks, staging: Staging, build: BuildEngine) -> None:
@@ -182,7 +181,7 @@ class Worker:
         self._in_hand[job.plan.run_id] = InHand(job, passes, report, flag, archive)
 
     def _advance(self, run_id: str) -> Outcome | None:
-        """Do one pass of a job, the last of them with the job's end; then it is the last in line for the next."""
+        """Do one pass of a job, and put it last in line. After the last pass end the job, and return its outcome."""
         task = self._in_hand.pop(run_id)
         if self._last != run_id:
             set_random_state(task.random_state)
@@ -202,7 +201,7 @@ class Worker:
 
 
 class QueueReader:
-    """Rank 0's own: the queue, and the claim of the job that began last."""
+    """Rank 0's view of the folder: the job queue, and the claim of the job that began last."""
 
     def __init__(self, paths: WorkerPaths) -> None:
         self.queue = JobQueue(paths)
@@ -210,9 +209,9 @@ class QueueReader:
         write_atomically(paths.ready, b"")
 
     def next_order(self, in_hand: Mapping[str, InHand], turns: Turns) -> Order:
-        """Begin a job that has come, or go on with the run whose turn it is; where none is ready, wait.
+        """Wait for something to do: begin a new job, or go on with the run whose turn it is.
 
-        Speaks up now and then all the same.
+        After KEEP_ALIVE_S seconds it returns an order to wait, so that the broadcast to other ranks does not time out.
         """
         began = time.monotonic()
         plans = [task.job.plan for task in in_hand.values()]

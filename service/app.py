@@ -180,7 +180,7 @@ def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callab
 
 
 class _Sweep:
-    """Sweep once Temporal, store and database answer; then start what was accepted while Temporal was away."""
+    """Sweep once, when Temporal, store and database answer; after that start runs accepted while Temporal was away."""
 
     def __init__(self, backend: Backend, rebuilds: bool) -> None:
         self._backend = backend
@@ -213,7 +213,7 @@ async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[obj
         except Exception:
             logger.exception(trouble)
         took_s = time.monotonic() - begin
-        await asyncio.sleep(max(every_s, min(took_s, _LONGEST_PAUSE_S)))  # whoever answers slowly is asked less often
+        await asyncio.sleep(max(every_s, min(took_s, _LONGEST_PAUSE_S)))  # slow work is done less often
 
 
 def main() -> None:
@@ -229,11 +229,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     hosts = arguments.allow_host
     if hosts is None and arguments.host not in LOOPBACK_NAMES:
-        hosts = ["*"]  # DNS rebinding is a danger to services that only this machine can reach
+        hosts = ["*"]  # checking Host only protects services on loopback (from DNS rebinding)
     settings = Settings()
     app = create_app(settings, hosts)
-    # Two hundred thousand objects that live as long as the process: looking through them again and again for garbage
-    # would let every request wait for a tenth of a second.
+    # Some 200,000 objects live as long as the process. Without freezing them each full garbage collection would delay
+    # requests by a tenth of a second.
     gc.collect()
     gc.freeze()
     private_folder(settings.root_path)

@@ -34,7 +34,7 @@ from shared.storage.store import ObjectStore
 
 
 class Backend:
-    """Everything of one service process. Nothing is asked of store, database or Temporal before it is used."""
+    """All parts of one service process. Store, database and Temporal are only accessed when they are used."""
 
     def __init__(self, settings: Settings, store: ObjectStore, database: Database) -> None:
         temporal = Temporal(settings)

@@ -16,7 +16,7 @@ class Forbidden(LongshoreError):
 
 
 class Busy(LongshoreError):
-    """A tenant has as much going on as it may at once. Asking again helps when some of it has ended."""
+    """A tenant does as much at once as it may. The request can be repeated when something has ended."""
 
 
 class QuotaExceeded(LongshoreError):

@@ -64,8 +64,8 @@ _AT_ONCE: dict[Pool | None, int] = {
 _SAMPLING_THREADS = 4
 # Users' questions wait for their answers, each in a thread.
 _COMPLETION_THREADS = 32
-_POLLS = 2  # that wait at Temporal for each queue: an activity more is asked for when one has begun
-# Of runs that wait, one is kept in memory (0.1 MB) so that its history is not replayed when it goes on; others are.
+_POLLS = 2  # requests that wait at Temporal for each queue; a new one is made when an activity has begun
+# Workflows kept in memory (0.1 MB each), so that their histories are not replayed when they go on.
 _CACHED_WORKFLOWS = 400
 # Workflows run in Temporal's sandbox, but on modules that they share: loading its own anew takes a run 7 ms and 67 KB.
 # What they may import is held by tests/workflows/test_imports.py instead.
@@ -73,8 +73,8 @@ _SANDBOX = SealedRunner(restrictions=SandboxRestrictions.default.with_passthroug
 _M_ARENA_MAX, _MALLOC_ARENAS = -8, 2  # the first is malloc.h's
 _CONNECT_PATIENCE_S = 60.0
 _SHUTDOWN_GRACE = timedelta(seconds=10)
-# What a control host that was killed is asked goes to another after this long, instead of Temporal's 10 s. A host that
-# lives and is slower than that only reads the run's history again.
+# Workflow tasks of a control host that was killed go to another after this long, instead of Temporal's 10 s. A living
+# host that is slower only has to read the run's history again.
 _STICKY = timedelta(seconds=3)
 # Cancellation arrives with a heartbeat, and the SDK holds heartbeats back by 80 % of their timeout if it may.
 _BEAT = timedelta(seconds=1)
@@ -218,7 +218,7 @@ def gpu_workers(
 
     @contextmanager
     def door(queue: str) -> Iterator[None]:
-        # As many as it has room for beside the first lease: those that wait, wait in a fair queue of Temporal's.
+        # At most as many as there is room for: further leases wait in Temporal's queue, which is fair to tenants.
         joining = _worker(client, queue, threads, settings.runs_per_worker - 1, [lease.join_lease])
         running = asyncio.run_coroutine_threadsafe(joining.run(), loop)
         try:
@@ -261,7 +261,7 @@ def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[
 
 @asynccontextmanager
 async def polling(*workers: Worker) -> AsyncIterator[None]:
-    """Poll by all, and stop all at once: a run whose job one of them gives up asks for a lease, for others to take."""
+    """Poll with all workers, and stop all together, so that none takes a new lease of a run that another gives up."""
     async with AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)
@@ -297,7 +297,7 @@ def _worker(
 
 
 async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command: WorkerCommand = ranks_command) -> None:
-    """Poll until `stopped`; then end what is in hand, and every worker process. `command` starts a gpu host's."""
+    """Poll until `stopped`; then end all activities and worker processes. `command` starts a gpu host's workers."""
     host = HostContext(settings)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(HostRecord(HostPaths(settings.root_path).hosts, role))
@@ -334,13 +334,13 @@ async def serve(role: Role, settings: Settings, stopped: asyncio.Event, command:
 async def _pool(stack: AsyncExitStack, settings: Settings, command: WorkerCommand) -> WorkerPool:
     """Make the pool of this host's processes, all ended when the host leaves, and idle ones before."""
     paths, ranks = HostPaths(settings.root_path), room_for_ranks(settings.max_ranks)
-    # In a thread: the sampler that a killed host left is started again at once, and its model may have to be brought.
+    # In a thread, as it may start a sampler in place of one that a killed host left, and fetch its model.
     sharing = Sharing(settings.runs_per_worker, settings.sharing_window_s)
     pool = await asyncio.to_thread(
         WorkerPool, paths, command, _environment(settings), settings.worker_idle_s, ranks, sharing
     )
     stack.callback(pool.close)
-    # A group: were the reaper to fail unseen, idle workers would keep their device for ever.
+    # A task group, so that an error of the task ends the host: without it, idle workers would keep their device.
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
     stack.callback(tasks.create_task(_end_idle_workers(pool)).cancel)
     return pool

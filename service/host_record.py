@@ -1,8 +1,8 @@
-"""Record a host's running activities in its root: after a kill, the next host there fails them at once.
+"""Records a host's running activities in its root. If it is killed, the next host there fails them at once.
 
-Temporal itself hears of a dead host by a heartbeat that does not come, and a run would wait so long. On the machine it
-is known at once, for whoever ends lets go of its locks. A host that was stopped, or whose machine is gone, is found by
-its silence as before, and so is every host whose root lies where files cannot be locked.
+Temporal notices a dead host only by a missing heartbeat, and runs would wait for that. On the same machine it is
+noticed at once, as the kernel frees the locks of a process that ends. A host that was stopped, whose machine is gone,
+or whose root is on a file system without locks, is still noticed by missing heartbeats.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from temporalio.worker import Interceptor as WorkerInterceptor
 
 from shared.errors import LeaseLost
 
-# An answer is sent after the activity's end, and may wait for a server that is away. To fail an activity whose
-# answer did arrive harms nothing: the server knows it no more.
+# An activity's result is sent after its end, and may wait for a server that is away, so its token is kept this long.
+# Failing an activity whose result has arrived does no harm: the server does not know it any more.
 _ANSWERED_S = 30.0
 _TELL_S = 10.0
-# Of a file system without locks: a network's whose lock server is away, or one that has none at all.
+# Errors of file systems that have no locks, or whose lock server is away.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 class HostRecord(ClientInterceptor, WorkerInterceptor):
     """The record of one host: `hosts/<machine>/<role>-<n>/` of its root, the first that no living host holds.
 
-    Several machines may share a root on a network's file system, whose locks may hold on each machine alone.
+    Several machines may share a root on a network file system, whose locks may only work within a machine.
 
-    Given to a client, it writes down the task token of every activity that workers of this client have in hand.
-    `queue` is that of this host alone, and the one of the host before it: jobs that wait there for workers that are
-    gone are refused by the pool, instead of waiting for a host that never comes.
+    As an interceptor of a client, it records the task token of every activity that the client's workers execute.
+    `queue` is this host's own task queue, and was that of the host before it: so jobs that wait there for workers that
+    are gone are refused by the pool, instead of waiting for ever.
     """
 
     def __init__(self, hosts: Path, role: str) -> None:
@@ -56,7 +56,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
             self._in_hand.mkdir(exist_ok=True)
             self._left = list(self._in_hand.iterdir())
             own_id = _own_id(folder / "id")
-        # With this machine's name: a root that was copied is another host's.
+        # With this machine's name, since a root may be copied to another machine.
         self.queue = f"host-{machine}-{own_id}"
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class HostRecord(ClientInterceptor, WorkerInterceptor):
 
 
 class _Noting(ActivityInboundInterceptor):
-    """Records an activity's task token while it runs, and somewhat longer."""
+    """Records an activity's task token while it runs, and for _ANSWERED_S seconds longer."""
 
     def __init__(self, next: ActivityInboundInterceptor, folder: Path) -> None:
         super().__init__(next)
@@ -90,7 +90,7 @@ class _Noting(ActivityInboundInterceptor):
 
     async def execute_activity(self, input: ExecuteActivityInput) -> Any:
         noted = self._folder / uuid.uuid4().hex
-        with suppress(OSError):  # a full disk: its silence will tell
+        with suppress(OSError):  # a full disk: then a missing heartbeat has to do
             noted.write_bytes(activity.info().task_token)
         try:
             return await super().execute_activity(input)
@@ -103,7 +103,7 @@ async def _fail(client: Client, token: bytes) -> None:
         async with asyncio.timeout(_TELL_S):
             await client.get_async_activity_handle(task_token=token).fail(LeaseLost("its host was killed"))
         _log.warning("failed an activity of a host that was killed")
-    except (RPCError, TimeoutError) as error:  # most had been answered, and are not known any more
+    except (RPCError, TimeoutError) as error:  # usually it had been answered, and is not known any more
         _log.info("an activity of a host that was killed: %s", error)
 
 

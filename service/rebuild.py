@@ -1,4 +1,4 @@
-"""Rebuild the database from the store: tenants, keys, files and runs. The audit log and the outbox begin anew."""
+"""Rebuilds the database from the store: tenants, keys, files and runs. The store has no audit log and no outbox."""
 
 import time
 from collections import Counter
@@ -26,8 +26,8 @@ from shared.runs.status import RunStatus
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
-_AT_ONCE = 20  # in a transaction, which others may wait for: what differs is read again within
-_SETTLED_S = 60.0  # what is younger may be on its way into the store
+_AT_ONCE = 20  # rows in a transaction; few, as other writers wait for it, and records are read again within
+_SETTLED_S = 60.0  # the record of a younger row may still be on its way into the store
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Differences:
     unknown: Counter[str] = field(default_factory=Counter)
     unreadable: list[str] = field(default_factory=list)
     read: Counter[str] = field(default_factory=Counter)
-    """Records of the store, by table: not a difference."""
+    """The number of records read, by table."""
 
     @property
     def any(self) -> bool:
@@ -47,9 +47,9 @@ class Differences:
 
 
 def rebuild(store: ObjectStore, database: Database, *, only_look: bool = False) -> Differences:
-    """Make every row as its record says; of runs, those that ended: the others are the watch's (service/runs/watch.py).
+    """Make every row equal to its record. Rows of running runs are only added: `Watch` (runs/states.py) updates them.
 
-    May be done while a service works, and again and again. Webhooks get no notice of changes. Blocking.
+    May be done repeatedly, and while services work. Webhooks get no notice of changes. Blocking.
 
     Args:
         only_look: change nothing.
@@ -65,7 +65,7 @@ def rebuild(store: ObjectStore, database: Database, *, only_look: bool = False) 
 
 @dataclass(frozen=True)
 class _Record:
-    """A record of the store, by the key that a complaint names. `row` reads it, and may be asked again."""
+    """A record in the store. `key` is named in messages about it; `row` reads the record, each time anew."""
 
     key: str
     row: Callable[[], Table]
@@ -141,7 +141,7 @@ class _Rebuild:
             table, identity = type(read), inspect(type(read)).primary_key_from_instance(read)
             if not _is_due(session.get(table, identity), read):
                 continue
-            # Others write a record before its row: one that is read with the row locked is no older than the row.
+            # Others write a record before its row: so a record that is read while its row is locked is not older.
             before = session.get(table, identity, populate_existing=True, with_for_update=True)
             row = self._read(record)
             if row is not None and _is_due(before, row):
@@ -158,7 +158,7 @@ class _Rebuild:
 
 
 def _is_due(before: Table | None, row: Table) -> bool:
-    """True where a row is missing or outdated; a running run's row is the watch's."""
+    """True if a row is missing or outdated. The rows of running runs are updated by `Watch`."""
     if before is None:
         return True
     return _differ(before, row) and not (isinstance(before, RunRow) and before.state == "running")

@@ -1,11 +1,11 @@
 """Seal every payload that goes through Temporal: whoever reaches the Temporal server cannot start a run.
 
 Every payload (inputs of workflows and activities, signals, updates, results) carries an HMAC-SHA256 over its bytes, the
-id of the workflow that it belongs to, and the activity's name where it is an activity's input or result, by a key that
-the service and the hosts hold. What a stranger sends, or takes from one workflow to another, is refused: a start fails
-at once, a signal is dropped, an update rejected, an activity not run. What was used before is sealed all the same: that
-a run is not started twice with one input is the first activity's affair (activities/records/run_records.py). Payloads
-stay readable for those who may read Temporal; a codec that encrypts takes the place of this one.
+id of the workflow that it belongs to and, for an activity's input or result, the activity's name. The service and the
+hosts hold the key. Payloads without a valid seal, or from another workflow, are refused: a start fails at once, a
+signal is dropped, an update is rejected, an activity is not run. A seal does not prevent reuse: a run's first activity
+checks that its input is not used twice (activities/records/run_records.py). Payloads are not encrypted; a codec that
+encrypts could replace this one.
 """
 
 import hmac
@@ -39,7 +39,7 @@ from shared.settings import Settings
 from shared.storage.paths import private_folder
 
 UNSEALED = "Unsealed"
-"""The type of the error with which something unsealed is refused."""
+"""The error type of payloads without a valid seal."""
 
 _SEAL = "longshore-seal"
 _REFUSED = "longshore/refused"
@@ -53,7 +53,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
     """Seals payloads that are sent and checks the seals of those received."""
 
     def __init__(self, key: bytes, scope: tuple[str, ...] = ()) -> None:
-        """`scope`: what seals are good for."""
+        """`scope`: the workflow, and possibly the activity, for which seals are valid."""
         self._key = key
         self._scope = scope
 
@@ -62,7 +62,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
             case WorkflowSerializationContext():
                 return type(self)(self._key, (context.namespace, _id_of(context)))
             case ActivitySerializationContext():
-                # One that no workflow has asked for has no name where its result is read.
+                # Where the result of an activity without a workflow is read, its name is not known.
                 name = context.activity_type or "" if context.workflow_id else ""
                 return type(self)(self._key, (context.namespace, _id_of(context), name))
             case _:
@@ -72,7 +72,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
         return [_with_metadata(payload, {_SEAL: self._seal(payload)}) for payload in payloads]
 
     async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Return payloads without their seals. Reading one that is not sealed for this scope is an error."""
+        """Return payloads without their seals. One without a valid seal for this scope cannot be converted later."""
         return [self._checked(payload) for payload in payloads]
 
     def _checked(self, payload: Payload) -> Payload:
@@ -102,7 +102,7 @@ def _with_metadata(payload: Payload, more: dict[str, bytes]) -> Payload:
 
 
 class _Refusal(EncodingPayloadConverter):
-    """Converts a payload that `Sealing` has refused to an error."""
+    """Raises an error for a payload that `Sealing` has refused."""
 
     @property
     def encoding(self) -> str:
@@ -116,7 +116,7 @@ class _Refusal(EncodingPayloadConverter):
 
 
 class SealedRunner(SandboxedWorkflowRunner):
-    """Temporal's sandbox, which refuses workflows and handlers fewer inputs than they take: no input has no seal."""
+    """Temporal's sandbox. It also checks that no input of a workflow or handler is missing, and so without a seal."""
 
     def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
         instance = super().create_instance(det)
@@ -129,7 +129,7 @@ def _activate(
     definition: Any,
     activation: WorkflowActivation,
 ) -> WorkflowActivationCompletion:
-    """Activate a workflow. By itself the SDK retries for ever what has fewer inputs than it takes."""
+    """Activate a workflow, and refuse missing inputs, with which the SDK itself would retry for ever."""
     for job in activation.jobs:
         match job.WhichOneof("variant"):
             case "initialize_workflow":
@@ -162,7 +162,7 @@ def sealed_data_converter(settings: Settings) -> DataConverter:
 
 
 def seal_key(settings: Settings) -> bytes:
-    """Return the installation's key; without one in the settings that of the root, made where there is none."""
+    """Return the installation's key: from the settings, or else from a file in the root, which is made if missing."""
     if settings.seal_key is not None:
         return settings.seal_key.get_secret_value().encode()
     private_folder(settings.root_path)

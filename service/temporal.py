@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
-# A thousand runs are listed in a tenth of a second, or in half a minute while all start. A listing that is given up
-# goes on in the server: asked again and again, it would never end.
+# Listing a thousand runs takes a tenth of a second, or half a minute while all are starting. The server goes on with a
+# listing that timed out, so a short timeout with retries would only add load.
 LIST_PATIENCE = timedelta(seconds=60)
 AWAY = (
     RPCStatusCode.UNAVAILABLE,
@@ -37,8 +37,8 @@ AWAY = (
     RPCStatusCode.CANCELLED,
     RPCStatusCode.RESOURCE_EXHAUSTED,
 )
-# What the server itself says of an update that came to nothing: its workflow ended under it; or a workflow task was
-# answered without it, as one that was under way when the server was killed. The next one like it is as new.
+# The server's errors of lost updates, which can be sent again: their workflow ended first, or a workflow task was
+# completed without them, such as one that was in progress when the server was killed.
 LOST_UPDATES = ("AcceptedUpdateCompletedWorkflow", "UnprocessedUpdate")
 
 
@@ -50,7 +50,7 @@ def share_of(tenant: str) -> Priority:
 
 
 class Temporal:
-    """One client for everything that the service asks."""
+    """The service's client of Temporal, connected at first use."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -59,7 +59,7 @@ class Temporal:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        """The client. Inside the block, calls that get no answer raise TemporalUnavailable."""
+        """Yield the client. In the block, calls without an answer raise TemporalUnavailable."""
         if self._client is None:
             self._client = await self._connect()
         try:
@@ -193,8 +193,8 @@ async def query(handle: WorkflowHandle[Any, Any], name: str, *arguments: Any, re
     """Query a workflow.
 
     Raises:
-        TemporalUnavailable: no host answers, or not well: its workflow task fails, as while hosts are replaced, or its
-            code is newer than the workflow's history.
+        TemporalUnavailable: no host answers, or its workflow task fails: hosts are being replaced, or its code is newer
+            than the workflow's history.
     """
     try:
         found: T = await handle.query(name, args=arguments, result_type=result_type, rpc_timeout=QUERY_PATIENCE)
@@ -209,7 +209,7 @@ async def query(handle: WorkflowHandle[Any, Any], name: str, *arguments: Any, re
 
 @contextmanager
 def unless_unknown() -> Iterator[None]:
-    """Leave the block quietly where Temporal does not know the workflow or schedule that is asked."""
+    """Leave the block without an error if Temporal does not know the workflow or schedule."""
     try:
         yield
     except RPCError as error:
@@ -218,9 +218,9 @@ def unless_unknown() -> Iterator[None]:
 
 
 async def memo_of(execution: WorkflowExecution, name: str, kind: type[T]) -> T | None:
-    """Return a value of a workflow's memo; None where there is none, or none that this installation has sealed.
+    """Return a value of a workflow's memo; None if there is none with a seal of this installation.
 
-    Whoever reaches the server can start a workflow of any type with any memo, and lists show it.
+    Without that check, anybody who reaches the server could start a workflow with a false memo, which lists show.
     """
     try:
         value: T | None = await execution.memo_value(name, None, type_hint=kind)

@@ -4,28 +4,28 @@ import ipaddress
 import socket
 
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-"""All that is routed (RFC 4291, 2.4). Whatever else IPv6 has or had is local: site-local, IPv4-compatible, SIIT, ..."""
+"""The only IPv6 range that is routed on the internet (RFC 4291, 2.4). All other IPv6 addresses count as local."""
 _MAPPED = ipaddress.ip_network("::ffff:0:0/96")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _ISATAP = (0x00005EFE, 0x02005EFE)
-"""The upper half of an interface id that ends in an IPv4 address (RFC 5214, 6.1)."""
+"""Upper 32 bits of an ISATAP interface id; the lower 32 are an IPv4 address (RFC 5214, 6.1)."""
 
 
 def is_public(address: str) -> bool:
-    """Return True for an IP address on the public internet that carries no IPv4 address which is not."""
+    """Return True if an IP address is on the public internet, and so is every IPv4 address embedded in it."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return ip.is_global and not ip.is_multicast
     carried = _carried(ip)
     if ip in _MAPPED or ip in _NAT64:
         return all(map(is_public, carried))
-    # Transition prefixes are not global by themselves: what they carry decides.
+    # The ranges of 6to4 and Teredo are not global to `ipaddress`: the IPv4 addresses embedded in them decide.
     is_global = ip.is_global or ip.sixtofour is not None or ip.teredo is not None
     return ip in _GLOBAL_UNICAST and is_global and all(map(is_public, carried))
 
 
 def _carried(ip: ipaddress.IPv6Address) -> list[str]:
-    """The IPv4 addresses in an IPv6 one to which a gateway, a tunnel or this machine's own stack would send."""
+    """Return the IPv4 addresses embedded in an IPv6 address, to which a gateway or tunnel would send its packets."""
     found = [ip.sixtofour, *(ip.teredo or ())]
     last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     if ip in _MAPPED or ip in _NAT64 or (int(ip) >> 32) & 0xFFFFFFFF in _ISATAP:
@@ -34,9 +34,9 @@ def _carried(ip: ipaddress.IPv6Address) -> list[str]:
 
 
 def is_plainly_private(host: str) -> bool:
-    """Return True for localhost and for private addresses as written, in any spelling that connecting would take.
+    """Return True for localhost and for private IP addresses, in any notation that the operating system accepts.
 
-    No name is looked up: what one resolves to counts when it is connected to, and not before.
+    Host names are not resolved here: the addresses behind them are checked when a connection is made.
     """
     if host.lower().rstrip(".").rpartition(".")[2] == "localhost":
         return True

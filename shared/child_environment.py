@@ -1,6 +1,6 @@
-"""Environment variables that are passed on to processes that we start: one allow-list for each kind of process.
+"""Environment variables that are passed on to child processes: one allow-list for each kind of process.
 
-Nothing else is passed on: a secret reaches the processes that use it, and no other.
+Variables that are not listed are removed, so that a secret reaches only the processes that use it.
 """
 
 import os
@@ -19,7 +19,7 @@ STACK_MARK = "LONGSHORE_DEV_ROOT"
 
 _PREFIX = "LONGSHORE_"
 
-# Names, or with a star what they begin with.
+# Names of variables; a name that ends with a star stands for all with that prefix.
 _SYSTEM = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "PYTHON*", "VIRTUAL_ENV"),
@@ -52,14 +52,14 @@ _SET: dict[Kind, Mapping[str, str]] = {
         "LANG": "C.UTF-8",
         "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
         "OMP_NUM_THREADS": "1",
-        "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve more than they use, which counts
+        "ARROW_DEFAULT_MEMORY_POOL": "system",  # the other pools count memory that they only reserve
         "MALLOC_ARENA_MAX": "2",
     },
     "template": {"LANG": "C.UTF-8"},
 }
 
 _SERVICES: tuple[Kind, ...] = ("web", "control", "gpu", "sampler")
-"""These read our settings, LONGSHORE_*; the others get what they need from the process that starts them."""
+"""Kinds that read the settings `LONGSHORE_*`; the others get what they need from the process that starts them."""
 
 SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
     "api_key": (),  # the service needs only its hash
@@ -86,7 +86,10 @@ def _is_allowed(kind: Kind, name: str) -> bool:
 
 
 def _is_setting_of(kind: Kind, name: str) -> bool:
-    """`LONGSHORE_S3__REGION` is of the setting `s3`. Settings are read without regard to case."""
+    """Return True if a variable is a setting that this kind of process may see, such as `LONGSHORE_S3__REGION` of `s3`.
+
+    Settings are read without regard to case.
+    """
     if not name.upper().startswith(_PREFIX):
         return False
     setting = name[len(_PREFIX) :].lower()

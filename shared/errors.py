@@ -2,7 +2,7 @@
 
 import re
 
-# Below a tenant's folder of the store (storage/paths.py): behind an upload's hash is the name that its user gave.
+# The part of a place that is hidden from users: a tenant's folder in the store and, of an upload, also its hash.
 _OF_TENANT = re.compile(r"/tenants/[a-z0-9-]+/(?:uploads/[0-9a-f]{64}/)?")
 
 
@@ -56,8 +56,8 @@ class WorkerLost(LongshoreError):
 
 
 class LeaseLost(WorkerLost):
-    """The lease of a worker ended, and not by what its process did: its host was killed, or it serves another lease."""
+    """A worker's lease ended for a reason outside its process: its host was killed, or it serves another lease."""
 
 
 class HostLeft(LeaseLost):
-    """The host that held the lease shuts down: nothing was lost that ought to have stayed."""
+    """The host that held the lease is shutting down in good order. This does not count as a loss of the worker."""

@@ -11,16 +11,16 @@ NO_NUL = r"^[^\x00]*$"
 
 
 def pattern(expression: str, words: str, **rules: Any) -> Any:
-    """A field's pattern, as `Field(pattern=…)`, which `rule_in_words` knows to say. `rules`: others of `Field`."""
+    """Return `Field(pattern=expression, **rules)`, and register `words` as what errors say of the pattern."""
     _WORDS[expression] = words
     return Field(pattern=expression, **rules)
 
 
 def only(*allowed: object, words: str) -> BeforeValidator:
-    """Refuse every value but these and None, in words, before a type or a bound is looked at.
+    """Return a validator that refuses, with the message `words`, every value but None and those in `allowed`.
 
-    For a field that clients send and that may only have the value that changes nothing: pydantic would say of
-    `ge=0, le=0` that 1 should be less than or equal to 0.
+    For fields that clients send though they have no effect here. It runs before pydantic checks types and bounds,
+    whose message would be unhelpful (of `ge=0, le=0`: "Input should be less than or equal to 0").
     """
 
     def check(value: object) -> object:
@@ -42,12 +42,15 @@ def first_error(error: ValidationError, tags: Container[object] = ()) -> tuple[s
 
 
 def first_rule(error: ValidationError, tags: Container[object] = ()) -> str:
-    """`field: rule` of pydantic's first error, or the rule alone where it is of no field. Arguments: `first_error`."""
+    """Return pydantic's first error as `field: rule`, or as the rule alone if it is not about one field.
+
+    The arguments are those of `first_error`.
+    """
     return ": ".join(part for part in first_error(error, tags) if part)
 
 
 def refused_value(error: ValidationError) -> str:
-    """`field = value cannot be used: rule` of pydantic's first error, for files whose field its user did not write."""
+    """Return pydantic's first error as `field = value cannot be used: rule`, for files that the user did not write."""
     field, rule = first_error(error)
     first = error.errors(include_url=False)[0]
     given = "" if first["type"] == "missing" else f" = {first['input']!r:.80}"

@@ -1,7 +1,7 @@
-"""Queries of users' http(s) URIs, where presigned signatures and tokens are: kept in one record, named elsewhere.
+"""Keeps the query strings of users' http(s) URIs secret, since presigned signatures and tokens are in them.
 
-What a run's record, Temporal, the database, schedules and W&B hold is `https://host/path?longshore-query=ID`. Whoever
-fetches the file reads the query from the store: nobody else does.
+A query is stored in one record. Run records, Temporal, the database, schedules and W&B only hold
+`https://host/path?longshore-query=ID`. The activity that downloads the file reads the query from the store.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def _cut(store: ObjectStore, value: Any, name: str) -> Any:
 
 
 def _named(store: ObjectStore, uri: str, place: str) -> str:
-    """Name a query by the hash of the whole URI: equal URIs share a record, and nobody else can name it."""
+    """Store a URI's query and put an id in its place: a hash of the whole URI, which only who knows it can name."""
     if "?" not in uri:
         return uri
     try:

@@ -18,7 +18,7 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 NOT_STARTED = "NotStartedByTheService"
-"""The type of the error with which a start is refused that was used before."""
+"""The error type of a workflow that must not run: the service did not ask for it, or its start id was used before."""
 
 
 async def do(
@@ -40,18 +40,18 @@ async def do(
 
 
 async def record(activity: Callable[[Any, Request], Any], request: Request) -> None:
-    """Put something on record in the store: small, and tried for as long as a store may be away."""
+    """Execute an activity that writes a small record into the store, with retries for about an hour."""
     await do(activity, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
 
 
 async def begin(start: Start) -> RunStatus | None:
-    """Begin a run, before anything else of it: a run that goes on loses the result that it had.
+    """Begin a run: check and use up its start id, and move away the result of a run that is resumed.
 
     Returns:
         The status with which a resumed run had ended, if it had.
 
     Raises:
-        ApplicationError: the service has not asked for this; somebody has used its start again.
+        ApplicationError: the service did not ask for this: the start id was used before, or the run ended otherwise.
     """
     request = BeginRequest(
         run_id=start.run_id,

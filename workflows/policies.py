@@ -12,9 +12,9 @@ from shared.runs.start import RunTiming
 
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
-# Kinds of a job's `failed` event for which another worker would fare no better.
+# Kinds of a job's `failed` event after which another worker would fail in the same way.
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
-# Kinds that end a train step of an RL run and not the run: the next groups may do better.
+# Kinds that fail one train step of an RL run but not the run: other groups may be trainable.
 STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 
 RETRY = RetryPolicy(
@@ -26,17 +26,17 @@ RETRY = RetryPolicy(
 )
 ONCE = RetryPolicy(maximum_attempts=1)
 
-# Data activities may take hours for a terabyte. All on a control host beat once a second while they work: after so long
-# without a beat their host was killed, and what it had in hand is done again.
+# Data activities may take hours for a terabyte. While they work they send a heartbeat each second. After DATA_HEARTBEAT
+# without one their host is considered dead, and the activity is retried.
 DATA_TIMEOUT = timedelta(hours=24)
 DATA_HEARTBEAT = timedelta(seconds=30)
-# What was trained, and its metrics for W&B, are not given up because a store is away for an hour.
+# For the results of training and their metrics for W&B: retried for an hour while the store is away.
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
 # Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
 PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
-# A result that is not on record is a run that is lost: a full disk is waited for too.
+# For records in the store. Without its result a run is lost, so even a full disk is retried.
 RECORD_RETRY = RetryPolicy(
     maximum_interval=timedelta(minutes=1),
     maximum_attempts=60,
@@ -48,9 +48,9 @@ RECORD_TIMEOUT = timedelta(minutes=2)
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
 PREVIEW_TIMEOUT = timedelta(minutes=5)
-# As long as OpenAI's clients wait for an answer.
+# OpenAI's clients wait this long for an answer.
 COMPLETION_TIMEOUT = timedelta(minutes=10)
-# A receiver that is away is tried for 28 hours; an attempt ends with the first line of its answer.
+# A webhook's receiver that does not answer is tried for 28 hours.
 WEBHOOK_PATIENCE = timedelta(hours=28)
 WEBHOOK_TIMEOUT = timedelta(minutes=2)
 

@@ -23,16 +23,16 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training.train_step import after, train_and_publish, unchanged
     from workflows.training.training import StepEta
 
-# A client's step leaves some 40 events in a history that should stay under 10,000; one of the run's own some 80.
+# A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
-# Runs take their sampler before their worker. One that has lost its sampler and keeps an idle worker while it waits for
-# another one would wait for ever, if who has that sampler waits for the worker.
+# Runs lease a sampler before a worker. A run that lost its sampler and waits for another one gives up its idle worker:
+# otherwise it would deadlock with a run that holds that sampler and waits for the worker.
 _SAMPLER_FIRST = "a run that waits for a sampler holds no idle worker"
 
 
 @workflow.defn
 class RLWorkflow(RunHandlers):
-    """One run. Its policy is what the last done step left; a step that fails leaves it as it was."""
+    """One RL run. A train step that succeeds makes the policy's next version; one that fails does not change it."""
 
     @workflow.init
     def __init__(self, start: RLStart) -> None:
@@ -42,8 +42,8 @@ class RLWorkflow(RunHandlers):
         self._steps = Steps(before)
         self._sampling = Sampling(start, self._yield_worker)
         self._source: RolloutSource | None = None
-        self._eta = StepEta()  # of train steps, with the rollouts between them
-        self._wanted_epoch: int | None = None  # of the lease that another run waits for
+        self._eta = StepEta()  # of whole train steps: sampling, grading and training
+        self._wanted_epoch: int | None = None  # the lease whose worker another run waits for
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
         self._run.training.must_yield = lambda: self._sampling.is_awaited and workflow.patched(_SAMPLER_FIRST)
@@ -131,7 +131,7 @@ class RLWorkflow(RunHandlers):
         return True
 
     async def _train(self, step: StepStatus) -> StepStatus:
-        """Train a step and publish its adapter; put it on record in the store, whatever became of it."""
+        """Train a step and publish its adapter. Its outcome, also a failure, is recorded in the store."""
         assert self._state is not None
         source, step = self._source, step.model_copy(update={"state": "running"})
         self._steps.keep(step)
@@ -158,13 +158,13 @@ class RLWorkflow(RunHandlers):
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()
 
     async def _leave(self) -> None:
-        """Give back what the run holds, and leave what is under way."""
+        """Give back the worker and the sampler, and cancel rollouts that are under way."""
         self._run.training.release()
         if self._source is not None:
             await self._source.stop()
 
     async def _move_on(self) -> NoReturn:
-        """Continue as a new execution with an empty history. Clients that wait get a status, and ask again there."""
+        """Continue as a new execution with an empty history. Waiting clients get a status, and have to ask again."""
         await self._leave()
         self._steps.is_moving_on = True
         await workflow.wait_condition(workflow.all_handlers_finished)
@@ -184,12 +184,11 @@ class RLWorkflow(RunHandlers):
 
     @workflow.update
     async def train_step(self, request: StepRequest) -> StepStatus:
-        """Take a step in; the same key is the same step. Answers at once, or when it has ended if `wait`.
+        """Accept a train step, unless one with its key is known. Answers at once or, with `wait`, when it has ended.
 
-        A waiting client may get an unfinished step all the same, when the run moves on to a new execution: it asks
-        again.
+        If the run moves on to a new execution, even a waiting client gets an unfinished step, and has to ask again.
         """
-        if self._start.resumed:  # the store knows how many steps there were
+        if self._start.resumed:  # the number of steps is read from the store first
             await workflow.wait_condition(lambda: self._state is not None or self._has_ended())
             self._check_step(request)
         return await self._steps.answer(request, self._has_ended)
@@ -200,13 +199,13 @@ class RLWorkflow(RunHandlers):
 
     @workflow.update
     async def finish(self) -> RunStatus:
-        """Take no more steps, and end well after those that wait."""
+        """Accept no more steps; the run succeeds after those that wait."""
         self._steps.is_finishing = True
         return self._current()
 
     @workflow.query
     def step(self, number: int) -> StepStatus | None:
-        """Return a step's status; None for one that is not there, or that only the store remembers."""
+        """Return a step's status; None if there is no such step, or only the store still has its record."""
         return self._steps.get(number, self._has_ended())
 
     @workflow.signal

@@ -1,4 +1,4 @@
-"""A session: the commands of a client, in the order of their numbers, on workers that are leased while some come."""
+"""The workflow of a session: a client's commands are done in the order of their numbers, on leased workers."""
 
 import asyncio
 from datetime import timedelta
@@ -30,19 +30,20 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training.job_plan import ONLY_JOB
     from workflows.training.run import ActiveRun, RunHandlers, changed
 
-# A call of which nobody hears whether it came to anything, while its session's job goes on.
+# For `apply_commands`: repeating it while the session's job goes on does no command twice.
 _APPLY_RETRY = RetryPolicy(
     maximum_interval=timedelta(seconds=5), maximum_attempts=5, non_retryable_error_types=policies.FINAL_ERRORS
 )
 _LOSS_IS_KNOWN_S = 30.0
 _IDLE_CALL_S = 5.0  # after so long without a command a session with a worker is idle, and gives way to others
-_MOST_AT_ONCE = 2000  # commands of one call: this history must come to an end
+_MOST_AT_ONCE = 2000  # commands of one call: the workflow may continue as a new execution only between calls
 
 
 @workflow.defn
 class SessionWorkflow(RunHandlers):
-    """One session. Its commands are in the store, where the host of its worker looks for them; this workflow sees to it
-    that there is a worker while commands come, and that what waits for a command that never comes is dropped.
+    """One session. The service puts commands into the store, and the host of the session's worker reads them there.
+
+    This workflow leases a worker while commands come, and drops commands that wait for one that never arrives.
     """
 
     @workflow.init
@@ -76,7 +77,7 @@ class SessionWorkflow(RunHandlers):
         await control.record(CommandRecords.drop_commands, FindCommandsRequest(run_id=self._start.run_id))
 
     async def _serve(self) -> bool:
-        """Have commands done until the session is closed. False when this execution's history is long enough."""
+        """Have commands done until the session is closed. Returns False if this execution's history is long enough."""
         if self._state is None:
             self._state = await self._prepare()
         while not self._is_long():
@@ -101,7 +102,10 @@ class SessionWorkflow(RunHandlers):
         return SessionState(model=resolved.model, shape=resolved.shape, adapter=adapter, status=self._run.status)
 
     async def _wait_for_command(self) -> None:
-        """Wait until the next command is there, or the session is closed; no longer for one that others wait behind."""
+        """Wait until the next command has arrived or the session is closed.
+
+        If later commands have arrived already, the wait is at most `gap_s` seconds; then they are dropped.
+        """
         gap_left_s = self._gap_left_s()
         timeout = None if gap_left_s is None else timedelta(seconds=gap_left_s)
         had_gap = gap_left_s is not None
@@ -116,7 +120,7 @@ class SessionWorkflow(RunHandlers):
         return self._next in self._waiting
 
     def _gap_left_s(self) -> float | None:
-        """Seconds that commands still wait for those before them; None where none waits for another."""
+        """Return for how many seconds later commands still wait for a missing one; None if none is missing."""
         if self._is_ready() or not self._waiting:
             self._gap_since = None
             return None
@@ -183,7 +187,7 @@ class SessionWorkflow(RunHandlers):
         )
 
     async def _feed(self) -> None:
-        """Have the worker do commands as they come, and another one the same after a loss. Ends when none come.
+        """Have the worker, or after a loss the next one, do commands as they come. Returns when none come any more.
 
         Raises:
             RunFailed: a command cannot be had.
@@ -201,7 +205,7 @@ class SessionWorkflow(RunHandlers):
                 if is_final(error):
                     raise RunFailed(problem_of(error)) from error
                 lost_epoch = grant.fence.epoch
-                try:  # the session's job finds out as well
+                try:  # wait for the session's job to notice the loss, and lease anew
                     is_known = partial(self._is_leased_after, lost_epoch)
                     await workflow.wait_condition(is_known, timeout=timedelta(seconds=_LOSS_IS_KNOWN_S))
                 except TimeoutError:
@@ -239,14 +243,14 @@ class SessionWorkflow(RunHandlers):
         self._waiting = {each for each in self._waiting if each >= self._next}
 
     async def _apply(self, grant: LeaseGrant) -> Applied:
-        """Have commands done until none come, or one asks for a publication. Raises ActivityError."""
+        """Have commands done until none come, or one asks to publish its state. Raises ActivityError."""
         request = ApplyRequest(
             run_id=self._start.run_id,
             job_id=ONLY_JOB,
             fence=grant.fence,
             worker_id=grant.worker_id,
             next=self._next,
-            most=1 if self._is_idle else _MOST_AT_ONCE,  # then it is idle no longer
+            most=1 if self._is_idle else _MOST_AT_ONCE,  # return after one, to show that it is no longer idle
             idle_s=min(self._start.run.idle_s, self._start.run.gap_s, _IDLE_CALL_S),
         )
         timing = self._start.timing
@@ -261,7 +265,7 @@ class SessionWorkflow(RunHandlers):
         )
 
     async def _publish(self, number: int, checkpoint: CheckpointRef) -> None:
-        """Publish the state that a command saved, and put its result on record."""
+        """Publish the state that a command saved, and record the command's result."""
         assert self._state is not None
         published = await models.publish(
             self._start, self._state.model, checkpoint, None, self._training.metrics, number
@@ -298,11 +302,11 @@ class SessionWorkflow(RunHandlers):
         )
         workflow.continue_as_new(self._start.model_copy(update={"state": state, "resumed": False}))
 
-    # What others say and ask.
+    # Updates and signals.
 
     @workflow.update
     async def command(self, sent: Sent) -> None:
-        """Hear of a command that is in the store. The same one twice is the same command."""
+        """Note that a command has been put into the store. Repeating this has no effect."""
         await workflow.wait_condition(lambda: self._state is not None or self._has_ended())
         self._check_command(sent)
         if sent.number >= self._next:
@@ -317,7 +321,7 @@ class SessionWorkflow(RunHandlers):
 
     @workflow.update
     async def finish(self) -> RunStatus:
-        """Take no more commands, and end well after those that wait."""
+        """Accept no more commands; the session succeeds after those that wait."""
         self._is_closing = True
         return self._current()
 

@@ -73,7 +73,7 @@ class SFTWorkflow(RunHandlers):
         )
 
     async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
-        """Find the model that a preference run stays near: by default the model as the run begins with it."""
+        """Return the reference model of a preference run: by default the model that the run starts from."""
         run = self._start.run
         if not isinstance(run, DPORun) or run.reference is None:
             return initial or "base"
@@ -82,7 +82,7 @@ class SFTWorkflow(RunHandlers):
     async def _prepare(
         self, split: Literal["train", "eval"], source: DatasetSource, model: Artifact
     ) -> tuple[Tokenized, Packed]:
-        """Download, tokenize, pack. Evaluation takes all its examples once, in their order, as one step."""
+        """Download, tokenize and pack a dataset. Held-out data is packed as one step of all examples in order."""
         run = self._start.run
         self._run.show(phase="downloading")
         request = DownloadRequest(run_id=self._start.run_id, tenant=self._start.tenant, split=split, source=source)
@@ -119,7 +119,7 @@ class SFTWorkflow(RunHandlers):
 
     def _current(self) -> RunStatus:
         status, training, known = self._run.with_jobs(), self._run.training, self._run.status
-        metrics = known.metrics | training.metrics  # an earlier execution's evaluation counts until the next
+        metrics = known.metrics | training.metrics  # a resumed run shows its last evaluation until the next one
         is_open = known.state == "running"
         return changed(
             status,

@@ -1,15 +1,14 @@
-"""Our own functions on strangers' data, each call in a child of its own, under limits: what breaks is the child.
+"""Calls Longshore's own functions on untrusted data, each in a child process under limits of memory and time.
 
-    host ──a socket a call──► fork server (imports done, one thread) ──fork──► child: the call, then its end
+    host ──a socket a call──► fork server (imports done, one thread) ──fork──► child: one call, then it ends
 
-A tokenizer, a Parquet reader or a JSON parser that is fed what a stranger made may take any amount of memory, loop, or
-abort its process. Whatever happens to the child by its own doing is its input's error: InvalidInput, and final. A child
-that somebody killed says nothing of its input, and the call may be tried again. So may one that the kernel ended for
-want of memory, which ends such children first, unless this child took much of it itself.
+On untrusted data a tokenizer, a Parquet reader or a JSON parser may take any amount of memory, loop, or abort its
+process. If the child breaks by itself, its input is at fault: InvalidInput, which is final. If somebody killed it, the
+call may be retried. The same holds if the kernel killed it for lack of memory, unless it had taken much of it itself.
 
-Requests, signs and results are JSON, which pydantic reads (no pickle). Of the environment the child has what
-reaches the store (AWS_*): it runs our own code, and what runs a stranger's has a sandbox and none of this. The child
-dies with the fork server, which dies with its host, and is what the kernel ends first when memory runs out.
+Requests, signs of life and results are JSON, which pydantic reads (no pickle). The child's environment includes the
+store's credentials (AWS_*), since it runs only Longshore's code; untrusted code runs in a sandbox without them. The
+child dies with the fork server, which dies with its host. When memory runs out, the kernel kills such children first.
 """
 
 import errno
@@ -42,11 +41,11 @@ AnswerT = TypeVar("AnswerT")
 Arguments = TypeVarTuple("Arguments")
 
 _MAX_FRAME_BYTES = 256 << 20
-_SLICE_S = 0.5  # a cancellation reaches a thread between two waits
+_SLICE_S = 0.5  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
-_MUCH = 0.5  # of the memory that a child may take: from there on its own input is why the host has none left
-_GRADING = 4  # times as many as others: they take little, and judges that are slow must not keep everybody waiting
+_MUCH = 0.5  # share of its memory limit from which on a child itself is to blame that the host has run out
+_GRADING = 4  # times as many places as for others: graders take little memory, and wait for slow judges
 
 Kind = Literal["short", "dataset", "grading"]
 
@@ -57,7 +56,7 @@ def call(
     *arguments: *Arguments,
     kind: Kind = "short",
 ) -> AnswerT:
-    """The result of a module's own function, called in a child, when there is a place for one more.
+    """Call a module-level function in a child process, as soon as there is a place for one more, and return its result.
 
     Args:
         function: its parameters and its result are annotated with types that JSON can carry.
@@ -110,7 +109,7 @@ def _frames(
 
 
 class _Places:
-    """A bound on this process's children, which share the machine's memory. A caller that waits holds no child."""
+    """Bounds the number of this process's children, as they share the machine's memory. Further calls wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -143,7 +142,7 @@ class _Places:
 
 @cache
 def _room(memory_bytes: int) -> int:
-    """The memory of this machine, or of the container that we are in, divided by `memory_bytes`; 2 at least."""
+    """Return how many children fit into the memory of this machine or container, at least 2."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such container, or "max"
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -151,7 +150,7 @@ def _room(memory_bytes: int) -> int:
 
 
 class _Child:
-    """One call's child, seen from its host. `place`: where in the input it last said that it was."""
+    """The host's side of one call's child. `_place`: the place in the input that the child reported last."""
 
     def __init__(self, data: socket.socket, status: int, settings: ConfinedSettings) -> None:
         self._data = data
@@ -160,16 +159,16 @@ class _Child:
         self._place: str | None = None
 
     def close(self) -> None:
-        """The fork server ends the child when nobody listens any more."""
+        """Close the connection; the fork server then ends the child."""
         self._data.close()
         os.close(self._status)
 
     def send(self, frame: bytes) -> None:
-        with suppress(BrokenPipeError):  # how it ended is told below
+        with suppress(BrokenPipeError):  # `_ended` raises the reason
             write_frame(self._data.fileno(), frame)
 
     def results(self) -> Iterator[bytearray]:
-        """The frames of results, until the last one. Raises what the child raised, or what became of it."""
+        """Yield the frames of results. Raises what the child raised, or an error that says how it ended."""
         while True:
             frame = self._receive()
             kind = frame.pop(0)
@@ -250,7 +249,7 @@ class _ForkServer:
             self._started()
 
     def fork(self) -> tuple[socket.socket, int]:
-        """A new child's socket, and where the fork server tells how it ended."""
+        """Fork a child. Returns its socket, and the pipe on which the fork server reports how it ended."""
         ours, childs = socket.socketpair()
         told, tells = os.pipe()
         try:

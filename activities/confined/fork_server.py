@@ -1,9 +1,9 @@
-"""The other side of calls.py: a server that has everything imported, and forks a child for each call.
+"""The fork server of calls.py: a process with everything imported, which forks a child for each call.
 
-It has one thread and reads nothing of a stranger's. Standard input is its host's socket: two descriptors a call, one
-end of the call's own socket and a pipe that tells how the child ended. That its host has gone it hears from that
-socket too (a signal of the parent's death would come with the end of the thread that started it), and its children go
-with it.
+It has one thread and reads no untrusted data. Its standard input is a socket of its host, which sends two descriptors a
+call: an end of the call's own socket, and a pipe on which the server reports how the child ended. When that socket
+closes, the host has gone, and the server and its children end. (The kernel's parent-death signal would not do: it comes
+when the thread that started the process ends.)
 """
 
 import gc
@@ -27,7 +27,7 @@ from activities.isolation.frames import read_frame, write_frame
 from activities.isolation.namespaces import die_with_parent
 from shared.settings import ConfinedSettings
 
-# What calls need, imported once. Whatever is missing here is imported in the child, each time.
+# Modules that calls need, imported once; others would be imported in every child.
 _PRELOADED = (
     "numpy",
     "tokenizers",
@@ -45,7 +45,7 @@ _CHANNEL = 3
 
 
 def types_of(function: Callable[..., Any]) -> tuple[Any, Any]:
-    """The types of a function's arguments, as a tuple's, and of its result, or of what it yields."""
+    """Return the types of a function's arguments, as a tuple type, and of its result or of the items that it yields."""
     hints = get_type_hints(function)
     answer = hints.pop("return")
     return types.GenericAlias(tuple, tuple(hints.values())), get_args(answer)[0] if get_origin(answer) in (
@@ -58,9 +58,9 @@ _sign: Callable[[str | None], None] | None = None
 
 
 def sign(place: str | None = None) -> None:
-    """Say that work goes on, and where in the input where that is another place: the limits of time begin anew.
+    """Report that a confined call goes on, which restarts its time limits; `place`: the place in the input by now.
 
-    Nothing happens outside such a child.
+    Does nothing outside a child of the fork server.
     """
     if _sign is not None:
         _sign(place)
@@ -71,7 +71,10 @@ def sign(place: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Running:
-    """`status`: where its end is told, and whose other end the host closes to end it. `kills`: as _oom_kills."""
+    """A child that runs. `status`: the pipe on which its end is reported; the host closes it to have the child ended.
+
+    `kills`: the count of `_oom_kills` when the child was started.
+    """
 
     status: int
     kills: int
@@ -104,7 +107,7 @@ def _serve() -> None:
                     os._exit(0)
                 data, status = given
                 running[_fork(data)] = _Running(status, _oom_kills())
-                watched.register(status, 0)  # an error is always told: nobody reads the other end
+                watched.register(status, 0)  # poll always reports errors: the host has closed its end
             elif descriptor == wakes:
                 with suppress(BlockingIOError):
                     os.read(wakes, 4096)
@@ -185,14 +188,14 @@ def _limit(limits: ConfinedSettings) -> None:
         hard = resource.getrlimit(kind)[1]
         bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(kind, (bound, bound))
-    with suppress(OSError):  # where there is no such thing
+    with suppress(OSError):  # on systems without it
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _work(module: str, name: str, question: bytes, limits: ConfinedSettings) -> None:
     global _sign
-    reserve: list[bytes] = [bytes(1 << 20)]  # given back when memory has run out, so that this can be told
-    turn = threading.Lock()  # threads of the call's own may say where they are
+    reserve: list[bytes] = [bytes(1 << 20)]  # freed when memory has run out, so that the error can be reported
+    turn = threading.Lock()  # the called function may call `sign` from several threads
 
     def tell(place: str | None) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -233,7 +236,7 @@ def _results(module: str, name: str, question: bytes) -> Iterator[bytes]:
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """An exception, for confined._raise to raise again."""
+    """Describe an exception as JSON, from which `_raise` in calls.py makes it again."""
     from shared.errors import InvalidInput, LongshoreError
 
     match error:
@@ -243,13 +246,13 @@ def _told(error: BaseException) -> dict[str, Any]:
             return {"error": type(error).__name__, "message": str(error)}
         case OSError(errno=int(number)):
             return {"errno": number, "strerror": error.strerror, "filename": str(error.filename or "")}
-    if type(error).__name__ == "PanicException":  # of libraries in Rust, and no Exception of Python's
+    if type(error).__name__ == "PanicException":  # a panic of a library in Rust, which is not an Exception
         return {"panic": str(error)}
     return {"bug": "".join(traceback.format_exception(error))[-8000:]}
 
 
 if __name__ == "__main__":
-    # As the module that others import, so that `sign` speaks for the child that it is called in.
+    # Run from the imported module and not from `__main__`, so that `_sign` is set where others import `sign` from.
     from activities.confined import fork_server
 
     fork_server._serve()

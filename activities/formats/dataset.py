@@ -77,7 +77,7 @@ def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
 
 
 def _spec_of(source: DatasetSource) -> FormatSpec:
-    """The format that a source names, or (auto) prompts and completions in the fields that it names."""
+    """Return the format that a source names; else that of prompts and completions in the fields that it names."""
     named = prompt_completion(source.prompt_field or "prompt", source.completion_field or "completion")
     return next((spec for spec in FORMATS if spec.name == source.format and spec.name != named.name), named)
 
@@ -130,7 +130,7 @@ def _format_of(row: Row, pairs: bool | None) -> FormatSpec:
 
 
 def _format_of_question(row: Row) -> FormatSpec:
-    """Tell the format by the field that asks; other fields are for graders."""
+    """Recognise a row's format by its first field alone, the one with the prompt; other fields are for graders."""
     asking = [spec for spec in FORMATS if spec.question is not None]
     if specs := [spec for spec in asking if spec.fields[0] in row.fields]:
         return _only(specs, row)

@@ -62,7 +62,7 @@ MASKED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation whose last message the model answers; `text`: the same as one plain text, where it is one.
+    """A conversation whose last message the model is to answer. `text`: the prompt, if the row has a plain text.
 
     `had_answer`: the row ended in an answer, which is left out of the messages.
     """

@@ -15,8 +15,8 @@ Messages = list[dict[str, Any]]
 def preference(row: Row) -> Pair:
     """Parse `chosen` and `rejected`, with a `prompt` or none, as TRL has them: texts or messages.
 
-    Two conversations without a prompt of their own are asked what both begin with. A text beside such conversations
-    says the same again, as some datasets do, and has to be one of those messages.
+    Without `prompt`, the messages that both conversations begin with are the prompt. Some datasets repeat it as a text
+    in `prompt`; this text must be one of those messages.
 
     Raises:
         InvalidInput: an answer is missing, or is the other one; the prompts differ, or there is none.
@@ -62,7 +62,7 @@ def _of_texts(row: Row) -> Pair:
 
 
 def _answer(row: Row, field: str) -> Messages:
-    """The messages of an answer, which is learned whole: a weight other than 1 would be ignored, and is refused."""
+    """Return the messages of an answer. Weights other than 1 are refused, since all of an answer is learned."""
     for i, turn in enumerate(list_of_objects(row, field)):
         if turn.get("role") == "assistant" and turn.get("weight") not in (None, 1):
             raise InvalidInput(f"{field}[{i}].weight must be 1 or absent: dpo weighs all answers alike", row.place)
@@ -94,10 +94,10 @@ def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) 
 def _pair(
     row: Row, asked_in: str | None, prompt: Messages, answers: dict[str, Messages], tools: list[dict[str, Any]] | None
 ) -> Pair:
-    """Make a pair of two conversations that go on from one prompt.
+    """Make a pair of one prompt and two answers to it.
 
     Args:
-        asked_in: the prompt's field; None where it is what both conversations begin with.
+        asked_in: the prompt's field; None if the prompt is the common beginning of both conversations.
         answers: by their fields, the preferred one first.
     """
     if asked_in is not None and prompt[-1]["role"] == "assistant":
@@ -112,7 +112,7 @@ def _pair(
 
 
 def _check_answer(row: Row, field: str, answer: Messages) -> None:
-    """An answer is an assistant's turn, or several of them with tools' between."""
+    """Raise InvalidInput unless an answer consists of an assistant's turns, with tools' turns between them."""
     for turn in answer:
         if turn["role"] not in ("assistant", "tool"):
             raise InvalidInput(f"{field} has a turn of the {turn['role']}: answers are an assistant's", row.place)

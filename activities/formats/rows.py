@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 100
 _LONG_LINE_BYTES = 256 << 10
 _PARQUET_ROWS = 256
-_MAX_PARQUET_BATCH_BYTES = 512 << 20  # of so many rows
+_MAX_PARQUET_BATCH_BYTES = 512 << 20  # of _PARQUET_ROWS rows
 _MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -29,7 +29,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's fields and where it stands. `has_schema`: from Parquet, where absent fields arrive as nulls."""
+    """A row's fields, and its place for errors. `has_schema`: it is from Parquet, where absent fields become nulls."""
 
     place: str
     fields: dict[str, JSON]
@@ -116,7 +116,7 @@ def _children(value: JSON) -> list[JSON]:
 
 
 def _refuse_half_characters(value: JSON, place: str) -> None:
-    """JSON can escape half of a surrogate pair, which is no text: UTF-8 cannot hold it."""
+    """Raise InvalidInput for a text with half of a surrogate pair: JSON can escape one, but UTF-8 cannot hold it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -152,7 +152,7 @@ def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Ite
 
 
 def _records(batch: Any) -> Iterator[dict[str, JSON]]:
-    """A record batch row by row; lists of integers stay numpy arrays, all else becomes Python values."""
+    """Yield the rows of a record batch. Lists of integers stay numpy arrays; all else becomes Python values."""
     columns = [_column_values(column) for column in batch.columns]
     names = batch.schema.names
     for values in zip(*columns, strict=True):
@@ -186,7 +186,7 @@ def without_nulls(value: JSON) -> JSON:
 
 
 def listed(fields: Iterable[str]) -> str:
-    """Names for an error message: not too many, not too long."""
+    """Join names for an error message: at most 12 of them, at most 40 characters of each."""
     names = [repr(name[:40]) for name in fields]
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"
 

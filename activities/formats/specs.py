@@ -1,7 +1,7 @@
-"""Formats of datasets: one FormatSpec each, with what a row of it teaches and what it asks.
+"""Formats of datasets: one FormatSpec each, which turns a row into a training example or into a prompt for rollouts.
 
-What a row asks is what the same row would have before the answer that supervised training learns from, so that a model
-meets the prompts that it was taught. The whole row goes along as the item that graders see.
+The prompt of a row equals what its training example has before the answer, so that a model is asked in the form that it
+was trained in. Graders get the whole row as the item.
 """
 
 import math
@@ -42,14 +42,14 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, eq=False)
 class FormatSpec:
-    """One format. A new one is an entry of `FORMATS`, and its name in `Format` (shared/runs/requests.py).
+    """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (shared/runs/sources.py).
 
     Attributes:
-        fields: a row that has all of them is of this format. The first one alone tells what a row asks.
-        example: what a row teaches. Raises InvalidInput for a row that breaks a rule.
-        question: what a row asks, where rows of this format ask anything. Raises as `example` does.
+        fields: a row that has all of them is of this format. The first one holds the prompt.
+        example: makes a row's training example. Raises InvalidInput for a row that breaks a rule.
+        question: makes a row's prompt; None if rows of this format have none. Raises as `example` does.
         more: other columns that `example` reads.
-        note: what errors say of the format behind the names of its fields.
+        note: text that errors show after the names of the format's fields.
     """
 
     name: Format
@@ -80,7 +80,7 @@ def _conversation(row: Row, field: str, messages: list[dict[str, Any]], weights:
 
 
 def _asked(row: Row, field: str, messages: list[dict[str, Any]]) -> Question:
-    """A last answer, as rows for supervised training have it, is for graders to see and not for the model."""
+    """Make the prompt of a conversation. A final assistant's turn is left out; graders still see it in the row."""
     had_answer = messages[-1]["role"] == "assistant"
     asked = messages[:-1] if had_answer else messages
     if not asked or asked[-1]["role"] not in _ASKING:
@@ -104,7 +104,7 @@ def _item(row: Row) -> dict[str, JSON]:
 
 
 def _as_json(value: Any, place: str, field: str) -> JSON:
-    """A value of a Parquet column. Numbers that are none (NaN, which pandas writes for what is missing) become null."""
+    """Convert a value of a Parquet column to JSON. NaN, which pandas writes for missing values, becomes null."""
     match value:
         case None | str() | bool() | int():
             return value
@@ -128,7 +128,7 @@ def _row_weight(row: Row) -> float:
     return weight_of(row, "weight", row.fields.get("weight"))
 
 
-# What rows of each format teach and ask.
+# The examples and prompts of each format.
 
 
 def _chat(row: Row) -> Chat:

@@ -24,14 +24,14 @@ from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, graded, graded_part
 
 _VERSION = "grade-1"  # raise it when the same samples would get other grades
-_ROWS_A_PART = 64  # what a kill can cost: a part's grades stand in the store when the next one begins
+_ROWS_A_PART = 64  # each part's grades are stored before the next part begins, so that a kill costs one part
 _NUM_REASONS, _REASON_CHARS = 5, 300
 
 GRADES, SUMMARY = "grades.jsonl", "summary.json"
 
 
 class GradeRequest(Frozen):
-    """`samples`: an artifact of JSONL files, a `SampledItem` a line, read in the order of the files' names."""
+    """Samples to grade, and the grader. `samples`: JSONL files of one `SampledItem` a line, read in order of name."""
 
     samples: Artifact
     grader: Grader
@@ -43,7 +43,10 @@ class GradeRequest(Frozen):
 
 
 class GradeSummary(Frozen):
-    """`mean` and `std` (of the population) are of the graded samples. `reasons`: why the first few got no grade."""
+    """The content of `summary.json`. `mean` and `std` (of the population) are those of the graded samples.
+
+    `reasons`: why the first few samples without a grade have none.
+    """
 
     num_samples: int
     num_graded: int
@@ -99,7 +102,7 @@ class Grade:
 
     @activity.defn(name="grade_one")
     def grade_one(self, request: GradeOneRequest) -> OneGrade:
-        """Raises InvalidInput for a grader that cannot be loaded, isolated or asked."""
+        """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked."""
         began = time.monotonic()
         found = self._grade_sample(request.grader, request.sample)
         return OneGrade(grade=found.grade, error=found.error, parts=found.parts, duration_s=time.monotonic() - began)
@@ -129,7 +132,10 @@ def graded_parts(
 
 
 def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: SampledItem | None) -> SampleGrade:
-    """A grade, or why there is none; neither where there is no sample. Raises InvalidInput as `open_grader` does."""
+    """Grade one sample. Without a sample only check the grader, and return neither grade nor error.
+
+    Raises InvalidInput as `open_grader` does.
+    """
     with open_grader(grader, means, sandbox) as grade_all:
         if sample is None:
             return SampleGrade(place="", grade=None)

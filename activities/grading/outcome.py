@@ -1,4 +1,4 @@
-"""An attempt at grading one sample: a grade, or the reason why there is none."""
+"""The outcome of grading one sample: a grade, or the reason why there is none."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ from shared.grading.graders import SampleGrade
 
 
 class NotGraded(Exception):
-    """A sample that got no grade, and why."""
+    """A sample gets no grade; the message is the reason."""
 
 
 def attempt(grade: Callable[[], float]) -> SampleGrade:
-    """Grade one sample. Whoever knows its place adds that."""
+    """Call `grade`, and return its grade, or the reason of its NotGraded. The caller fills in the sample's place."""
     sign()
     try:
         return SampleGrade(place="", grade=grade())

@@ -1,7 +1,7 @@
-"""Python graders are a stranger's code: this side starts the sandbox, hands it samples, and believes nothing it says.
+"""Runs python graders, which are untrusted code, in a sandbox: starts it, sends it samples, and validates its answers.
 
-One process start serves many samples; each is graded in a child of its own (sandbox_process.py), so that no sample sees
-another and the same sample always gets the same grade. A sandbox that is lost is started anew.
+One sandbox grades many samples, each in a child process of its own (sandbox_process.py), so that samples cannot
+influence each other's grades. A sandbox that is lost is started anew.
 """
 
 import json
@@ -25,12 +25,12 @@ from shared.errors import InvalidInput
 from shared.settings import GradingSettings
 
 _PROGRAM = ("-m", "activities.grading.sandbox_process")
-_PACKAGES = Path(__file__).parents[1]  # of ours, which the program imports
-# Nothing of the host's; the hash seed is fixed, so that grades repeat.
+_PACKAGES = Path(__file__).parents[1]  # Longshore's own package that the program imports
+# The sandbox's whole environment. The hash seed is fixed, so that grades are reproducible.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
 _OWN_MAKING = "the grader wrote an answer of its own making"
 _START_S = 30.0
-_GRACE_S = 10.0  # beyond a sample's own time, which the supervisor inside keeps
+_GRACE_S = 10.0  # to wait beyond a sample's time limit, which the supervisor in the sandbox enforces
 
 
 class _Lost(Exception):
@@ -89,7 +89,7 @@ class PythonSandbox:
         except _Lost as lost:
             self._stop()
             raise NotGraded(f"the sandbox {lost}") from lost
-        except BaseException:  # cancelled while it graded: what it would still say belongs to no question
+        except BaseException:  # cancelled: its late answer must not be taken for that of the next sample
             self._stop()
             raise
         if "failed" in outer:
@@ -170,14 +170,14 @@ class PythonSandbox:
             raise _Lost("answered with more than it may") from error
 
     def _stop(self) -> None:
-        """End the sandbox to its last process: the launcher leaves after all of its namespace has gone."""
+        """End all processes of the sandbox. The launcher exits after the last process of its namespace has gone."""
         process, self._process = self._process, None
         first, self._first = self._first, None
         if process is None:
             return
         if first is None:
             process.terminate()
-        else:  # bubblewrap itself would leave before what it started
+        else:  # bubblewrap itself would exit before the processes that it started
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             os.close(first)
@@ -185,7 +185,7 @@ class PythonSandbox:
 
 
 def _believed(answer: str) -> Any:
-    """Parse a child's answer. Raises NotGraded for anything else, with the child's reason where it gave one."""
+    """Parse and validate a child's answer. Raises NotGraded if it is malformed, or gives a reason for a failure."""
     with suppress(ValueError, RecursionError):
         match json.loads(answer):
             case {"failed": str(reason)}:

@@ -1,8 +1,8 @@
-"""The sandbox's own side: the first process of its own namespaces, which forks one child a sample.
+"""The program in a python grader's sandbox: a supervisor, the first process of its namespaces, forks a child a sample.
 
-Run with the standard library alone: `python -S -P -s -m activities.grading.sandbox_process LIMITS`, where LIMITS is
-JSON. It reads frames (isolation/frames.py) of JSON from stdin and answers each with one on stdout. Nothing of a
-stranger's runs in this process: source and samples are opened in the child, which has lost every right before that.
+It runs with the standard library alone: `python -S -P -s -m activities.grading.sandbox_process LIMITS`, where LIMITS is
+JSON. It reads frames (isolation/frames.py) of JSON from stdin and answers each with one on stdout. Untrusted source and
+samples are opened only in the children, which have given up all rights before that.
 
     launcher            bubblewrap, or our own: makes the namespaces, waits
     └─ supervisor       pid 1 in an empty root: forks, keeps the time
@@ -48,7 +48,10 @@ _MAX_ERROR_CHARS = 2_000
 
 @dataclass(frozen=True)
 class Limits:
-    """`folder`: empty, the sandbox's own. `parent_pid`: whose end is ours. Times are of one sample."""
+    """The command line's limits. `time_s` is for one sample. `folder`: an empty folder for the sandbox alone.
+
+    `parent_pid`: the process whose end ends the sandbox.
+    """
 
     folder: str
     parent_pid: int
@@ -63,7 +66,7 @@ def main() -> None:
         _send({"refused": "it takes Linux"})
         return
     lift_processor_limit()
-    os.umask(0o022)  # nobody must be able to enter the folders of the new root
+    os.umask(0o022)  # the user `nobody` must be able to enter the folders of the new root
     for name in _PRELOADED:
         importlib.import_module(name)
     try:
@@ -88,7 +91,7 @@ def _isolate(limits: Limits) -> None:
 
 
 def _supervise(limits: Limits) -> None:
-    """Answer one frame with one, until stdin ends. The first frame is the source."""
+    """Read the grader's source from the first frame; then answer each frame, a sample, until stdin ends."""
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
@@ -128,7 +131,7 @@ def _graded(source: bytes, sample: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def _answer_until(read_end: int, deadline: float) -> bytes | None:
-    """Read to the end of the pipe, a little more than is allowed at most; None when time is up."""
+    """Read a pipe to its end, or to a little more than MAX_ANSWER_BYTES. Returns None at the deadline."""
     answer = bytearray()
     while len(answer) <= MAX_ANSWER_BYTES:
         left_s = deadline - time.monotonic()
@@ -196,7 +199,7 @@ def _grade_and_leave(source: bytes, sample: bytes, limits: Limits, write_end: in
 
 
 def _run(source: bytes, sample: bytes) -> bytes:
-    """A JSON answer: `{"grade": number}`, `{"checked": true}` for an empty sample, or `{"failed": reason}`."""
+    """Run the grader. Returns JSON: `{"grade": number}`, `{"failed": reason}`, or `{"checked": true}` for null."""
     names: dict[str, Any] = {"__name__": "grader"}
     exec(compile(source, "<grader>", "exec", dont_inherit=True), names)
     grade = names.get("grade")

@@ -1,4 +1,4 @@
-"""A model's judgement: one chat completion a sample, asked of an OpenAI-compatible server."""
+"""Grading by a model: for each sample one chat completion of an OpenAI-compatible server."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class ScoreModel:
     """A grader and the server that it asks."""
 
     def __init__(self, grader: ScoreModelGrader, settings: GradingSettings, allow_private_addresses: bool) -> None:
-        """Raises InvalidInput when no server is named, or none that may be."""
+        """Raises InvalidInput if no server is named, or its URL is not allowed."""
         url = grader.base_url or settings.score_model_url
         if url is None:
             raise InvalidInput("name the server as base_url, or set grading.score_model_url", "grader.base_url")
@@ -36,7 +36,7 @@ class ScoreModel:
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._key = settings.score_model_key if is_own else None
         self._concurrency = settings.score_model_concurrency
-        # What the operator named may be on the operator's own network.
+        # A server that the operator named may be on a private network.
         self._connect = DownloadSettings(
             allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
         )
@@ -95,7 +95,7 @@ class ScoreModel:
 
 
 class _Busy(Exception):
-    """Worth asking again, after `wait_s` where the server says so."""
+    """The server is too busy; the request may be repeated, after `wait_s` seconds if the server said so."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
         self.wait_s = wait_s
@@ -116,7 +116,7 @@ def _body(response: HTTPResponse, limit_s: float) -> bytes:
 
 
 def request_body(grader: ScoreModelGrader, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """The chat completion to ask for: what shape the score has, then the user's own messages."""
+    """Return the request of a chat completion: a system message on the form of the answer, then the user's messages."""
     low, high = grader.range
     shape = (
         "You grade. Judge as the messages that follow say, and answer with one JSON object and nothing else: "

@@ -124,7 +124,7 @@ def common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) ->
 
 
 def _matches(words: Sequence[str], reference: Sequence[str], order: int) -> int:
-    """N-grams that both have, each as often as both have it."""
+    """Return the number of n-grams in common, each counted as often as it occurs in both."""
     return (_ngrams(words, order) & _ngrams(reference, order)).total()
 
 

@@ -19,7 +19,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.05
-_LOOK_EVERY_S = 60.0  # at whether the process was stopped: whoever asks a sampler would wait for ever
+_LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
 
 Door = Callable[[str], AbstractContextManager[None]]
@@ -28,7 +28,7 @@ Door = Callable[[str], AbstractContextManager[None]]
 class LeaseRequest(Frozen):
     """A run's request for a worker.
 
-    `join_queue`: runs of an equal one may train adapters on one worker; None: the run has a worker alone.
+    `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
     """
 
     run_id: RunId
@@ -39,7 +39,7 @@ class LeaseRequest(Frozen):
 
 
 class LeaseRecord(Frozen):
-    """The store's record of a lease, kept for ever, so that later executions of the run fence above it."""
+    """The store's record of a lease. It is never deleted, so that later leases of the run get a higher epoch."""
 
     run_id: RunId
     fence: Fence
@@ -49,10 +49,10 @@ class LeaseRecord(Frozen):
 
 
 class ProcessLease:
-    """The part that all leases share: start or adopt a process, signal the run, and watch until the lease ends.
+    """What all kinds of leases do: start or adopt a process, signal the run, and watch until the lease ends.
 
     Args:
-        signal: what the run is told with.
+        signal: the name of the signal that tells the run's workflow of the process.
     """
 
     def __init__(self, pool: WorkerPool, signals: Signals, host_queue: str, signal: str) -> None:
@@ -63,7 +63,7 @@ class ProcessLease:
 
     @contextmanager
     def begin(self, key: ProcessKey, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
-        """A process that is up, given back when the block ends; None when the lease ended first.
+        """Yield a process once it is up, and give it back when the block ends. Yields None if the lease ended first.
 
         Raises:
             WorkerLost: it ended or did not come up in time, or this host leaves.
@@ -75,7 +75,7 @@ class ProcessLease:
 
     @contextmanager
     def join(self, queue: str, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
-        """A process that serves other leases too; None where there is none that takes this one. Else as `begin`."""
+        """Like `begin`, with a process that serves other leases, too. Yields None if no such process takes this one."""
         worker = self._pool.join(queue, mark)
         if worker is None:
             yield None
@@ -99,7 +99,7 @@ class ProcessLease:
             time.sleep(_POLL_S)
 
     def tell(self, worker: WorkerProcess, mark: LeaseMark, joined: bool = False) -> bool:
-        """Tell the run, as often as it takes; False when the lease ended first. Raises as `begin` does."""
+        """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does."""
         worker.count_time_of(mark)
         grant = LeaseGrant(fence=mark.fence, host_queue=self._host_queue, worker_id=worker.worker_id, joined=joined)
         while not self._signals.send(self._signal, grant).result():
@@ -113,7 +113,7 @@ class Lease:
     """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled.
 
     Args:
-        door: takes the `join_lease` activities of a queue while it is open.
+        door: makes a context in which this host polls a queue for `join_lease` activities.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class Lease:
 
     @activity.defn(name="lease", no_thread_cancel_exception=True)
     def lease(self, request: LeaseRequest) -> None:
-        """Hold a worker until this activity is cancelled, which is the release, and until no other run is on it.
+        """Hold a worker until this activity is cancelled, which releases it, and until no other run is on it.
 
-        Returns at once where the run was taken in by a worker that it asked to join.
+        Returns at once if the run has already joined another run's worker.
 
         Raises:
             WorkerLost: the worker ended or did not come up, this host leaves, or the epoch was leased before.
@@ -153,7 +153,7 @@ class Lease:
     def join_lease(self, request: LeaseRequest) -> None:
         """Hold a worker that another lease brought up, until this activity is cancelled.
 
-        Returns at once where no worker takes the run in here, or another host has. Raises WorkerLost as `lease` does.
+        Returns at once if no worker here takes the run, or another host has done so. Raises WorkerLost as `lease` does.
         """
         assert request.join_queue is not None
         mark = mark_of(request.run_id, request.epoch)
@@ -162,7 +162,7 @@ class Lease:
                 self._lease.hold(worker)
 
     def _record(self, mark: LeaseMark) -> bool:
-        """Put the lease on record. False where the run has a lease of this epoch: one of two activities is served."""
+        """Record the lease in the store. Returns False if the run has a lease of this epoch: only the first counts."""
         record = LeaseRecord(
             run_id=mark.run_id,
             fence=mark.fence,
@@ -175,12 +175,12 @@ class Lease:
 
 
 def mark_of(run_id: RunId, epoch: int) -> LeaseMark:
-    """The lease that the current activity holds."""
+    """Return the mark of the lease that the current activity holds."""
     return LeaseMark(run_id=run_id, fence=Fence(epoch=epoch, attempt=activity.info().attempt))
 
 
 def _wait_for_others(worker: WorkerProcess) -> None:
-    """Until the worker serves no lease: the device has room for no other one."""
+    """Wait until the worker serves no lease, since the device has no room for another worker."""
     while worker.leases and not host_is_leaving():
         time.sleep(_POLL_S)
 
@@ -199,7 +199,10 @@ def _is_up(worker: WorkerProcess, timeout_s: float) -> bool:
 
 
 def _is_held(worker: WorkerProcess) -> bool:
-    """True while the lease goes on. Raises WorkerLost when it cannot, and InvalidInput when no other could either."""
+    """Return False once the lease is cancelled. Raises WorkerLost if the process is lost or the host leaves.
+
+    Raises InvalidInput if the process ended because its model cannot be used.
+    """
     if host_is_leaving():
         raise HostLeft(HOST_LEAVES)
     if activity.is_cancelled():
@@ -210,7 +213,7 @@ def _is_held(worker: WorkerProcess) -> bool:
 
 
 def _is_stopped(worker: WorkerProcess, before: bool) -> bool:
-    """True if the process is stopped now. Raises WorkerLost when it was at the look before, too."""
+    """Return True if the process is stopped. If it was so at the last check, too, end it and raise WorkerLost."""
     now = worker.is_stopped()
     if now and before:
         worker.end()

@@ -1,8 +1,7 @@
-"""Signals to the workflow that started an activity, and a job's progress as such signals: often enough to be of use,
-seldom enough for a history of bounded length.
+"""Reports a job's progress to its workflow by signals, with growing pauses, as the workflow's history must stay short.
 
 A train step of reinforcement learning is one job of several optimizer steps (epochs times mini-batches), and its
-metrics combine those of all of them. Every other job is a run's whole course, and has the metrics of its newest step.
+metrics combine those of all of them. Any other job is the whole training of a run; its metrics are the newest step's.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
 
 
 class JobMetrics:
-    """Takes the metrics of a job's optimizer steps, in order.
+    """Combines the metrics of a job's optimizer steps, which are given in order.
 
     Skipped steps are counted. Of a policy loss: counts and seconds are added up; `learning_rate` is the last; of
     `..._max` and `memory_bytes` the greatest counts; means over tokens (ratios, divergences, entropy, fractions) are
@@ -52,7 +51,7 @@ class JobMetrics:
 
     def __init__(self, loss: Loss) -> None:
         self._is_train_step = is_policy_loss(loss)
-        self._so_far: dict[str, tuple[float, float]] = {}  # a value, and what it is to be divided by
+        self._so_far: dict[str, tuple[float, float]] = {}  # numerator and denominator of each value
 
     def take(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -78,7 +77,7 @@ class JobMetrics:
 
 
 def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
-    """The rule by which values of several optimizer steps become one. Maxima are of what is never negative."""
+    """Return the rule by which a metric's values of several optimizer steps are combined into one."""
     if name == "learning_rate":
         return "last"
     if name in _SUMS:
@@ -91,10 +90,10 @@ def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
 
 
 class Signals(Protocol):
-    """Tells the workflow of the current activity something. To be called from the activity's thread."""
+    """Sends signals to the workflow of the current activity. To be called from the activity's thread."""
 
     def send(self, name: str, message: Frozen) -> "Future[bool]":
-        """Begin to send one signal; False in the end if it did not arrive, which is no error of the activity's work."""
+        """Start to send a signal. The future's result is False if it did not arrive; that is not raised as an error."""
         ...
 
 
@@ -122,9 +121,9 @@ async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) ->
 
 
 class ProgressReport(Frozen):
-    """Signalled to the workflow, which accepts it from its current fence alone.
+    """A report on a job, signalled to its workflow, which ignores reports of other fences than its current one.
 
-    `held_s`: what the lease has had of its worker's time so far. A session has no number of steps.
+    `held_s`: seconds that the lease has had of its worker's time so far. `num_steps`: not meaningful for a session.
     """
 
     fence: Fence

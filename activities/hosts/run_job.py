@@ -1,4 +1,4 @@
-"""Running a job on a leased worker: write the file, follow the log, carry what was made, answer when it stands."""
+"""Runs a job on a leased worker: writes the job file, follows the log, and uploads the results into the store."""
 
 import shutil
 import time
@@ -26,12 +26,12 @@ from shared.storage.paths import write_atomically
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.01
-# A collective that hangs ends by torch's own timeouts; a process that was stopped never would.
+# After so long without an event the worker is checked for SIGSTOP. (A collective that hangs ends by torch's timeouts.)
 _SILENCE_S = 120.0
 
 
 class JobRequest(Frozen):
-    """One job for the worker of a lease, which goes on from the newest checkpoint that stands in the store."""
+    """One job for a leased worker. It goes on from the newest checkpoint in the store."""
 
     plan: AnyPlan
     fence: Fence
@@ -42,12 +42,12 @@ class JobRequest(Frozen):
 
 
 class JobResult(Frozen):
-    """The end of a job. `checkpoint` is the newest that stands in the store: this job's, or the one it started from.
+    """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from.
 
-    `metrics` are those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
+    `metrics` combine those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
-    with the checkpoint that the job was to go on from, where that is why it failed. `held_s`: what the lease has had of
-    its worker's time so far.
+    with the checkpoint that the job was to go on from, if that made it fail. `held_s`: seconds that the lease has had
+    of its worker's time so far.
     """
 
     outcome: Literal["succeeded", "failed", "cancelled"]
@@ -74,11 +74,11 @@ class RunJob:
 
         Raises:
             WorkerLost: the worker ended or was stopped without a terminal event, or this host leaves.
-            StoreUnavailable: what was made could not be carried into the store.
+            StoreUnavailable: the results could not be uploaded into the store.
         """
         lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
         with self._pool.using(request.worker_id, lease) as worker:
-            # Looked up under this lease: from its beginning on, no older one deletes checkpoints.
+            # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
             start = own(request.plan, find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint)
             attempt = _Attempt(worker, request, lease, start, self._store, self._signals)
             with beating(lambda: attempt.reader.offset), attempt.uploader:
@@ -137,7 +137,7 @@ class _Attempt:
         return self._result(terminal)
 
     def _leave_worker(self) -> None:
-        """End the worker, or the job alone where the worker serves other runs too and does as it is told."""
+        """End the worker; if it serves other runs, too, cancel only the job, and end the worker if it does not obey."""
         if len(self.worker.leases) > 1 and not host_is_leaving():
             give_up_at = time.monotonic() + self.request.cancel_grace_s
             with suppress(OSError, ValueError):
@@ -151,7 +151,7 @@ class _Attempt:
     def _follow(self) -> Terminal | None:
         """Read events until the terminal one; None when a cancelled worker overran its grace and was ended."""
         while True:
-            was_alive = self.worker.is_alive()  # before the log is read: the last words of a dead worker count
+            was_alive = self.worker.is_alive()  # before the log is read, not to miss a dead worker's last events
             for line in self.reader.read():
                 self._take(line)
                 if isinstance(line.event, Terminal):
@@ -197,7 +197,7 @@ class _Attempt:
             raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
 
     def _settle(self, output: Path | None) -> None:
-        """Everything into the store; what is local goes when it stands there."""
+        """Upload everything that is left into the store, then delete the local files."""
         self.uploader.finish(output)
         shutil.rmtree(self.outputs, ignore_errors=True)
         self.cancel.unlink(missing_ok=True)
@@ -228,8 +228,10 @@ class _Attempt:
 
 
 def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None) -> list[Metrics]:
-    """Read the metrics of a train step's optimizer steps up to its own checkpoint from the logs of the
-    attempts that did them, which stand in the store before the checkpoint does. Other jobs are told by their newest.
+    """Return the metrics of a train step's optimizer steps up to the checkpoint that it goes on from.
+
+    They are read from the logs of earlier attempts, which are uploaded before their checkpoints. Other jobs get none,
+    since their metrics are those of the newest step.
     """
     if start is None or not (isinstance(plan, JobPlan) and is_policy_loss(plan.loss)):
         return []

@@ -1,4 +1,4 @@
-"""A session's commands on a leased worker: brought from the store, given to the worker, their results carried back."""
+"""Passes a session's commands from the store to a leased worker, and their results from the worker into the store."""
 
 import time
 from contextlib import suppress
@@ -33,9 +33,9 @@ _SKIP = Skip().model_dump_json().encode()
 
 
 class ApplyRequest(Frozen):
-    """Do a session's commands on a worker as they come, from `next` on; those before it have their results.
+    """Have a worker do a session's commands from number `next` on; all before it have results.
 
-    Return after `most` of them, or when none has come for `idle_s`.
+    The activity returns after `most` commands, or when none has come for `idle_s` seconds.
     """
 
     run_id: RunId
@@ -52,8 +52,8 @@ class Applied(Frozen):
 
     Attributes:
         next: the number of the command that is done next.
-        idle: none came for as long as was asked.
-        checkpoint: to be published as the result of the command before `next`.
+        idle: no command came for `idle_s` seconds.
+        checkpoint: a checkpoint to publish, as the result of the command before `next`.
     """
 
     next: int
@@ -62,7 +62,7 @@ class Applied(Frozen):
 
 
 class ApplyCommands:
-    """Gives sessions' commands to the workers of this host. Safe to be tried again: what is there stays."""
+    """Gives sessions' commands to the workers of this host. Retrying the activity does not repeat commands."""
 
     def __init__(self, pool: WorkerPool, store: ObjectStore) -> None:
         self._pool = pool
@@ -70,12 +70,12 @@ class ApplyCommands:
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
     def apply_commands(self, request: ApplyRequest) -> Applied:
-        """Have commands done, in order, after the session's job has begun on the worker: until none come, the session
-        is closed, or one is to be published.
+        """Have commands done in order, once the session's job has begun on the worker. Returns when none come, the
+        session is closed, or a saved state is to be published.
 
         Raises:
             WorkerLost: the worker ended, serves another lease, or this host leaves.
-            CorruptArtifact: what is in the store is no command, or one between has gone.
+            CorruptArtifact: an object in the store is no command, or a command that is needed is missing.
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
         with self._pool.using(request.worker_id, lease) as worker, beating():
@@ -83,7 +83,7 @@ class ApplyCommands:
 
 
 class _ResultHead(BaseModel):
-    """What whoever carries a result must know of it."""
+    """The fields of a result that are needed to pass it on; all others are ignored."""
 
     kind: str
     step: int | None
@@ -91,7 +91,9 @@ class _ResultHead(BaseModel):
 
 
 class _Applying:
-    """Commands on their way: those before `next` have their results, and the worker has them `through` a number."""
+    """The state of passing on commands: those before `_next` have results in the store, and the worker has been given
+    those up to `_through`.
+    """
 
     def __init__(self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore) -> None:
         self._worker = worker
@@ -109,7 +111,7 @@ class _Applying:
     def run(self) -> Applied:
         began_after = self._wait_for_start()
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._path(self._through).exists():  # this lease's worker has had no call yet
+        if not self._path(self._through).exists():  # the first call on this lease's worker
             self._begin_behind(began_after)
         behind, idle_since, asked_at = self._request.next + self._request.most, time.monotonic(), 0.0
         while self._to_publish is None and self._next < behind:
@@ -126,7 +128,7 @@ class _Applying:
         return Applied(next=self._next, checkpoint=self._to_publish)
 
     def _wait_for_start(self) -> int:
-        """The command after which the worker goes on, as its log says first."""
+        """Wait for the first event of the worker's log. Returns the number of the command after which it goes on."""
         while not (line := self._first_line()).endswith(b"\n"):
             self._pause()
         event = parse_event(line)
@@ -142,9 +144,10 @@ class _Applying:
             return b""
 
     def _begin_behind(self, command: int) -> None:
-        """Have the worker, whose state is that after a command, do again what has its result; but for what changes
-        nothing. A state is in the store after the results of what it holds (`carry_results`): those that have none
-        were to save it.
+        """Bring a worker that starts from the state after `command` up to the last command that has a result.
+
+        It repeats the commands in between, except those that change no state (`Skip`). Up to `command`, all others have
+        results, as `carry_results` stores them before the state: commands without one were to save that state.
         """
         while self._next <= command and self._to_publish is None:
             if self._has_result():
@@ -171,7 +174,10 @@ class _Applying:
         return self._store.head(self._keys.command_result(self._next)) is not None
 
     def _give(self) -> bool:
-        """Hand the next command to the worker, if it has come and the worker has not enough in advance."""
+        """Give the next command to the worker, if it has arrived and the worker has fewer than _MOST_AHEAD waiting.
+
+        Returns False if there was nothing to give.
+        """
         now, number = time.monotonic(), self._through + 1
         if self._publishes or number >= self._next + _MOST_AHEAD or now < self._look_at:
             return False
@@ -183,15 +189,18 @@ class _Applying:
         self._look_pause_s = _POLL_S
         head = self._head(number, data)
         if head.kind == "gap":
-            if number > self._next:  # others are still done before it
+            if number > self._next:  # commands before it are still being done
                 return False
-            self._next = head.through + 1  # whoever left them out has told their clients
+            self._next = head.through + 1  # their results were stored when they were dropped
         self._publishes = head.publish
         self._write(number, data, head.through)
         return True
 
     def _carry(self) -> bool:
-        """Put the next result into the store, if the worker has it; of a saved state when that is there, too."""
+        """Put the next result into the store, if the worker has written it. That of a saved state waits for the state.
+
+        Returns False if there is no result yet.
+        """
         if self._next > self._through:
             return False
         try:
@@ -200,7 +209,8 @@ class _Applying:
             return False
         result = _ResultHead.model_validate_json(data)
         if result.kind == "save_state" and result.step is not None:
-            # A newer one will do: one that others wait behind is not uploaded. Behind one to be published are none.
+            # A newer state counts as well: with a slow store, the uploader skips states that newer ones wait behind.
+            # (A state to be published is the newest, as no commands are given to the worker after it.)
             while (checkpoint := self._checkpoint()) is None or checkpoint.step < result.step:
                 self._pause(_SAVED_POLL_S)
             self._saved(self._publishes and self._next == self._through, checkpoint, result.step)
@@ -211,7 +221,7 @@ class _Applying:
         return True
 
     def _saved(self, publish: bool, checkpoint: CheckpointRef | None, step: int | None = None) -> None:
-        """Take note that the next command, which saves, has its state in the store."""
+        """Finish the next command, a `save_state`, whose state is in the store: store its result, or ask to publish."""
         if checkpoint is None:
             raise CorruptArtifact("the state that was saved has gone", self._keys.checkpoints)
         if publish:
@@ -222,7 +232,7 @@ class _Applying:
         self._next += 1
 
     def _checkpoint(self, most: int = MAX_NUMBER) -> CheckpointRef | None:
-        """The newest state in the store that holds no more than so many commands."""
+        """Return the newest state in the store that is after command `most` or an earlier one."""
         for stored in reversed(stored_checkpoints(self._store, self._request.run_id)):
             if stored.step <= most and (artifact := find(self._store, stored.key)) is not None:
                 return CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
@@ -243,7 +253,7 @@ class _Applying:
         self._store.put_bytes(self._keys.command_result(number), data)
 
     def _write(self, number: int, data: bytes, through: int) -> None:
-        """Give the worker its next command's file, once; that of a gap stands for all `through` another."""
+        """Write a command's file for the worker, unless it is there. That of a gap stands for all up to `through`."""
         if not self._path(number).exists():
             write_atomically(self._path(number), data, is_durable=False)
         self._through = max(number, through)
@@ -260,8 +270,10 @@ class _Applying:
 
 
 def carry_results(store: ObjectStore, run_id: str, folder: Path, through: int) -> None:
-    """Put into the store what nobody has carried there yet of the results of commands, before a state that holds them:
-    whoever goes on from it cannot do them again. Those of saved states wait for the state.
+    """Put results that are not in the store yet there, before a state that includes their commands is uploaded.
+
+    A worker that goes on from that state does not repeat the commands, so the results would be lost. Results of
+    `save_state` are left out, as they wait for the state.
     """
     keys = RunKeys(run_id)
     missing = []

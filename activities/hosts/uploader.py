@@ -26,7 +26,7 @@ _PART_SHARE = 0.02
 
 @dataclass(frozen=True)
 class LogLine:
-    """One event, with the very bytes it stood in (newline included)."""
+    """One event, and the bytes of its line (newline included)."""
 
     data: bytes
     event: Event
@@ -65,10 +65,10 @@ class LogReader:
 
 
 class Uploader:
-    """Uploads a job's results in a thread of its own, in order: a slow store holds up neither log nor cancellation.
+    """Uploads a job's results in order, on its own thread, so that a slow store delays neither log nor cancellation.
 
-    A store that is away for some minutes costs the job nothing: the worker trains on. Leaving the block waits for the
-    call in hand, and drops what `finish` did not wait for. `durable` is the newest checkpoint that stands in the store.
+    While the store is away for some minutes, the worker trains on. Leaving the `with` block waits for the call in
+    progress, and drops uploads that `finish` did not wait for. `durable` is the newest checkpoint in the store.
     """
 
     def __init__(self, store: ObjectStore, job: Job, durable: CheckpointRef | None) -> None:
@@ -98,7 +98,7 @@ class Uploader:
         self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Upload a checkpoint, behind the log of the steps that made it: who goes on from it finds their metrics."""
+        """Upload a checkpoint, after the log of the steps before it: a job that goes on from it needs their metrics."""
         self._part()
         self._num_saved += 1
         number = self._num_saved
@@ -124,7 +124,7 @@ class Uploader:
             self._part()
 
     def finish(self, output: Path | None) -> None:
-        """Upload the whole log (the pieces go then) and, where a path is given, the end of the output. Waits."""
+        """Upload the whole log, which replaces its pieces, and the end of `output`, if given; wait for all uploads."""
         self._begin(lambda: self._whole_log(output))
         for future in self._pending:
             future.result()
@@ -144,9 +144,9 @@ class Uploader:
         self._begin(lambda: self._store.put_bytes(key, data))
 
     def _checkpoint(self, saved: Saved, number: int) -> bool:
-        """Copy one checkpoint, its manifest last; only then does it go here, and do older ones go in the store.
+        """Upload a checkpoint, its manifest last; then delete the local copy, and prune older ones in the store.
 
-        One that `keep` newer ones wait behind goes at once: a slow store must not fill the host's disk.
+        If `keep` newer ones are waiting already, delete it without uploading: a slow store must not fill the disk.
         """
         folder = Path(saved.path)
         if self._num_saved - number >= self._keep:
@@ -176,7 +176,7 @@ class Uploader:
     def _with_retries(self, step: Callable[[], bool | None]) -> None:
         """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps.
 
-        A step that returns False did not ask the store: it says nothing of whether the store is back.
+        A step that returns False has not called the store, so it does not count as a sign that the store is back.
         """
         while True:
             try:

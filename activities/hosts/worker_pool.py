@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many runs may train on a worker at once, and for how many seconds others may join it since its lease began.
+    """How many runs may train on a worker at once, and for how many seconds after its lease began others may join it.
 
-    After that it comes free when those that are on it have ended, and runs that need another worker have their turn.
+    After that time the worker becomes free when its runs have ended, so that runs that need another worker get a turn.
     """
 
     max_runs: int = 1
@@ -30,7 +30,8 @@ class Sharing:
 class WorkerPool:
     """Starts a worker when a lease asks for one, adopts a warm one of an equal key, ends it after an idle time.
 
-    Safe to use from several threads. Making one ends what a killed host left behind, and may bring a model's files.
+    Safe to use from several threads. The constructor ends workers that a killed host left behind, and starts one of
+    them anew, which may fetch a model's files.
     """
 
     def __init__(
@@ -56,21 +57,21 @@ class WorkerPool:
             self._start_again(key)
 
     def _start_again(self, key: ProcessKey) -> None:
-        """Start again what the run of a killed host will ask for, while the run finds out."""
+        """Start a worker with the key of one that a killed host left: its run will soon lease one again."""
         if self._idle_limit_s <= 0:
             return
         try:
             worker = launch(self._paths, key, self._command, self._environment, self._max_ranks)
-        except (OSError, LongshoreError) as error:  # the lease that asks for it will tell
+        except (OSError, LongshoreError) as error:  # the lease that asks for it will report the error
             _log.warning("a worker as the one left behind does not start: %s", error)
             return
         self._idle[worker.worker_id] = (worker, time.monotonic())
 
     def acquire(self, key: ProcessKey, lease: LeaseMark) -> WorkerProcess:
-        """A worker for a lease. Warm workers of other keys are ended first: the device has room for one.
+        """Return a worker for a lease. Idle workers of other keys are ended first, as the device has room for one.
 
         Raises:
-            InvalidInput: it is to have more ranks than this host takes.
+            InvalidInput: the key has more ranks than this host takes.
         """
         with self._lock:
             idle = [worker for worker, _ in self._idle.values()]
@@ -89,14 +90,14 @@ class WorkerPool:
             return worker
 
     def share(self, queue: str, worker: WorkerProcess) -> None:
-        """Let the leases of a queue join a worker from now on, as long and as many as this host's rule says."""
+        """Let leases of a queue join a worker, within the host's limits of time and number (`Sharing`)."""
         with self._lock:
             self._shared[queue] = worker, time.monotonic() + self._sharing.window_s
 
     def join(self, queue: str, lease: LeaseMark) -> WorkerProcess | None:
-        """The worker that leases of this queue share. Waits until an older lease of the same run has left it.
+        """Add a lease to the worker that leases of this queue share. Waits until an older lease of the run has left it.
 
-        Returns None where there is none, it takes no more, or it serves this very lease.
+        Returns None if there is no such worker, it takes no more leases, or it serves this lease already.
         """
         while True:
             with self._lock:
@@ -113,10 +114,9 @@ class WorkerPool:
             time.sleep(0.02)
 
     def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
-        """A lease has ended. Waits for its job in hand. A living worker that serves no other stays warm, a dead one's
-        traces are removed.
+        """Take a lease off its worker, after its running jobs have ended. A worker without leases becomes idle.
 
-        A worker that holds the device has no right to it any more, and is ended.
+        It is ended instead if it is dead, if its weights are still on the device, or if the idle time is 0.
         """
         while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)
@@ -133,7 +133,7 @@ class WorkerPool:
 
     @contextmanager
     def using(self, worker_id: str, lease: LeaseMark) -> Iterator[WorkerProcess]:
-        """The worker of a lease, kept from release until the block ends.
+        """Yield the worker of a lease. `release` waits until the block ends.
 
         Raises:
             LeaseLost: this host has no such worker any more, or it serves another lease.
@@ -150,7 +150,7 @@ class WorkerPool:
                 worker.num_jobs[lease.run_id] -= 1
 
     def end_idle(self) -> None:
-        """End the workers that waited longer than the idle time, and those that died waiting."""
+        """End the idle workers whose idle time is over, and those that have died."""
         now = time.monotonic()
         with self._lock:
             over = [
@@ -164,7 +164,7 @@ class WorkerPool:
             _dispose(worker)
 
     def close(self) -> None:
-        """End all workers, idle or not: the host leaves."""
+        """End all workers, idle or leased, as the host shuts down."""
         with self._lock:
             workers = [*self._leased.values(), *(worker for worker, _ in self._idle.values())]
             self._idle.clear()
@@ -173,6 +173,6 @@ class WorkerPool:
 
 
 def _dispose(worker: WorkerProcess) -> None:
-    worker.end(polite=worker.is_ready())  # one that is still starting hears nobody
+    worker.end(polite=worker.is_ready())  # one that is still starting does not read the `stop` file yet
     worker.remove()
     _log.info("worker %s has ended", worker.worker_id)

@@ -23,13 +23,13 @@ from shared.storage.paths import HostPaths, WorkerPaths, write_atomically
 
 _TERM_GRACE_S = 1.0
 _STOP_GRACE_S = 5.0
-# SIGKILL ends whatever is not in the kernel for good, as a process on a device that has failed may be.
+# A killed process can take long to end, or stay for ever, if it is in a system call of a device that has failed.
 _KILL_PATIENCE_S = 60.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
 _NEW_S = 10.0
-# How often an idle OpenMP thread looks for work before it sleeps: 10 us. libgomp's own 300,000, 3 ms, is time that the
-# others on a busy machine do not get: 2 threads beside 2 busy processes took 6.6 s for a step of 0.4 s, so 1.1 s.
+# How often an idle OpenMP thread looks for work before it sleeps: about 10 us. libgomp's default, 300,000 or 3 ms, is
+# bad on a busy machine: with 2 threads beside 2 busy processes a step of 0.4 s took 6.6 s; with this value 1.1 s.
 _SPIN_COUNT = "1000"
 _log = logging.getLogger(__name__)
 
@@ -41,16 +41,16 @@ class WorkerCommand(Protocol):
 
 
 def ranks_command(folder: Path, key: ProcessKey) -> list[str]:
-    """Start one process for each rank of the layout, on this machine; several below a launcher."""
+    """Return the command that starts one process for each rank of the layout; several are started by a launcher."""
     assert isinstance(key, WorkerKey)
     num = key.layout.world_size
     launcher = ["megatron_worker.process.launcher", str(num)] if num > 1 else []
-    # -P: a folder named `shared` where the host stands must not be taken for ours.
+    # -P: a folder named `shared` in the host's working directory must not be imported instead of Longshore's.
     return [sys.executable, "-P", "-m", *launcher, "megatron_worker", "--root", str(folder)]
 
 
 class WorkerProcess:
-    """A worker that this host started. `leases`: of the runs that it serves now; none while it waits warm in the pool.
+    """A worker that this host started. `leases`: those it serves now, by run id; none while it waits in the pool.
 
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
     """
@@ -64,7 +64,7 @@ class WorkerProcess:
         self.holds_device = False
         self._process = process
         self._lock = threading.Lock()
-        self._turn_s, self._turn_until = 0.0, time.monotonic()  # of a lease that it serves since its start
+        self._turn_s, self._turn_until = 0.0, time.monotonic()  # seconds of a lease served since the worker's start
         self._turn_before: dict[str, float] = {}
 
     def is_alive(self) -> bool:
@@ -95,11 +95,11 @@ class WorkerProcess:
         self.paths.lease(lease.run_id).unlink(missing_ok=True)
 
     def count_time_of(self, lease: LeaseMark) -> None:
-        """Count from now on what a lease has of the worker's time."""
+        """Start to count a lease's share of the worker's time."""
         self._turn_before[lease.run_id] = self._turn()
 
     def held_s(self, lease: LeaseMark) -> float:
-        """Seconds of its time that a lease has had. Time in which it serves several leases is shared out evenly."""
+        """Return a lease's share of the worker's time, in seconds. Time with several leases is divided evenly."""
         return self._turn() - self._turn_before[lease.run_id]
 
     def _turn(self) -> float:
@@ -110,7 +110,7 @@ class WorkerProcess:
             return self._turn_s
 
     def death_report(self) -> str:
-        """A death report: the exit status, with the last lines that it printed."""
+        """Describe how the process ended, and the last line that it printed."""
         code = self.exit_code
         how = "is alive" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = last_words(tail(self.paths.output))
@@ -139,7 +139,7 @@ class WorkerProcess:
 
 
 def room_for_ranks(limit: int) -> int:
-    """The number of ranks that this machine takes: one a GPU where it has any, and never more than the limit."""
+    """Return the most ranks that this machine can run: one for each GPU if it has any, and at most `limit`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -157,11 +157,11 @@ def launch(
 ) -> WorkerProcess:
     """Start a worker in a folder of its own.
 
-    Its folder and record stand before it is started, without its pid: whoever comes after a host that was killed in
-    between finds the process by the mark in its environment.
+    Its folder and record, still without a pid, are written before it is started. If this host is killed in between,
+    the next host finds the process by the mark in its environment.
 
     Raises:
-        InvalidInput: the layout has more ranks than `max_ranks`, whoever let it come so far.
+        InvalidInput: the layout has more ranks than `max_ranks`.
     """
     if isinstance(key, WorkerKey):
         check_ranks(key.layout, max_ranks)
@@ -178,7 +178,7 @@ def launch(
         key=key,
     )
     write_atomically(worker.record, record.model_dump_json().encode())
-    temporary = worker.root / "tmp"  # what it leaves there goes with the worker's folder
+    temporary = worker.root / "tmp"  # deleted with the worker's folder
     temporary.mkdir()
     marks = {
         WORKER_ID_VARIABLE: worker_id,
@@ -186,7 +186,7 @@ def launch(
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(temporary),
     }
-    # Where torch would keep what it compiles goes with the worker: the next one finds it here.
+    # torch's cache of compiled kernels: outside the worker's TMPDIR, so that the next worker can use it.
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.compiled)}
     with worker.output.open("wb") as output:
         process = subprocess.Popen(
@@ -201,7 +201,7 @@ def launch(
     record = record.model_copy(update={"pid": process.pid, "started_at": _start_time(process.pid)})
     try:
         write_atomically(worker.record, record.model_dump_json().encode())
-    except OSError:  # nobody else knows of it
+    except OSError:  # the next host could not find it
         started.end()
         started.remove()
         raise
@@ -211,14 +211,14 @@ def launch(
 def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
     """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone.
 
-    Returns what those were, who served a lease last.
+    Returns the keys of those that were serving a lease.
     """
     were: list[ProcessKey] = []
     for folder in sorted(paths.workers.glob("*")):
         record = _read_record(folder / "worker.json")
         if record is not None and _is_running(record.host_pid, record.host_started_at):
             continue
-        if record is None and _is_new(folder):  # another host of this root is just making it: no process is in it yet
+        if record is None and _is_new(folder):  # another host of this root is just making it; it has no process yet
             continue
         if record is not None and any(WorkerPaths(folder).leases.glob("*.json")):
             were.append(record.key)
@@ -271,7 +271,7 @@ def tail(path: Path) -> str:
 
 
 def last_words(output: str) -> str:
-    """The last line of an output that is no part of a stack trace. The whole output is in the logs."""
+    """Return the last line of an output that is not part of a stack trace."""
     lines = (line.strip() for line in output.splitlines() if line[:1].strip() and not line.startswith("Traceback"))
     return next((line for line in reversed(list(lines)) if line), "")
 
@@ -288,7 +288,7 @@ def _wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Zombies do not: theirs is the parent's affair."""
+    """Return True if the process exists and is not a zombie, which only its parent can remove."""
     return process.is_running() and _status(process) not in (None, psutil.STATUS_ZOMBIE)
 
 

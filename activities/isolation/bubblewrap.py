@@ -1,8 +1,8 @@
-"""Python programs in bubblewrap (bwrap, 0.8 or newer): the command, and what the program does first inside.
+"""Starts Python programs in bubblewrap (bwrap, 0.8 or newer), and prepares them once they are inside.
 
-bubblewrap makes the namespaces and the root, keeps the environment, and ends what it started when its parent ends.
-The root holds Python's own files and the packages that are named, all read-only. Limits (rlimits), a bound on the
-number of files in /tmp, and the filter of system calls are ours: bubblewrap has none.
+bubblewrap makes the namespaces and the root, sets the environment, and ends the program when its parent ends. The root
+holds Python's own files and the packages that are named, all read-only. Longshore adds what bubblewrap lacks: rlimits,
+a bound on the number of files in /tmp, and a filter of system calls.
 """
 
 import os
@@ -28,15 +28,15 @@ _PACKAGES = "/packages"
 _DEVICES = ("/dev/null", "/dev/urandom")
 _START_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "PWD")
 _NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
-# An ordinary user's sandbox is nobody in a user namespace of its own; root's children become nobody themselves, whom
-# process limits bind, and a user namespace of root's would keep them root outside of it.
+# For an ordinary user the sandbox runs as nobody in a user namespace. For root there is no user namespace, in which it
+# would still be root to the outside: its children switch to the user nobody, to whom process limits apply.
 _AS_USER = ("--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534")
 _OF_ROOT = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 
 @dataclass(frozen=True)
 class Start:
-    """The means that a program in bubblewrap gets.
+    """What a program in bubblewrap gets.
 
     Attributes:
         packages: folders of packages that it imports. Nothing else is importable but the standard library.
@@ -67,7 +67,7 @@ def command(bwrap: str, program: Sequence[str], start: Start, namespaces: Sequen
 
 
 def namespace_options() -> tuple[tuple[str, ...], ...]:
-    """bwrap's options for namespaces, the strictest first; where the system refuses one, the next may do."""
+    """Return alternative namespace options for bwrap, the strictest first; not every system allows each of them."""
     if os.geteuid() == 0:
         return (_NAMESPACES,)
     return (*_AS_USER, "--disable-userns"), _AS_USER  # the latter where /proc/sys is read-only, as in many containers
@@ -82,7 +82,7 @@ def _root(packages: Sequence[Path]) -> Iterator[str]:
     folders = list(dict.fromkeys((*library_folders(), *loaders)))
     found = (*folders, str(_python()), *_DEVICES)
     for parent in sorted({str(parent) for path in found for parent in Path(path).parents}):
-        yield from ("--dir", parent)  # which anybody may enter, as perhaps not on the host
+        yield from ("--dir", parent)  # with permissions for everybody, which the host's folder may lack
     for folder in folders:
         yield from ("--ro-bind", folder, folder)
     for folder in package_folders():
@@ -107,14 +107,14 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def enter_bubblewrap() -> None:
-    """Put the packages out of sight, and mount a /tmp, which bubblewrap cannot bound. Raises Refused."""
-    checked(libc.unshare(CLONE_NEWNS), "unshare of mounts")  # bubblewrap's belong to a namespace above ours
+    """Hide the packages, and mount a /tmp of bounded size, which bubblewrap cannot do. Raises Refused."""
+    checked(libc.unshare(CLONE_NEWNS), "unshare of mounts")  # bubblewrap's own mounts cannot be changed from here
     cover(_PACKAGES)
     mount_tmp()
 
 
 def forget_start() -> None:
-    """Take out of the environment and the import path what only the start needed."""
+    """Remove variables and import paths that were only needed to start the program."""
     packages = os.environ.get("PYTHONPATH")
     for name in _START_VARIABLES:
         os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""Confinement of a process that has imported whatever it needs: it loses its rights, and opens no file any more."""
+"""Confines a process that has imported all that it needs: it gives up its rights, and can open no more files."""
 
 import ctypes
 import os
@@ -22,9 +22,9 @@ _NOBODY = 65534
 
 
 def lift_processor_limit() -> None:
-    """Raise this process's limit of processor time to the hard one: it lasts for a whole dataset.
+    """Raise this process's limit of processor time to the hard limit, since it works through a whole dataset.
 
-    A confined parent raises its own limit with each step, and not ours. What runs here has limits for each row.
+    It inherits the soft limit of its parent, which is for one step. Work in this process has time limits for each row.
     """
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
@@ -53,7 +53,7 @@ def lose_rights(memory_bytes: int, cpu_s: int) -> None:
 
 
 def _become_nobody() -> None:
-    """Process limits do not bind root. Who is not root, or the root of a user namespace of one, stays who he is."""
+    """Switch root to the user nobody, as limits on processes do not apply to root. Other users stay who they are."""
     try:
         os.setgroups([])
     except PermissionError:
@@ -68,13 +68,13 @@ def _drop_capabilities() -> None:
 
 
 def confine(folder: str, memory_bytes: int) -> None:
-    """Confine this process in namespaces of its own, behind an empty root.
+    """Confine this process in namespaces of its own, with an empty root.
 
-    Where the system refuses those, as many containers do, what is left is to be nobody, who sees no file, starts
-    nothing and speaks to no one but by the pipes that it has.
+    If the system refuses those, as in many containers, it still gives up its rights: by the filter of system calls it
+    can open no file, start no process, and only communicate through the pipes that it has.
 
     Args:
-        folder: an empty one, of the sandbox's own.
+        folder: an empty folder for the sandbox alone.
     """
     os.umask(0o022)
     with suppress(Refused):
@@ -87,7 +87,7 @@ def confine(folder: str, memory_bytes: int) -> None:
             end_as(os.waitpid(child, 0)[1], [])
     parent = os.getppid()
     lose_rights(memory_bytes, resource.RLIM_INFINITY)
-    if parent == 1:  # after the change of user, which forgets it
+    if parent == 1:  # only now, since changing the user resets this setting
         die_with_parent(parent)
     filter_calls(DENIED | FILES)
 

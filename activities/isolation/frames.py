@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _HEAD_BYTES = 8
-_SLICE_S = 0.5  # a cancellation reaches a thread between two waits
+_SLICE_S = 0.5  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
 
 
 def write_frame(descriptor: int, *parts: bytes) -> None:

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 2
 
 TMP_BYTES = 16 << 20
 MAX_NAMES = 512
-"""Files and folders that one small file system may hold."""
+"""The most files and folders in a sandbox's root or /tmp."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 _STANDARD = Path(os.__file__).parent
@@ -30,11 +30,11 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 
 class Refused(Exception):
-    """The system does not let us isolate."""
+    """The system refuses a call that isolation needs."""
 
 
 def checked(result: int, what: str) -> int:
-    """The result of a call. Raises Refused with the call's error."""
+    """Return the result of a libc call. Raises Refused, with the call's error, if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise Refused(f"{what}: {errno.errorcode.get(number, number)} ({os.strerror(number)})")
@@ -43,7 +43,7 @@ def checked(result: int, what: str) -> int:
 
 def die_with_parent(expected_pid: int | None = None) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if expected_pid is not None and os.getppid() != expected_pid:  # it went before we asked
+    if expected_pid is not None and os.getppid() != expected_pid:  # the parent had ended already
         os._exit(1)
 
 
@@ -54,12 +54,12 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def cover(folder: str) -> None:
-    """Mount nothing over a folder: what lies below is out of reach."""
+    """Mount an empty file system over a folder, to hide its contents."""
     mount("none", folder, "tmpfs", MS_RDONLY, "size=4k,nr_inodes=1,mode=755")
 
 
 def mount_tmp() -> None:
-    """Mount an empty /tmp, which goes with all that a sample leaves there."""
+    """Mount an empty /tmp; unmounting it deletes all that a sample has left there."""
     options = f"size={TMP_BYTES},nr_inodes={MAX_NAMES},mode=1777"
     mount("tmp", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
 
@@ -91,7 +91,7 @@ def enter_namespaces(folder: str) -> None:
     is_root, uid, gid = os.geteuid() == 0, os.geteuid(), os.getegid()
     sources = library_folders()
     flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
-    # Root needs no user namespace to build a sandbox; its children become nobody, whom process limits bind.
+    # Root needs no user namespace to build a sandbox; its children become nobody, to whom limits on processes apply.
     checked(libc.unshare(flags if is_root else flags | CLONE_NEWUSER), "unshare of namespaces")
     if not is_root:
         _write("/proc/self/setgroups", "deny")
@@ -109,7 +109,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _fork_first() -> None:
-    """Return in the new namespace's first process. The launcher stays behind, waits for it, and ends as it does."""
+    """Fork: the child, the new namespace's first process, returns; the launcher waits for it, and ends as it does."""
     first, was_asked = 0, list[int]()
 
     def end(number: int, __: Any) -> None:
@@ -136,7 +136,7 @@ def _fork_first() -> None:
 
 
 def end_as(status: int, was_asked: list[int]) -> NoReturn:
-    """End as another process did, or by the signal that asked for it: whoever waits for us looks at that."""
+    """End this process with another one's exit status, or by the signal that ended it or asked for its end."""
     code = os.waitstatus_to_exitcode(status)
     number = was_asked[0] if was_asked else -code if code < 0 else code - 128
     if number > 0 and os.getpid() != 1:

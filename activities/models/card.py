@@ -6,7 +6,7 @@ from activities.sources.http import shown
 from shared.jobs.job import Full, Lora
 from shared.runs.requests import DPORun, RLRun, Run, SessionRun, SFTRun
 
-# Clocks and machines differ from run to run; the card does not.
+# Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
 _NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
 _METHODS = {
     "sft": "Supervised fine-tuning",
@@ -50,7 +50,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
         case Full():
             method = {"trained": "all weights"}
     fixed = {"dtype": run.dtype, "seed": str(run.seed)}
-    if isinstance(run, SessionRun):  # its client chose anew at each step
+    if isinstance(run, SessionRun):  # its client sets the other hyperparameters at each step
         return {**method, **fixed}
     own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)
     return {**method, **own, "weight decay": f"{run.weight_decay:g}", "clip norm": f"{run.clip_norm:g}", **fixed}

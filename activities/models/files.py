@@ -106,7 +106,7 @@ class _Rope(BaseModel):
 
 
 class _Config(BaseModel):
-    """The part of `config.json` that we judge a model by."""
+    """The fields of `config.json` that are checked."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -188,7 +188,7 @@ def check_ids(text: str, place: str, vocab_size: int) -> None:
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> list[int]:
-    """Unigram keeps a list of pieces, the other models a map from piece to id."""
+    """Return all token ids of a tokenizer.json. Unigram models list their pieces, others map pieces to ids."""
     vocab = tokenizer["model"]["vocab"]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     return ids + [token["id"] for token in tokenizer.get("added_tokens", [])]
@@ -265,7 +265,7 @@ def _check_dtypes(tensors: dict[str, TensorEntry], location: Location) -> None:
 
 
 def _check_whole(tensors: dict[str, TensorEntry], config: _Config, location: Location) -> None:
-    """A few tensors stand for all: the worker, which knows each family's names, checks the rest."""
+    """Check that a few tensors are there, and the embedding's shape. The worker checks the rest."""
     needed = [f"model.layers.{i}.input_layernorm.weight" for i in range(config.num_hidden_layers)]
     needed += ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not config.tie_word_embeddings)
     for name in needed:

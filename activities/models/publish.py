@@ -1,4 +1,4 @@
-"""Publishing: a checkpoint's weights under a registered name and version, with a card, immutable."""
+"""Publishes a checkpoint's weights under a name and version, with a model card. Versions never change."""
 
 import json
 import shutil
@@ -20,12 +20,15 @@ from shared.storage.paths import MANIFEST, published, published_version, version
 from shared.storage.store import ObjectStore, open_uri
 
 Kind = Literal["adapters", "models"]
-# Of a base model's folder, these are the weights' own, and come from the checkpoint instead.
+# Files that come from the checkpoint; all others of a fully fine-tuned model come from the base model's folder.
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 class PublishRequest(Frozen):
-    """A checkpoint to publish. `metrics` and `report_uri` go into the card. `step`: None, or which of several."""
+    """A checkpoint to publish. `metrics` and `report_uri` go into the card.
+
+    `step`: the number of the step, for a run that publishes several versions; else None.
+    """
 
     run_id: RunId
     tenant: Tenant = FIRST_TENANT
@@ -47,9 +50,9 @@ class Published(Frozen):
 
 
 class Claim(Frozen):
-    """A run's claim of a version; of a run that publishes several, with the step and its checkpoint's manifest.
+    """A run's claim of a version. If the run publishes several, with the step and the hash of its checkpoint.
 
-    A step that was never done, and whose number was given anew, is of another checkpoint.
+    The hash tells apart two steps of one number: a step that was never recorded has its number used again.
     """
 
     run_id: RunId
@@ -99,14 +102,14 @@ class Publish:
 
 
 def claim_version(store: ObjectStore, tenant: str, kind: Kind, name: str, mine: Claim) -> int:
-    """The version of `name` that a claim owns: the one that was claimed before, or the lowest that nobody did."""
+    """Return the version of `name` that a claim owns; if it has none yet, claim the next free one."""
     num_claims = sum(1 for _ in store.list(f"{published(tenant, kind, name)}/claims/"))
     for number in range(num_claims, 0, -1):
         claim = read_record(store, version_claim(tenant, kind, name, number), Claim)
         if claim == mine:
             return number
         if claim.run_id == mine.run_id and (claim.step or 0) < (mine.step or 0):
-            break  # a run claims in the order of its steps
+            break  # older claims are of earlier steps, as a run claims in order
     version, data = num_claims + 1, mine.model_dump_json(exclude_none=True).encode()
     while not store.put_if_absent(version_claim(tenant, kind, name, version), data):
         if read_record(store, version_claim(tenant, kind, name, version), Claim) == mine:
@@ -131,7 +134,7 @@ def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
 
 
 def _name_the_model(config: Path, model: str) -> None:
-    """Let PEFT find the base model where the user found it: a hub id, a URI, or a folder for a `file://` URI."""
+    """Write the base model's name into PEFT's config, as the user gave it (without `file://`), for PEFT to find it."""
     content = json.loads(config.read_bytes())
     content["base_model_name_or_path"] = model.removeprefix("file://")
     config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

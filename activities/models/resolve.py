@@ -46,7 +46,7 @@ from shared.storage.stored_bytes import Room
 
 What = Literal["model", "initial_adapter", "reference"]
 _MOST_NAMES = 4
-_MODELS = "models"  # in the place of a run: they stay for others
+_MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(self_attn|mlp(\.experts\.\d+)?)\.(?P<linear>\w+)"
     r"\.lora_(?P<side>[AB])\.weight"
@@ -55,9 +55,9 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class AdapterRequest(Frozen):
-    """An adapter as a tenant's user names it; what the run asks for, and the model's sizes, where they are known.
+    """An adapter as a tenant's user names it, and the LoRA settings and model sizes that it must match, if known.
 
-    `run_id` and `role`: the run that is to begin, or to go on, with it, and what it is to that run.
+    `run_id` and `role`: the run that uses it, and whether it starts from it or has it as a reference.
     """
 
     uri: str
@@ -147,7 +147,7 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
 
 
 def _linears_of_layer(lora: Lora, shape: ModelShape) -> int:
-    """Count the adapted linears: each expert has linears of its own."""
+    """Count the adapted linears of a layer. Those of the MLP are there once for each expert."""
     of_experts = sum(target in _MLP for target in lora.targets)
     return len(lora.targets) - of_experts + of_experts * max(1, shape.num_experts)
 
@@ -164,11 +164,10 @@ def _check_tensor(name: str, tensor: TensorEntry, lora: Lora, shape: ModelShape 
 
 
 def import_files(location: Location, names: list[str], host: HostContext, tenant: str) -> Artifact:
-    """The named files as an artifact, hashed once for each state (size and times, or ETag) that they are found in.
+    """Return the named files as an artifact. They are hashed again only if their size, times or ETag have changed.
 
-    Where every host can read the files at their place, the artifact refers to them: S3, and folders of this machine
-    while the store is on this machine too. A folder of this machine with a store elsewhere is uploaded, and counts as
-    this tenant's bytes.
+    If every host can read the files where they are, the artifact refers to them: files in S3, and files of this machine
+    if the store is on it, too. Files of this machine are uploaded if the store is elsewhere, and count as the tenant's.
 
     Raises:
         InvalidInput: a file changed while it was being hashed, or there is no room for them.
@@ -211,9 +210,9 @@ def _hash(location: Location, names: list[str]) -> Manifest:
 
 
 def check_began_with(what: What, found: Artifact, place: str, run_id: RunId, host: HostContext) -> None:
-    """Put on record what a run's first execution found at a place, and hold every later execution to it.
+    """Record the files that a run's first execution found at a place; check that later executions find the same.
 
-    Files are compared by hash. Where they lie does not matter: a cache may have moved.
+    Files are compared by hash, not by location.
 
     Raises:
         InvalidInput: other files are there now; names them.

@@ -25,9 +25,9 @@ MOST_STEPS_OF_EPOCHS = 50_000
 
 
 class PackRequest(Frozen):
-    """Units and their cut into steps: epochs or steps, batch_size or batch_tokens; or `whole`, one step of all.
+    """Units, and how to cut them into steps: `epochs` or `steps`, and `batch_size` or `batch_tokens`; or `whole`.
 
-    An epoch's last step holds what is left and may be smaller; `steps` goes through as many epochs as it takes.
+    An epoch's last step may be smaller. With `steps` the data is repeated for as many epochs as needed.
     """
 
     units: Artifact
@@ -69,10 +69,10 @@ class Pack:
 
     @activity.defn(name="pack")
     def pack(self, request: PackRequest) -> Packed:
-        """Raises InvalidInput when a unit is longer than a bin or a batch."""
+        """Make a plan. Raises InvalidInput if a unit is longer than a bin or a batch."""
 
         def write(folder: Path) -> None:
-            # Packing needs no more of the units than where each one ends.
+            # Packing only needs the units' lengths.
             staged = self._host.stage(request.units, only=("units.json", "token_offsets.bin"))
             write_plan(Units.read_lengths(staged), request, folder)
 
@@ -100,7 +100,7 @@ def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHea
 
 
 def _check_epochs(tokens_U: Indices, request: PackRequest) -> None:
-    """Raises InvalidInput when epochs come to a job that nobody means to have; who does, asks for so many steps."""
+    """Raise InvalidInput if `epochs` would be more than MOST_STEPS_OF_EPOCHS steps, as that is likely a mistake."""
     if request.epochs is None or request.whole:
         return
     size, batch = (
@@ -116,7 +116,7 @@ def _check_epochs(tokens_U: Indices, request: PackRequest) -> None:
 
 
 def _capacity(longest: int, request: PackRequest) -> int:
-    """Tokens of a bin: at most what was asked for, and no more than an even share of a full step."""
+    """Return the tokens of a bin: at most `bin_tokens`, and such that the bins of a full step are filled evenly."""
     for name in ("bin_tokens", "batch_tokens"):
         limit = getattr(request, name)
         if limit is not None and longest > limit:
@@ -135,7 +135,7 @@ def _steps(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
 
 
 def _endless(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
-    """Epoch after epoch, as many as were asked for; a fraction of one is the beginning of its order."""
+    """Yield the steps of one epoch after another. A fraction of an epoch is the first part of its order."""
     for epoch in count():
         order_U = packing.epoch_order(len(tokens_U), request.seed, epoch)
         if request.epochs is not None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run that stand in the store, over all its leases."""
+"""The checkpoints of a run in the store, of all its leases."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from shared.storage.store import ObjectStore, uri_of
 
 @dataclass(frozen=True, order=True)
 class StoredCheckpoint:
-    """A checkpoint whose manifest stands. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
+    """A checkpoint that has a manifest. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
 
     step: int
     fence_label: str
@@ -33,14 +33,14 @@ def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that can be gone on from, and why newer ones cannot be: the newest first."""
+    """The newest intact checkpoint, and messages on newer ones that are damaged, the newest first."""
 
     checkpoint: CheckpointRef | None
     damaged: tuple[str, ...] = ()
 
 
 def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = ()) -> Found:
-    """Look at manifests and sizes; whoever reads a checkpoint checks the hashes.
+    """Find the newest checkpoint whose files have the sizes in its manifest. (Hashes are checked when it is read.)
 
     Args:
         passed_over: URIs of checkpoints in which a worker found damage.
@@ -78,7 +78,7 @@ def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | 
 
 
 def own(plan: WorkerPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
-    """A run's newest checkpoint, if it is this job's own and not the one that the job before it ended with."""
+    """Return a run's newest checkpoint if this job saved it; None if it is the one that the job before ended with."""
     if plan.initial_checkpoint is None or (checkpoint is not None and checkpoint.step > plan.first_step):
         return checkpoint
     return None
@@ -92,19 +92,19 @@ def last_epoch(store: ObjectStore, run_id: str) -> int:
 
 
 def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
-    """Delete all but the newest `keep`, each one's manifest first, so that no half of one is ever taken for whole.
+    """Delete all checkpoints but the newest `keep`. Manifests go first, so that no incomplete one seems complete.
 
-    A checkpoint of an older lease and of a later step than this lease has saved is one that it did not go on from:
-    damaged, or carried too late. It takes no place among those that are kept.
+    A checkpoint of an older lease with a later step than this lease has saved was damaged, or uploaded too late for
+    this lease to go on from it. It is not among those that are kept.
 
-    What hosts of older fences began to carry, and did not finish, goes too. A straggler deletes nothing: the lease
-    after its own may have begun from any checkpoint that stands.
+    Incomplete uploads of older fences are deleted, too. If a newer lease exists, nothing is deleted, since that lease
+    may have begun from any checkpoint.
     """
     if last_epoch(store, run_id) > fence.epoch:
         return
     keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
     found = sorted(checkpoint for checkpoint in map(_parse, keys) if checkpoint is not None)
-    # A straggler can have set its manifest over files that were deleted here as half-carried.
+    # A host of an older lease may have put its manifest after files of it were deleted here as incomplete.
     reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
     found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
     whole = [c for c in found_by_now if c.fence_label >= fence.label or _what_is_wrong(store, c.key) is None]
@@ -121,7 +121,7 @@ def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
 
 
 def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
-    """Delete the checkpoints of later steps, each one's manifest first: what they began will be done anew."""
+    """Delete the checkpoints of later steps, which will be done again. Manifests are deleted first."""
     for checkpoint in stored_checkpoints(store, run_id):
         if checkpoint.step > step:
             store.delete(f"{checkpoint.key}/{MANIFEST}")
@@ -130,7 +130,10 @@ def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
 
 
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
-    """Compare a checkpoint's sizes with its manifest. Empty: half of it was pruned, or never uploaded."""
+    """Compare a checkpoint's sizes with its manifest. Returns None if it is intact, else what is wrong.
+
+    An empty text means that files are missing, as it was being pruned or uploaded.
+    """
     try:
         manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
     except NotFound:
@@ -162,7 +165,7 @@ class FindCheckpointRequest(Frozen):
 
 
 class ResumePoint(Frozen):
-    """`last_epoch` is 0 for a run that never had a lease. `damaged`: why newer checkpoints are not gone on from."""
+    """The checkpoint to go on from. `last_epoch`: the number of leases so far. `damaged`: on newer checkpoints."""
 
     checkpoint: CheckpointRef | None
     last_epoch: int

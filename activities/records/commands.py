@@ -15,7 +15,7 @@ _ENDED = "the session ended before this command was done"
 
 
 class CommandRecordRequest(Frozen):
-    """What came of a command that a control host has finished."""
+    """The result of a command that a control host has finished (the publication of a saved state)."""
 
     run_id: RunId
     result: CommandResult
@@ -26,8 +26,8 @@ class FindCommandsRequest(Frozen):
 
 
 class FoundCommands(Frozen):
-    """`next`: the first number without a result. `waiting`: the commands that have none, in order. `last`: the last one
-    that has one.
+    """`next`: the first number without a result. `waiting`: the commands without one, in order. `last`: the greatest
+    number with one.
     """
 
     next: int = 1
@@ -46,7 +46,7 @@ class PassOverRequest(Frozen):
 
 
 class CommandRecords:
-    """Reads and writes records of commands. A cancellation, which heartbeats bring, cuts none in two."""
+    """Reads and writes records of commands. A cancellation of these activities does not interrupt them."""
 
     def __init__(self, host: HostContext) -> None:
         self._store = host.store
@@ -60,13 +60,13 @@ class CommandRecords:
 
     @activity.defn(name="find_commands", no_thread_cancel_exception=True)
     def find_commands(self, request: FindCommandsRequest) -> FoundCommands:
-        """Find what a session has done, and what it has been sent."""
+        """Find which commands a session has done, and which wait."""
         with beating():
             return self._find(RunKeys(request.run_id))
 
     @activity.defn(name="drop_commands", no_thread_cancel_exception=True)
     def drop_commands(self, request: FindCommandsRequest) -> None:
-        """Drop what waits at the end of a session: it is not done, even if the session is resumed."""
+        """Drop the commands that wait at a session's end. They are not done even if the session is resumed."""
         keys = RunKeys(request.run_id)
         with beating():
             found = self._find(keys)
@@ -80,7 +80,7 @@ class CommandRecords:
 
     @activity.defn(name="pass_over", no_thread_cancel_exception=True)
     def pass_over(self, request: PassOverRequest) -> bool:
-        """Drop the commands that wait for one that does not come. False: it has come after all."""
+        """Drop the commands that wait for a missing one. Returns False if that one has arrived after all."""
         keys, number = RunKeys(request.run_id), request.number
         message = f"command {number} did not come within {request.patience_s:g} s: send it, and those behind it again"
         gap = Gap(through=request.through, message=message)

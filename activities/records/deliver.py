@@ -27,7 +27,7 @@ _OPENED_BY = "webhooks.allow_private_addresses"
 _KEPT_ATTEMPTS = 20
 _KEPT_DELIVERIES = 200
 _LONGEST_WAIT_S = 6 * 3600.0
-"""However long a receiver asks to be left alone: as long as the retry policy's longest pause."""
+"""The longest pause that a receiver's Retry-After is granted; it equals the retry policy's longest pause."""
 
 
 class DeliverRequest(Frozen):
@@ -44,11 +44,11 @@ class Delivered(Frozen):
 
 
 class NotDelivered(LongshoreError):
-    """The receiver cannot be reached, or did not take the notice. Told again later."""
+    """The receiver cannot be reached, or did not accept the notice. The delivery is retried later."""
 
 
 class Deliver:
-    """Tells webhooks."""
+    """The activities that deliver notices to webhooks."""
 
     def __init__(self, host: HostContext) -> None:
         self._host = host
@@ -62,9 +62,9 @@ class Deliver:
         """Make one attempt at a delivery.
 
         Raises:
-            NotDelivered: worth another attempt.
-            ApplicationError: the same, of a receiver that asks for more time than the retry policy gives it.
-            InvalidInput: the receiver is where it may not be, or says that it is gone for good.
+            NotDelivered: another attempt may succeed.
+            ApplicationError: the same; the receiver asks for a longer pause than the retry policy has.
+            InvalidInput: the receiver's address is not allowed, or it answers that it is gone for good (410).
         """
         store = self._host.store
         with beating():
@@ -85,13 +85,13 @@ class Deliver:
 
     @activity.defn(name="give_up_delivery")
     def give_up(self, request: DeliverRequest) -> None:
-        """Put on record that no more attempts are made."""
+        """Record that no more attempts are made."""
         store = self._host.store
         if _find(store, request) is not None:
             _write(store, request, _delivery(store, request).model_copy(update={"state": "failed"}))
 
     def _attempt(self, webhook: Webhook, notice: Notice) -> tuple[Attempt, bool]:
-        """Make one attempt. Returns it, and whether no other may follow."""
+        """Make one attempt. Returns its record, and True if it must not be retried."""
         at = time.time()
         try:
             status, retry_after = self._post(webhook, notice, at)

@@ -24,7 +24,7 @@ class Recorded(Frozen):
 
 
 class BeginRequest(Frozen):
-    """The start of a workflow. `execution`: the first execution of those that continue as new ones."""
+    """The start of a run's workflow. `execution`: the id of the first in its chain of continued executions."""
 
     run_id: RunId
     start_id: str
@@ -34,7 +34,7 @@ class BeginRequest(Frozen):
 
 
 class Begun(Frozen):
-    """`refusal`: why there is nothing to do. `status`: how a resumed run had ended; None for one that had not."""
+    """`refusal`: why the workflow must not run. `status`: the end of a run that is resumed; None if it had none."""
 
     refusal: str | None = None
     status: RunStatus | None = None
@@ -54,16 +54,16 @@ class StepRecordRequest(Frozen):
 
 
 class RecoverRequest(Frozen):
-    """A run that goes on. `num_policies`: the number of its last steps after which the policy is wanted."""
+    """A run that is resumed. `num_policies`: for how many of its last steps the policy after them is wanted."""
 
     run_id: RunId
     num_policies: int = Field(default=1, ge=1)
 
 
 class Recovered(Frozen):
-    """`last_step`: the number of the last step on record. `trained`: the last one that changed the policy.
+    """`last_step`: the number of the last recorded step. `trained`: the last one that changed the policy.
 
-    `policies`: after the last steps, oldest first; one with version 0 has no adapter but the run's initial one.
+    `policies`: those after the last steps, oldest first. Version 0 is the policy that the run began with.
     """
 
     last_step: int = 0
@@ -72,7 +72,7 @@ class Recovered(Frozen):
 
 
 class RunRecords:
-    """Lets runs begin, and records their steps and ends. A cancellation, which heartbeats bring, cuts none in two."""
+    """Records beginnings, steps and ends of runs. A cancellation of these activities does not interrupt them."""
 
     def __init__(self, host: HostContext) -> None:
         self._host = host
@@ -87,12 +87,12 @@ class RunRecords:
 
     @activity.defn(name="begin", no_thread_cancel_exception=True)
     def begin(self, request: BeginRequest) -> Begun:
-        """Begin a run, before anything else of its workflow.
+        """Check that the service asked for this workflow, before it does anything else.
 
-        A start that was used before is refused, as Temporal lets anybody use one again, and so is one of a run that has
-        ended otherwise than the start says.
+        A start id that another execution has used is refused, since anybody who reaches Temporal can start a workflow
+        with it again. So is the start of a run that has ended, unless it resumes the run from that very end.
 
-        A resumed run has no result until it ends again; the one that it had is kept beside.
+        The result of a run that is resumed is moved away until it ends again.
         """
         store, keys = self._host.store, RunKeys(request.run_id)
         with beating():
@@ -107,7 +107,7 @@ class RunRecords:
 
     @activity.defn(name="record_step", no_thread_cancel_exception=True)
     def record_step(self, request: StepRecordRequest) -> None:
-        """The record, then its key's: a key that is found has a whole record."""
+        """Write a step's record, and then the one under the client's key, which thus exists only for recorded steps."""
         with beating():
             store = self._host.store
             keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
@@ -117,7 +117,7 @@ class RunRecords:
 
     @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
     def recover_steps(self, request: RecoverRequest) -> Recovered:
-        """Find where a run without a history goes on, and delete checkpoints of steps that were never done."""
+        """Find where a resumed run goes on, and delete checkpoints of steps that were never recorded."""
         with beating():
             store = self._host.store
             found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
@@ -136,7 +136,7 @@ class RunRecords:
 
 
 def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:
-    """Take a run's result away. Returns how it had ended."""
+    """Move a run's result away. Returns the status with which it had ended."""
     with suppress(NotFound):  # it was moved before, or never was
         store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
         store.delete(keys.result)

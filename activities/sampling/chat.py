@@ -30,16 +30,16 @@ from shared.chat.messages import (
 from shared.contract import Artifact
 from shared.errors import InvalidInput, SamplerUnavailable
 
-_MAX_OPEN = 4  # models
-_MAX_MEMORY_BYTES = 2 << 30  # for which a tokenizer may be loaded
+_MAX_OPEN = 4  # models whose tokenizers stay loaded
+_MAX_MEMORY_BYTES = 2 << 30  # a tokenizer that takes more memory to load is refused
 _RENDER_LIMIT_S = 5.0
 _PLACE = "messages"
-_NO_CHARACTER = "\ufffd"  # what a token of a part of a character is decoded to
+_NO_CHARACTER = "\ufffd"  # the text of a token that is only a part of a character
 _IMPOSSIBLE = -9999.0  # JSON has no infinity
 
 
 class ChatPrompts:
-    """Render conversations to the ids that training on the same conversation has before the answer.
+    """Renders conversations to token ids: the same as in training, where they stand before the answer.
 
     Safe to use from several threads, which render one at a time.
     """
@@ -54,14 +54,14 @@ class ChatPrompts:
         self._templates: dict[str, TemplateProcess] = {}
 
     def tokenizer(self, model: Artifact) -> ModelTokenizer:
-        """Raises InvalidInput for a model without one, CorruptArtifact for files that have changed."""
+        """Return a model's tokenizer. Raises InvalidInput if it has none, CorruptArtifact if its files have changed."""
         with self._lock:
             return self._tokenizer(model)
 
     def ids(
         self, model: Artifact, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """Raises InvalidInput for messages that are none, that the model's template refuses, or for want of one."""
+        """Return a prompt's ids. Raises InvalidInput for malformed messages, or a template that is missing or fails."""
         check_characters(json.dumps([messages, tools], ensure_ascii=False), _PLACE)
         row = Row(_PLACE, {})
         checked = [_as_text(message_of(row, f"messages[{i}]", message)) for i, message in enumerate(messages)]
@@ -69,7 +69,7 @@ class ChatPrompts:
         with self._lock:
             tokenizer = self._tokenizer(model)
             text = self._rendered(model, tokenizer, question)
-        check_characters(text, _PLACE)  # templates may make much of little
+        check_characters(text, _PLACE)  # a template may make a long text of short messages
         return tuple(next(ids_before_answers([text], tokenizer)))
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class ChatPrompts:
     def _tokenizer(self, model: Artifact) -> ModelTokenizer:
         if model.sha256 not in self._tokenizers:
             files = tokenizer_files(self._host, model)
-            confined.call(self._limits, check_loading, files)  # what aborts its process must not abort this one
+            confined.call(self._limits, check_loading, files)  # tried in a child, as it may abort the process
             self._tokenizers[model.sha256] = files.load()
             if len(self._tokenizers) > _MAX_OPEN:
                 self._forget(self._tokenizers.popitem(last=False)[0])
@@ -95,7 +95,7 @@ class ChatPrompts:
                 process = TemplateProcess(tokenizer.template, tokenizer.place, _RENDER_LIMIT_S)
                 self._templates[model.sha256] = process
             return self._templates[model.sha256].asked([question])[0]
-        except BaseException:  # also a cancellation, which may leave an answer unread: the next one starts afresh
+        except BaseException:  # also after a cancellation, as the process may still send its answer
             self._forget(model.sha256)
             raise
 
@@ -106,7 +106,7 @@ class ChatPrompts:
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Clients send a text in parts, which most templates do not know."""
+    """Join a message's content if it is a list of text parts, since most templates only take a text."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -138,7 +138,7 @@ def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], m
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=bool(asked.ignore_eos),
         seed=asked.seed,
-        logprobs=asked.top_logprobs or 0,  # also of answers that are asked for without: they may be trained on
+        logprobs=asked.top_logprobs or 0,  # 0 still returns the sampled tokens' logprobs, which training may need
         return_token_ids=True,
     )
 
@@ -150,15 +150,15 @@ def chat_completion(
     answer_id: str,
     prompt_ids: Sequence[int],
 ) -> ChatCompletion:
-    """A sampler's answer as the client expects it.
+    """Convert a sampler's answer into a chat completion.
 
     Args:
-        bytes_of: a token id's own bytes.
-        answer_id: what the answer is to be known by.
-        prompt_ids: what the sampler was asked with.
+        bytes_of: returns the bytes of a token.
+        answer_id: the id of the completion.
+        prompt_ids: the ids of the prompt.
 
     Raises:
-        SamplerUnavailable: the sampler gave a choice up.
+        SamplerUnavailable: the sampler has given up one of the choices.
     """
     choices = sorted(drawn.choices, key=lambda choice: choice.index)
     return ChatCompletion(
@@ -174,7 +174,7 @@ def chat_completion(
 def record_of(
     answer: ChatCompletion, drawn: CompletionResponse, prompt_ids: Sequence[int], model_sha256: str
 ) -> AnswerRecord | None:
-    """The record of an answer; None where the sampler does not tell ids and logprobs of all of it."""
+    """Return the record of an answer; None if the sampler did not send the ids and logprobs of all of it."""
     drawn_of = {choice.index: choice for choice in drawn.choices}
     choices = [_drawn_choice(choice, drawn_of[choice.index]) for choice in answer.choices]
     whole = [choice for choice in choices if choice is not None]
@@ -232,7 +232,7 @@ def _logprobs(choice: Choice, num_top: int, bytes_of: Callable[[int], bytes]) ->
 
 
 def _likeliest(logprobs: dict[str, float], num_top: int) -> list[TopLogprob]:
-    """The likeliest tokens, in order. Samplers list the drawn token beside them, which may not be one."""
+    """Return the likeliest tokens in order, without the sampled token if the sampler only added it to the list."""
     ordered = sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:num_top]
     return [
         TopLogprob(token=text, logprob=value, bytes=None if _NO_CHARACTER in text else list(text.encode()))

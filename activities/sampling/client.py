@@ -33,19 +33,19 @@ from shared.settings import ConfinedSettings
 
 M = TypeVar("M", bound=BaseModel)
 _WORTH_RETRYING = (408, 409, 425, 429)
-# Of one request: from its last byte to the answer's first, and how often it is made.
+# Seconds from a request's last byte to the answer's first, and how often a request is made.
 TIMEOUT_S, ATTEMPTS = 600.0, 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-# An answer is as long as what was asked for: a token comes with its text, id and logprob, and likelier ones beside it.
+# Bounds on an answer's length: bytes for each token (text, id, logprob), each likelier token beside it, and the rest.
 _BYTES_A_TOKEN, _LIKELY_BYTES, _OTHER_BYTES = 512, 256, 1 << 20
 _MAX_ANSWER_BYTES = 128 << 20
 _MODELS_BYTES = 4 << 20
-_LARGE_BYTES = 2 << 20  # what a hostile server may make of more, when it is parsed, a child of ours bears
-# vLLM would take these from the model's generation_config.json, and draw from another distribution.
+_LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are parsed in a child process
+# Set explicitly: otherwise vLLM takes these from the model's generation_config.json.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 A = TypeVar("A")
 R = TypeVar("R")
-_LISTEN_S = 0.2  # an activity's cancellation is raised in its thread between two waits, and never within one
+_LISTEN_S = 0.2  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Completion:
 
 
 class Sampler:
-    """One server.
+    """A client of one server.
 
     Args:
         url: without `/v1`.
         timeout_s: of one request, from its last byte to the answer's first.
         attempts: how often a request is made before SamplerUnavailable is raised.
-        confinement: for a stranger's server: large answers are read in a process of their own.
+        confinement: for a server that is not trusted: limits of the child process that parses its large answers.
 
-    Every method raises InvalidInput for what the server refuses (4xx) and SamplerUnavailable for what passes.
+    Every method raises InvalidInput for what the server refuses (4xx), and SamplerUnavailable for passing faults.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Sampler:
 
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         timeout = httpx.Timeout(timeout_s, connect=10.0)
-        # A proxy of the environment has nothing to do with a sampler; as many connections as callers have threads.
+        # No proxy from the environment (trust_env). No limit on connections: each thread that calls needs one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx.Client(
             base_url=url.rstrip("/"), headers=headers, timeout=timeout, limits=limits, trust_env=False
@@ -106,7 +106,7 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Hangs up on requests of other threads, so that nobody draws on for nobody."""
+        """Close all connections, also those of other threads' requests, so that the server stops sampling for them."""
         self._is_closed = True
         for connection in self._sockets:
             _hang_up(connection)
@@ -122,7 +122,7 @@ class Sampler:
     def sample(
         self, model: str, prompt_ids: tuple[int, ...], sampling: Sampling, n: int, seed: int
     ) -> tuple[Completion, ...]:
-        """Draw `n` samples, sample j with `seed + j`, so that it can be asked for alone: `n=1, seed=seed + j`."""
+        """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again."""
         body = {
             "model": model,
             "prompt": list(prompt_ids),
@@ -131,7 +131,7 @@ class Sampler:
             **sampling.model_dump(mode="json", exclude={"stop", "stop_token_ids"}),
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
-            "logprobs": 0,  # of the sampled tokens alone
+            "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             **_PLAIN,
         }
@@ -179,7 +179,7 @@ class Sampler:
         return {card.id: card for card in answer.data}
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter; again is harmless. The same name from another folder is InvalidInput."""
+        """Load an adapter, unless it is loaded. Raises InvalidInput if the name has another folder."""
         try:
             self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         except InvalidInput:
@@ -188,7 +188,7 @@ class Sampler:
                 raise
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; again is harmless."""
+        """Unload an adapter, if it is loaded."""
         try:
             self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except InvalidInput:
@@ -196,7 +196,7 @@ class Sampler:
                 raise
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = _OTHER_BYTES) -> bytes:
-        """The answer to a request, made as often as it takes within the attempts. Raises as the class says."""
+        """Make a request, with retries, and return the answer's body. Raises as described for the class."""
         import httpx
 
         problem = ""
@@ -236,7 +236,7 @@ class Sampler:
             return response.status_code, bytes(found)
 
     def _completions(self, body: dict[str, Any], num_tokens: int, likely: int = 0) -> CompletionResponse:
-        """The answer to a request of so many tokens, prompts included, each with so many likelier ones."""
+        """Ask for completions. The answer's length is bounded by `num_tokens`, and `likely` tokens beside each."""
         num_bytes = _OTHER_BYTES + num_tokens * (_BYTES_A_TOKEN + likely * _LIKELY_BYTES)
         answer = self._ask("POST", "/v1/completions", body, min(num_bytes, _MAX_ANSWER_BYTES))
         if len(answer) <= _LARGE_BYTES or self._confined is None:
@@ -246,7 +246,7 @@ class Sampler:
 
 
 def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionResponse:
-    """Raises InvalidInput for what is no answer, or of more tokens than were asked for."""
+    """Parse an answer. Raises InvalidInput if it is malformed, or has more tokens than were asked for."""
     found = _parsed(CompletionResponse, text.encode(), place)
     if sum(len(choice.token_ids or ()) for choice in found.choices) > max_tokens:
         raise InvalidInput("the sampler sends more tokens than were asked for", place)
@@ -254,7 +254,7 @@ def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionRespo
 
 
 def _characters(prompt: str | list[int] | list[str] | list[list[int]]) -> int:
-    """Bound the number of tokens of a request's prompts by their characters."""
+    """Return an upper bound for the number of tokens of a request's prompts: their characters or ids."""
     return len(prompt) + sum(len(one) for one in prompt if isinstance(one, list | str))
 
 
@@ -265,12 +265,12 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 def _pause_s(attempt: int) -> float:
-    """Doubling, up to a bound, and spread so that many clients do not come back together."""
+    """Return the pause before a retry, in seconds: doubled each time up to a bound, and spread at random."""
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
 
 
 def _message(answer: bytes) -> str:
-    """The server's error message, in OpenAI's shape or as it is."""
+    """Return the message of a server's error, if it has OpenAI's shape; else the beginning of the answer."""
     try:
         return ErrorResponse.model_validate_json(answer).error.message[:500]
     except ValidationError:

@@ -24,7 +24,7 @@ _ATTEMPTS = 3
 
 
 class Complete:
-    """The activity `complete`. To be closed."""
+    """The activity `complete`. Call `close` at the end."""
 
     def __init__(self, host: HostContext, samplers: Samplers) -> None:
         self._host = host
@@ -37,7 +37,7 @@ class Complete:
 
     @activity.defn(name="complete")
     def complete(self, request: CompleteRequest) -> Completed:
-        """Ask a sampler. A cancellation hangs up, and what was being drawn is given up.
+        """Ask a sampler. A cancellation closes the connection, so that the sampler stops.
 
         Raises:
             InvalidInput: the question cannot be answered; names the field.
@@ -59,7 +59,7 @@ class Complete:
     def _answer(
         self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None
     ) -> ChatCompletion | CompletionResponse:
-        """Answer, and try again where another adapter took this one's place on the sampler in between."""
+        """Answer; try again if the adapter was unloaded to make room for another one before it could answer."""
         for attempt in range(_ATTEMPTS):
             model = self._adapters.use(opened, request.adapter)
             try:
@@ -88,7 +88,7 @@ class Complete:
         return answer.model_copy(update={"choices": known})
 
     def _remembers(self, request: CompleteRequest, record: AnswerRecord) -> bool:
-        """Keep what was drawn. A store that is away costs the answer its id, and nobody the answer."""
+        """Store the answer's token ids. Returns False if that fails: the answer is then sent without its id."""
         if not self._host.settings.serving.answers_kept_s:
             return False
         try:
@@ -116,7 +116,7 @@ def _max_model_len(opened: OpenSampler) -> int:
 
 
 def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:
-    """A server that is not ours serves what its operator chose: beside another model an adapter would speak nonsense.
+    """Check that a server behind a URL serves the adapter's base model: its operator may have chosen another one.
 
     Raises:
         InvalidInput: neither its id nor its root has the base model's name.
@@ -129,6 +129,6 @@ def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:
 
 
 def _last_name(model: str) -> str:
-    """`Qwen3-8B` of /models/Qwen3-8B, of s3://bucket/Qwen3-8B/ and of Qwen/Qwen3-8B@main."""
+    """Return a model's last name in lower case: `qwen3-8b` of s3://bucket/Qwen3-8B/ and of Qwen/Qwen3-8B@main."""
     path = unquote(urlsplit(model).path) if "://" in model else model.partition("@")[0]
     return PurePosixPath(path).name.lower()

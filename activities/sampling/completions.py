@@ -1,6 +1,6 @@
-"""Requests and results of sampling: the prompts, their seeds, and a line of JSON a prompt with its samples.
+"""Requests and results of sampling: which prompts are sampled, their seeds, and files with the samples of each prompt.
 
-Pure functions; asking the sampler is activities/sampling/sample.py's affair.
+Pure functions; the requests to samplers are made in activities/sampling/sample.py.
 """
 
 import hashlib
@@ -23,9 +23,10 @@ _SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take
 
 
 class Rows(Frozen):
-    """A selection of prompts: a stretch of an endless order, every epoch a new shuffle of all prompts by (seed, epoch).
+    """A selection of prompts: `count` of them, from number `first` on, of the epochs' orders one after another.
 
-    Without `count`: every prompt once, in the order of the data, as held-out ones are asked.
+    Each epoch is a shuffle of all prompts by (seed, epoch). Without `count`: each prompt once, in the data's order, as
+    for held-out prompts.
     """
 
     first: int = Field(default=0, ge=0, description="counted from the beginning of the first epoch")
@@ -49,7 +50,10 @@ class Sample(Frozen):
 
 
 class SampledGroup(Frozen):
-    """The samples of one prompt. `group`: its place in the request; `row`: among the prompts; `place`: in the data."""
+    """The samples of one prompt. `group`: its index in the request; `row`: its index among all prompts.
+
+    `place`: the file and line of its row in the dataset, for messages.
+    """
 
     group: int
     row: int
@@ -60,7 +64,7 @@ class SampledGroup(Frozen):
 
 
 def numbers_of(rows: Rows, num_prompts: int) -> list[int]:
-    """The numbers of the prompts that are asked for, in order. A prompt comes again with every epoch."""
+    """Return the indices of the selected prompts, in order. A prompt occurs once in each epoch."""
     if rows.count is None:
         return list(range(num_prompts))
     places = (divmod(at, num_prompts) for at in range(rows.first, rows.first + rows.count))
@@ -74,13 +78,13 @@ def _epoch(num_prompts: int, seed: int, epoch: int) -> list[int]:
 
 
 def sample_seed(seed: int, group: int) -> int:
-    """The seed of a prompt's first sample, 62 bits: sample j of it is drawn with this and j added."""
+    """Return the seed of a prompt's first sample, 62 bits. Sample j has this seed plus j."""
     digest = hashlib.sha256(f"sample {seed} {group}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
 def sample_of(completion: Completion, place: str) -> Sample:
-    """Raises InvalidInput for what nothing can be learnt from: no token at all, or logprobs that are not its."""
+    """Convert a completion to a Sample. Raises InvalidInput if it has no tokens, or not one logprob for each."""
     if not completion.token_ids or len(completion.logprobs) != len(completion.token_ids):
         raise InvalidInput(
             f"the sampler sent {len(completion.token_ids)} tokens with {len(completion.logprobs)} logprobs", place

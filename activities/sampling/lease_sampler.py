@@ -19,7 +19,7 @@ from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.runs.requests import RunId
 from shared.storage.paths import WorkerPaths
 
-# What a sampler without work in hand takes a moment for; nobody can end a lease while it is waited for.
+# A timeout for requests that an idle sampler answers at once. It is short, as a lease cannot end during this wait.
 _ANSWER_S = 20.0
 
 
@@ -34,13 +34,13 @@ class SamplerLeaseRequest(Frozen):
 
 @dataclass(frozen=True)
 class SamplerCommand:
-    """The command line of our own sampler. Its model's files are in the host's cache, or lie on this machine anyway."""
+    """Makes the command line of Longshore's own sampler. The model's files are staged on this machine first."""
 
     host: HostContext
 
     def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
         assert isinstance(key, SamplerKey)
-        model = self.host.stage(key.model)  # at once: the lease has brought it
+        model = self.host.stage(key.model)  # fast: the lease activity has fetched it already
         paths = WorkerPaths(folder)
         return [
             *(sys.executable, "-P", "-m", "megatron_worker.sampler", "--model", str(model)),
@@ -51,9 +51,9 @@ class SamplerCommand:
 
 
 class LeaseSampler:
-    """Leases of this host's sampler. The store keeps no record of them.
+    """Leases of this host's sampler. They are not recorded in the store, and need no fence.
 
-    What a sampler makes is seeded and found by its content, so that no fence has to guard it.
+    Samples are seeded and stored by content, so an old lease cannot spoil them.
     """
 
     def __init__(self, pool: WorkerPool, host: HostContext, signals: Signals, host_queue: str) -> None:
@@ -88,7 +88,7 @@ class LeaseSampler:
 
 
 def _forget_adapters(worker: WorkerProcess) -> None:
-    """A process that was adopted holds those of other runs, which nobody else would take away."""
+    """Unload all adapters of a sampler. An adopted process may still hold those of runs that it served before."""
     try:
         with connected(worker, _ANSWER_S, attempts=2) as (client, _):
             for name in [name for name, card in client.models().items() if card.parent is not None]:

@@ -51,8 +51,8 @@ class Drawing(Frozen):
 class SampleRequest(Drawing):
     """Prompts to answer, the policy, and the sampler.
 
-    `model` (and `dtype`) is what the sampler at `place` serves: it is part of what the samples follow from. `adapter`:
-    absent, the model alone. `keep`: adapters of this run that other requests need now.
+    `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
+    `adapter`: the policy; without one, the model alone. `keep`: adapters of this run that must stay loaded.
     """
 
     run_id: RunId
@@ -66,7 +66,7 @@ class SampleRequest(Drawing):
 
     @property
     def key(self) -> str:
-        """The store key, by what decides the bits: not by the run, the lease that answers, or where files came from."""
+        """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
         weights = [self.model.sha256, self.adapter.sha256 if self.adapter else ""]
         server = self.place.model_dump_json() if isinstance(self.place, ServedSampler) else "leased"
@@ -74,7 +74,7 @@ class SampleRequest(Drawing):
 
 
 class Sampled(Frozen):
-    """`completions`: `completions.jsonl`, a `SampledGroup` a line. `samples`: `samples.jsonl`, what `grade` takes."""
+    """The samples: as `completions.jsonl`, one `SampledGroup` a line, and as `samples.jsonl`, the input of `grade`."""
 
     completions: Artifact
     samples: Artifact
@@ -84,7 +84,7 @@ class Sampled(Frozen):
 
 
 class SampledSummary(Frozen):
-    """`summary.json`. Tokens are the sampled ones."""
+    """The content of `summary.json`. `num_tokens` counts the sampled tokens."""
 
     num_groups: int
     num_samples: int
@@ -95,8 +95,8 @@ class SampledSummary(Frozen):
 class ProveRequest(Frozen):
     """The trainer's log-probabilities of a probe with an adapter on, and the bound on a sampler's difference.
 
-    `probe`: L token ids. `logprobs`: L - 1, the trainer's, in nats, of probe[1:]. `adapter`: absent, the model alone.
-    `keep`: adapters of this run that other requests need now.
+    `probe`: L token ids. `logprobs`: the trainer's L - 1 log-probabilities of probe[1:], in nats. `adapter`: absent for
+    the model alone. `keep`: adapters of this run that must stay loaded.
     """
 
     run_id: RunId
@@ -156,7 +156,7 @@ class SamplerActivities:
 
     @activity.defn(name="prove_adapter")
     def prove_adapter(self, request: ProveRequest) -> Proved:
-        """Load the adapter and compare. Asked every time: it says what the sampler serves now.
+        """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler as it is now.
 
         Raises:
             SamplerMismatch: a token's logprob differs by more than the bound, so the sampler has other weights.
@@ -172,7 +172,7 @@ class SamplerActivities:
         return Proved(max_difference=compare(told, request.logprobs, request.probe, request.bound))
 
     def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: Parts) -> None:
-        """Draw the samples that are missing; a prompt's are in the store before its thread takes another prompt."""
+        """Draw the samples that are not in the store. Each thread stores a prompt's before it takes another prompt."""
         drawn = parts.known()
         missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
         if not missing:
@@ -191,7 +191,7 @@ class SamplerActivities:
 
 
 def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: PromptRow, how: Drawing) -> SampledGroup:
-    """Ask for one prompt's samples: the same bits whenever and beside whatever they are drawn.
+    """Draw one prompt's samples. They are the same to the bit, whatever else the sampler computes at the time.
 
     Raises:
         InvalidInput: the server refuses the prompt, or sends what cannot be trained; names the prompt's place.
@@ -245,9 +245,9 @@ def _result(store: ObjectStore, key: str) -> Sampled | None:
 
 
 def compare(sampler: tuple[float, ...], trainer: tuple[float, ...], probe: tuple[int, ...], bound: float) -> float:
-    """The largest difference, in nats. Raises SamplerMismatch where it is beyond the bound, or no number."""
+    """Return the largest difference, in nats. Raises SamplerMismatch if it is greater than the bound, or NaN."""
     differences = [abs(one - other) for one, other in zip(sampler, trainer, strict=True)]
-    # NaN is worse than any number.
+    # NaN counts as the largest difference.
     worst = max(range(len(differences)), key=lambda at: math.inf if math.isnan(differences[at]) else differences[at])
     if not differences[worst] <= bound:
         raise SamplerMismatch(

@@ -1,7 +1,7 @@
-"""Access of sampling activities to a sampler, one that this host leases out or a server behind a URL, and its adapters.
+"""Connects sampling activities to a sampler, one that this host leases out or a server behind a URL; loads adapters.
 
-Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Through Temporal
-passes which one it is, and no more.
+Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Requests through
+Temporal only say which sampler is meant.
 """
 
 import re
@@ -26,13 +26,13 @@ from shared.settings import Settings
 
 _DIGITS = 16
 OWNER = "serving"
-"""In the place of a run's id, so that what runs have on the same sampler is left alone."""
+"""Prefix of the names of users' adapters, in the place of a run id, so that runs' adapters are left alone."""
 _OURS = re.compile(rf"{OWNER}-[0-9a-f]+")
 MAX_ADAPTERS = 16
 
 
 class OpenSampler(NamedTuple):
-    """A client of a sampler that answers, and what its requests call the model without an adapter."""
+    """A client of a sampler, and the name by which its requests ask for the base model."""
 
     client: Sampler
     model: str
@@ -44,13 +44,13 @@ class Samplers:
     def __init__(self, settings: Settings, pool: WorkerPool | None = None) -> None:
         """
         Args:
-            pool: of a sampler host; without one only served samplers are reached.
+            pool: the sampler processes of this host; without one only servers behind URLs can be reached.
         """
         self._settings = settings
         self._pool = pool
 
     def open(self, place: SamplerPlace) -> AbstractContextManager[OpenSampler]:
-        """A sampler, for as long as the block lasts: a leased one is not given back before.
+        """Connect to a sampler. A leased one is not given back before the block ends.
 
         Raises:
             WorkerLost: the leased process is gone, or went while the block asked it, or serves another lease.
@@ -97,7 +97,7 @@ class Samplers:
 
 @contextmanager
 def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int = ATTEMPTS) -> Iterator[OpenSampler]:
-    """A sampler process of this host, asked as the client's arguments say. Raises WorkerLost when it has left."""
+    """Connect to a sampler process of this host. Raises WorkerLost if it has ended."""
     try:
         ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())
     except FileNotFoundError as error:
@@ -107,19 +107,19 @@ def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int
 
 
 def _without_version(url: str) -> str:
-    """The URL as our client wants it. Users know OpenAI's base URLs, which end with /v1."""
+    """Return a URL without a final `/v1`, which OpenAI's base URLs have."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _public(url: str, allow_private_addresses: bool) -> str:
-    """The URL that a user's server is asked at.
+    """Check the URL of a user's server, and return the one to connect to.
 
-    Over http it holds the very address that was checked, so that a name that resolves otherwise a moment later changes
-    nothing; over https the certificate sees to that.
+    An http URL gets the IP address that was checked, since the name might resolve to another one a moment later. With
+    https the certificate prevents that.
 
     Raises:
         InvalidInput: it is no plain http(s) URL, or leads into a private network.
-        SamplerUnavailable: no address is known for its host.
+        SamplerUnavailable: its host name does not resolve.
     """
     parts = checked(url)
     assert parts.hostname is not None
@@ -135,17 +135,17 @@ def _public(url: str, allow_private_addresses: bool) -> str:
 
 
 def adapter_name(run_id: str, adapter: Artifact) -> str:
-    """The name of an adapter in requests, by content: the same name never means other weights."""
+    """Return the name of an adapter in requests. It contains a hash of the weights, so a name never changes meaning."""
     return f"{run_id}-{adapter.sha256[:_DIGITS]}"
 
 
 def use_adapter(
     opened: OpenSampler, run_id: str, adapter: Artifact | None, keep: tuple[Artifact, ...], host: HostContext
 ) -> str:
-    """Make a sampler serve an adapter of a run, or its model alone, and return the name to ask for.
+    """Load an adapter of a run into a sampler, and return its name in requests; without an adapter, the model's name.
 
-    This run's adapters that are neither it nor in `keep` are unloaded; other runs' stay. The adapter's files are given
-    to the sampler as a folder of this machine, so a served sampler must see the host's disk.
+    Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. The sampler gets the
+    adapter as a folder of this machine, so a server behind a URL must see this host's disk.
 
     Raises:
         InvalidInput: the sampler refuses the adapter. CorruptArtifact: its files are not what they were.
@@ -165,17 +165,17 @@ def use_adapter(
 
 
 def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:
-    """The error to raise for a refused request: a server that was started anew knows no adapter, and is asked again."""
+    """Return the error to raise for a refused request: SamplerUnavailable if the sampler no longer has the adapter."""
     if model in sampler.models():
         return InvalidInput(error.message, place)
     return SamplerUnavailable(f"the sampler serves {model} no longer: {error.message}")
 
 
 class ServingAdapters:
-    """Adapters that answer users, loaded when they are asked for. Safe to use from several threads.
+    """Loads adapters that answer users into samplers when they are needed. Safe to use from several threads.
 
     Args:
-        max_adapters: of users on one sampler at a time.
+        max_adapters: the most such adapters on one sampler; the one that was used longest ago makes room.
     """
 
     def __init__(self, host: HostContext, max_adapters: int = MAX_ADAPTERS) -> None:
@@ -185,7 +185,7 @@ class ServingAdapters:
         self._asked_at: dict[str, float] = {}
 
     def use(self, opened: OpenSampler, adapter: Artifact | None) -> str:
-        """Load an adapter where it is not, and return its name in requests. The adapter's files come from its host.
+        """Load an adapter unless it is loaded, and return its name in requests. Its files are staged on this host.
 
         Raises:
             InvalidInput: the sampler refuses it. CorruptArtifact: its files are not what they were.
@@ -207,6 +207,6 @@ class ServingAdapters:
             return
         oldest_first = sorted(present, key=lambda one: (self._asked_at.get(one, 0.0), one))
         for old in oldest_first[: max(0, len(present) + 1 - self._max_adapters)]:
-            opened.client.unload_adapter(old)  # what is being drawn from it goes on
+            opened.client.unload_adapter(old)  # samples that are being drawn from it go on
             self._asked_at.pop(old, None)
         opened.client.load_adapter(name, str(folder))

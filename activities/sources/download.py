@@ -1,4 +1,4 @@
-"""Download: a dataset's URI becomes an artifact of the run, decompressed, within the caps, with our own hashes.
+"""Download a run's dataset from a URI into the store: decompressed, within the limits of size, and hashed.
 
 `find_sources` says which files are behind a URI: of this machine, of an S3 bucket, or of a web server.
 """
@@ -61,7 +61,7 @@ class LocalSource:
 
     @contextmanager
     def unchanged(self) -> Iterator[BinaryIO]:
-        """The open file. Raises InvalidInput when it is no longer that one, or is another at the end of the block."""
+        """Open the file. Raises InvalidInput if it was replaced by a link, or has changed by the end of the block."""
         try:
             file = open_regular(self.path)
         except OSError as error:
@@ -107,7 +107,7 @@ class StoreSource:
         yield Piece(self._ranges(first, info), first, info.size, info.etag)
 
     def _ranges(self, start: int, begun: ObjectInfo) -> Iterator[bytes]:
-        """The object in ranges; after each it must still be the one that was begun."""
+        """Yield the object in ranges. Raises Broken if the object changes meanwhile."""
         while start < begun.size:
             data = self.store.read_range(self.key, start, min(_RANGE_BYTES, begun.size - start))
             info = self.store.head(self.key)
@@ -162,7 +162,11 @@ def _local_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Sourc
 
 
 def _as_real(name: str, real: Path) -> str:
-    """A link makes no text of what is none: the file's own name says its kind, but in the hub's cache the link's."""
+    """Return a file's name in the dataset: that of the real file if a link to it has another suffix.
+
+    So a link cannot make a file of another kind seem to be text. Links of the Hugging Face cache are exempt: its blobs
+    have no suffixes.
+    """
     is_blob = real.parent.name == "blobs" and "--" in real.parent.parent.name
     if is_blob or Path(_without_suffix(name)).suffix == Path(_without_suffix(real.name)).suffix:
         return name
@@ -181,12 +185,12 @@ def _store_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Sourc
 
 
 def _visible(names: Iterable[str]) -> list[str]:
-    """Names that are not hidden, up to one more than a dataset may have: a folder is not read to its end."""
+    """Return names that are not hidden: at most one more than allowed, so that huge folders are not read to the end."""
     return list(islice((name for name in names if not _is_hidden(name)), _MAX_FILES + 1))
 
 
 def _is_hidden(name: str) -> bool:
-    """Names such as `.cache/x` and `_SUCCESS`, and S3's markers of folders."""
+    """Return True for names such as `.cache/x` and `_SUCCESS`, and for S3's markers of folders."""
     return name == "" or name.endswith("/") or any(part.startswith((".", "_")) for part in name.split("/"))
 
 
@@ -251,13 +255,13 @@ class Download:
         with beating():
             dataset = find(store, key) or self._bring(request, store, key, room)
             _, manifest = files_of(dataset, self._host.settings.s3)
-            if not room.ledger.has_brought(request.run_id, request.split):  # an attempt died before it said so
+            if not room.ledger.has_brought(request.run_id, request.split):  # an attempt was killed in between
                 room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
         return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
 
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
         downloads = self._host.paths.scratch / "downloads"
-        # What no attempt came back for: of runs that were cancelled between two, and of hosts that died.
+        # Folders that no further attempt will use: their runs were cancelled, or their hosts died.
         remove_abandoned(downloads, "*", _FORGET_AFTER_S)
         sources = find_sources(request.source.uri, request.tenant, self._host.settings)
         keeps_parts = self._keeps_parts and not _is_last_attempt()
@@ -274,7 +278,7 @@ class Download:
 
 
 def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> int:
-    """Count the bytes of sources in the tenant's own folder: they count there, and not again in each run's copy."""
+    """Return the bytes of sources in the tenant's own folder, which are counted there and not for each run's copy."""
     num_bytes, folder = 0, tenant_folder(tenant)
     for source in sources.values():
         match source:
@@ -325,7 +329,7 @@ def _unpack_own(path: Path, target: Path, left: Allowance, place: str) -> int:
 
 @contextmanager
 def _scratch(folder: Path, keeps_parts: bool) -> Iterator[Path]:
-    """A folder that outlives only a failure that is worth another try, and belongs to one attempt at a time."""
+    """Yield a folder that one attempt at a time can use. It is kept only after a failure that can be resumed from."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
@@ -350,7 +354,7 @@ def _is_worth_resuming(error: BaseException) -> bool:
 
 
 def _is_last_attempt() -> bool:
-    """Outside an activity, as when it is called by hand, nobody counts attempts."""
+    """Return True if the current activity will not be retried; False outside an activity."""
     if not activity.in_activity():
         return False
     info = activity.info()

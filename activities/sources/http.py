@@ -34,7 +34,7 @@ class HttpSource:
 
     @contextmanager
     def open(self, start: int, validator: str | None) -> Iterator[Piece]:
-        """Follows redirects by hand, so that each hop's address is checked."""
+        """Request the file. Redirects are followed here, so that the address of each hop is checked."""
         uri, headers = self.uri, _headers(start, validator)
         with ExitStack() as stack:
             for _ in range(_MAX_REDIRECTS + 1):
@@ -48,7 +48,7 @@ class HttpSource:
 
 
 def shown(uri: str) -> str:
-    """A URI for messages: without a query, where signatures and tokens are, and without a password."""
+    """Return a URI for messages: without its query, which may hold signatures, and without a password."""
     parts = urlsplit(uri)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -86,7 +86,7 @@ def _next_hop(uri: str, location: str | None) -> str:
 
 @contextmanager
 def _answered(uri: str, settings: DownloadSettings, headers: dict[str, str]) -> Iterator[HTTPResponse]:
-    """Raises Broken, or InvalidInput for a certificate that is not trusted."""
+    """Make a request. Raises InvalidInput for an untrusted certificate, Broken for other errors of the connection."""
     with ExitStack() as stack:
         try:
             response = stack.enter_context(requested("GET", uri, settings, headers))
@@ -130,7 +130,7 @@ def _refusal(status: int, reason: str, uri: str) -> Broken | InvalidInput:
 
 
 def _validator(response: HTTPResponse) -> str | None:
-    """A strong ETag, or failing that the date: a weak one does not promise equal bytes (RFC 9110, 13.1.5)."""
+    """Return the strong ETag or else Last-Modified. (A weak ETag does not promise equal bytes: RFC 9110, 13.1.5.)"""
     etag = response.getheader("ETag")
     return etag if etag and not etag.startswith("W/") else response.getheader("Last-Modified")
 
@@ -140,7 +140,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _content_range(text: str, uri: str) -> tuple[int, int | None]:
-    """First byte and total of `bytes 10-99/100`."""
+    """Parse a Content-Range such as `bytes 10-99/100`: returns the first byte and the total, here 10 and 100."""
     span, _, total = text.removeprefix("bytes ").partition("/")
     first = _number(span.partition("-")[0])
     if first is None:
@@ -165,7 +165,7 @@ def requested(
     body: bytes | None = None,
     opened_by: str = _OPENED_BY,
 ) -> Iterator[HTTPResponse]:
-    """The answer to one request, on a connection that lasts as long as the block. Redirects are not followed.
+    """Make one request. The connection lasts until the block ends. Redirects are not followed.
 
     Args:
         opened_by: the setting that an error about a private address names.
@@ -183,7 +183,7 @@ def requested(
 
 
 class _CheckedConnection(HTTPConnection):
-    """Connects to the very address that was checked: a name that resolves otherwise a moment later changes nothing."""
+    """Connects to the IP addresses that were checked, since the name might resolve to others a moment later."""
 
     def __init__(self, parts: SplitResult, settings: DownloadSettings, opened_by: str) -> None:
         assert parts.hostname is not None
@@ -195,17 +195,17 @@ class _CheckedConnection(HTTPConnection):
     def connect(self) -> None:
         addresses = resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by)
         connected = _connect(addresses, self._settings.timeout_s)
-        # A handshake ends within the socket's timeout, all of it.
+        # The socket's timeout holds for the whole TLS handshake.
         self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
 
     def getresponse(self) -> HTTPResponse:
-        """Status and headers, all within the time that a server may be silent: bytes that drip do not prolong it."""
+        """Read status and headers within `timeout_s` in all, even if the server sends them byte by byte."""
         connection, is_late = self.sock, threading.Event()
 
         def hang_up() -> None:
             is_late.set()
             with suppress(OSError):  # it has just been closed
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own would get in the reader's way
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own shutdown would disturb the reader
 
         timer = threading.Timer(self._settings.timeout_s, hang_up)
         timer.daemon = True
@@ -214,12 +214,12 @@ class _CheckedConnection(HTTPConnection):
             return super().getresponse()
         finally:
             timer.cancel()
-            if is_late.is_set():  # what was cut off may look whole
+            if is_late.is_set():  # headers that were cut off may look complete
                 raise TimeoutError("the server does not come to its end")
 
 
 def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_BY) -> list[tuple]:
-    """The socket addresses of a host.
+    """Resolve a host name to socket addresses.
 
     Raises:
         InvalidInput: one of them is not on the public internet.

@@ -1,8 +1,8 @@
 """Find the files of a model or an adapter: in a folder here, an S3 prefix, the Hugging Face hub, or our own store.
 
-From the hub comes data only: no code of a repository is fetched, let alone run. A hub id comes from a tenant, and the
-library makes paths of it: ids and revisions have letters of an allow-list, and what the library answers is held against
-where it must lie.
+From the hub only data files are fetched, no code of a repository. Hub ids come from tenants, and the library makes
+paths of them: so ids and revisions may only have allowed characters, and the folder that the library returns is checked
+to be in the cache.
 """
 
 import os
@@ -25,11 +25,11 @@ from shared.storage.places import Places, UserFolder
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
-# As git's: branches, tags, refs/pr/1, commits. No part begins with a dot, and none is empty.
+# Branches, tags, refs such as refs/pr/1, and commits. No part is empty or begins with a dot.
 _REVISION = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,3}"
 _HUB_ID = re.compile(rf"(?P<repository>{_NAME}/{_NAME})(@(?P<revision>{_REVISION}))?")
 _SMALL_BYTES = 128 << 20
-# A tokenizer of a quarter of a million tokens has 35 MB; nothing else that is read whole comes near.
+# Limits of files that are read into memory. A tokenizer.json of a quarter of a million tokens has 35 MB.
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_BYTES = {"tokenizer.json": 128 << 20, "model.safetensors.index.json": 16 << 20}
 _MAX_FILES = 10_000
@@ -57,12 +57,12 @@ class HubId:
 
     @property
     def folder(self) -> str:
-        """Its name in the hub's cache."""
+        """The name of the repository's folder in the hub's cache."""
         return f"models--{self.repository.replace('/', '--')}"
 
 
 def snapshot(hub_id: HubId, patterns: tuple[str, ...], max_bytes: int) -> UserFolder:
-    """A revision's files of these patterns, fetched where they are not in the cache.
+    """Return the folder of a revision's files of these patterns. Files that are not in the cache are downloaded.
 
     Raises:
         InvalidInput: there is no such revision, it may not be read, it is larger than `max_bytes`; or the hub cannot be
@@ -88,7 +88,7 @@ def snapshot(hub_id: HubId, patterns: tuple[str, ...], max_bytes: int) -> UserFo
 
 
 def _cached(hub_id: HubId, patterns: tuple[str, ...], away: Exception) -> str:
-    """Find a snapshot in the cache, when the hub is away or refuses to answer."""
+    """Return a snapshot from the cache, when the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -110,7 +110,7 @@ def _check_sizes(hub_id: HubId, listed: list[Any], max_bytes: int) -> None:
 
 
 def _asked(hub_id: HubId, max_bytes: int, **options: Any) -> Any:
-    """Ask the hub. Raises InvalidInput in words; what stands for a hub that is away is the caller's."""
+    """Download a snapshot. Raises InvalidInput; in a dry run, errors of an unreachable hub are left to the caller."""
     from httpx import TransportError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, HfHubHTTPError, OfflineModeIsEnabled
@@ -146,11 +146,11 @@ def _refusal(error: BaseException, place: str) -> InvalidInput:
 
 
 class _TooLarge(Exception):
-    """More came than may."""
+    """More bytes arrived than the limit."""
 
 
 def _counting(max_bytes: int) -> type:
-    """A progress bar that shows nothing and ends a transfer that is larger than was said: the library has no other."""
+    """Return a class of invisible progress bars that raise _TooLarge. (The library cannot limit a download itself.)"""
     from huggingface_hub.utils import tqdm
 
     class Counting(tqdm):
@@ -171,7 +171,7 @@ def _counting(max_bytes: int) -> type:
 
 @dataclass(frozen=True)
 class Location:
-    """A folder of files in some store, by name. `artifact`: what it is already, if it lies in our own store."""
+    """A folder in some store, and its files by name. `artifact`: the artifact that it is, if it is in our own store."""
 
     store: ObjectStore
     files: dict[str, ObjectInfo]
@@ -215,7 +215,7 @@ def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...],
     Args:
         uri: an absolute path, `file://`, `s3://`, or a hub id such as `org/name` or `org/name@revision`.
         patterns: which files are read, and fetched from the hub.
-        check: what can be said against it before its weights are fetched, by its small files.
+        check: called with the small files before the weights are fetched; raises if they are unusable.
 
     Raises:
         InvalidInput: nothing is there, it is not this tenant's to read, or the hub cannot be reached.
@@ -237,7 +237,7 @@ def locate(uri: str, tenant: str, settings: Settings, patterns: tuple[str, ...],
 
 
 def _in_folder(path: Path, tenant: str, places: Places, settings: Settings, patterns: tuple[str, ...]) -> Location:
-    """A folder of this machine, without links in it, so that one folder has one name."""
+    """Locate the files of a folder of this machine. Links in the path are resolved, so that a folder has one name."""
     real = places.check_file(tenant, path, str(path))
     if places.own_key(LocalStore(real).uri) is not None:
         return _in_store(LocalStore(real), tenant, places, settings)

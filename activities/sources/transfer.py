@@ -1,7 +1,7 @@
 """Transfers of a file to this host in pieces, which go on where they broke off, and its decompression (gzip, zstd).
 
-The part map beside the data is append-only: what identifies the source's content, then the size and SHA-256 of every
-part. Whoever comes after a crash believes only parts whose hash still fits.
+A file beside the data, the part map, is append-only: a validator of the source's content, then the size and SHA-256 of
+every part. After a crash only parts whose hash is right are used.
 """
 
 import hashlib
@@ -23,21 +23,21 @@ _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\
 _CHUNK_BYTES = 1 << 20
 _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
 PART_BYTES = 8 << 20
-_MAX_FAILURES = 3  # in a row, none of them having brought us further
+_MAX_FAILURES = 3  # in a row, without any progress
 _MAX_CHANGES = 3
 _PAUSE_S = 0.2
 _QUOTA = "what the quota stored_bytes leaves"
 
 
 class Broken(StoreUnavailable):
-    """A transfer that stopped before its end. Worth going on with."""
+    """A transfer stopped before its end. It can be resumed."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A source's answer: bytes from `start` to its end. `stream` raises Broken.
 
-    `validator` stands for the content (an ETag); None when the source cannot say whether it has changed.
+    `validator`: identifies the content, such as an ETag; None if the source cannot tell whether it has changed.
     """
 
     stream: Iterator[bytes]
@@ -47,13 +47,13 @@ class Piece:
 
 
 class Remote(Protocol):
-    """A file that is elsewhere. `place` names it in messages."""
+    """A file to be transferred. `place` names it in messages."""
 
     @property
     def place(self) -> str: ...
 
     def open(self, start: int, validator: str | None) -> AbstractContextManager[Piece]:
-        """Its bytes from `start` if the content is still the validator's, else from 0."""
+        """Open the file at `start` if its content still matches `validator`, else at 0."""
         ...
 
 
@@ -85,7 +85,7 @@ class PartMap:
         return self.content.total is not None and self.num_bytes == self.content.total
 
     def begin(self, content: _Content) -> None:
-        """Forget what has arrived; what follows is of this content."""
+        """Start anew with this content: forget the parts that have arrived."""
         self.num_changes += self.num_bytes > 0 and content != self.content
         self.content, self.num_bytes = content, 0
         with self.path.open("r+b") as data:
@@ -93,7 +93,7 @@ class PartMap:
         self._map.write_text(content.model_dump_json() + "\n")
 
     def append(self, part: bytes) -> None:
-        """Raises DiskFull."""
+        """Write the next part and its hash. Raises DiskFull."""
         check_space(self.path, len(part))
         with self.path.open("r+b") as data:
             data.seek(self.num_bytes)
@@ -132,9 +132,9 @@ def _good_parts(lines: list[bytes], data: BinaryIO) -> Iterator[_Part]:
 
 
 class Allowance:
-    """Bytes that a dataset may still cost, by which limits, and the pace at which they have to come.
+    """The limits of a dataset's download: bytes transferred, bytes decompressed, and a least speed.
 
-    The pace bounds the time of all transfers: a grace, and more for each byte that came, however often it broke off.
+    The least speed is of all transfers together, interruptions included, after a grace of `timeout_s` seconds.
     """
 
     def __init__(self, limits: DownloadSettings, room: int | None) -> None:
@@ -156,7 +156,7 @@ class Allowance:
             raise InvalidInput(rule, place)
 
     def brought(self, num_bytes: int, place: str) -> None:
-        """Raises StoreUnavailable where too few bytes came in all this time."""
+        """Count bytes that have arrived. Raises StoreUnavailable if the download is slower than the least speed."""
         self._num_bytes += num_bytes
         took_s = time.monotonic() - self._begin
         if took_s > self._grace_s + self._num_bytes / self._slowest_bytes_per_s:
@@ -254,7 +254,7 @@ def _content(source: BinaryIO) -> Iterator[BinaryIO]:
     if compression is None:
         yield source
         return
-    # Arrow decompresses a bounded piece at a time and notices truncation, for both formats and over member borders.
+    # Arrow decompresses bounded pieces, notices truncation, and reads all members of a file, in both formats.
     with pyarrow.CompressedInputStream(source, compression) as stream:
         yield stream
 

@@ -1,11 +1,11 @@
-"""A model's own chat template: rendered as transformers renders it, and told which characters an assistant wrote.
+"""Renders conversations by a model's chat template as transformers does, and finds the characters that are trained.
 
-What is trained in a turn is what the model itself has to write there: all that follows the turn's header (the
-generation prompt) up to and with the turn's terminator (the end-of-turn token). Positions are found, never guessed:
-every message's content is rendered once more with a marker character behind its last word. A row whose text is not the
-same when the markers are taken out again is refused, and so is one whose header or terminator is not where it must be.
+Of an assistant's turn, those are the ones that the model has to write: everything after the turn's header (the
+generation prompt), up to and including its terminator (the end-of-turn token). To find them reliably, the conversation
+is rendered again with a marker character after the last word of every message. A row is refused if taking the markers
+out does not give the same text, or if a header or terminator is not where it is expected.
 
-This module runs in a process of its own (activities/tokenizing/template_process.py): a template is code of a stranger.
+This module runs in a process of its own (activities/tokenizing/template_process.py): templates are untrusted code.
 """
 
 import json
@@ -67,7 +67,7 @@ class _Turns:
 
 @dataclass(frozen=True)
 class _Marked:
-    """A row's text, where each message's content ends in it (by message), and `{% generation %}` blocks."""
+    """A rendered text; by message, the position where its content ends; and the spans of `{% generation %}` blocks."""
 
     text: str
     ends: dict[int, int]
@@ -118,14 +118,17 @@ class ChatTemplate:
         return Rendered(text, [span for span in found if span.weight > 0])
 
     def prompt_of(self, messages: list[Message], tools: list[Any] | None) -> str:
-        """The text with which the model is asked for the last answer."""
+        """Return the text that ends where the last answer begins."""
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         return self.render(messages[:last], tools, prompt=True)
 
     # Learning the template's turns.
 
     def _learn(self) -> _Turns:
-        """Raises Refused when assistant turns have no terminator: a model trained on them would never stop."""
+        """Learn the template's turns from short conversations.
+
+        Raises Refused if assistant turns have no terminator, since a model trained on them would never stop.
+        """
         question, answer = "Quayside?", "Zephyrine!"
         user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
         asked = self.render([user])
@@ -139,7 +142,7 @@ class ChatTemplate:
         headers = [text[len(asked) : text.index(answer)] for text in (last, middle) if text.startswith(asked)]
         header = os.path.commonprefix([generation_prompt, *headers]) if len(headers) == 2 else ""  # noqa: RUF071 - texts
         if header not in (generation_prompt, *headers):
-            header = ""  # prompt and history name the turn differently: trust neither
+            header = ""  # the header in the prompt differs from that in the history: use neither
         space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""
         terminators = self._terminators(last, middle, question, answer, generation_prompt)
         return _Turns(generation_prompt, header, terminators, space)
@@ -151,7 +154,7 @@ class ChatTemplate:
             return otherwise
 
     def _terminators(self, last: str, middle: str, question: str, answer: str, prompt: str) -> tuple[str, ...]:
-        """The tokens that end an assistant's turn: the last turn's, and that of a turn with another one behind it."""
+        """Return the tokens that end an assistant's turn: the last turn, and one that another turn follows."""
         tail = last[last.index(answer) + len(answer) :]
         ends = self._control.findall(tail)[:1]
         between = self._control.search(middle, middle.index(answer) + len(answer))
@@ -168,7 +171,10 @@ class ChatTemplate:
     # Finding a row's spans.
 
     def _refuse_control_tokens(self, messages: list[Message], tools: list[Any] | None) -> None:
-        """Contents are fenced off by markers; elsewhere a control token could pass for the end of a turn."""
+        """Raise Refused if a control token occurs outside of contents, where it could be taken for the end of a turn.
+
+        Within contents it cannot, as markers show where they end.
+        """
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         if tools is None and all(len(other) == 1 for other in others):
             return  # nothing but roles
@@ -188,7 +194,7 @@ class ChatTemplate:
         raise Refused("the chat template changes its output with the contents, so trained spans cannot be known")
 
     def _is_unquoted(self, messages: list[Message]) -> bool:
-        """True if no message but an assistant's holds the header, which then need not be told from a quoted one."""
+        """True if the header occurs in no message but an assistant's, so that it cannot be a quotation."""
         others = json.dumps([m.get("content") for m in messages if m["role"] != "assistant"], ensure_ascii=False)
         return bool(self._turns.header) and not self._control.search(others)
 
@@ -286,7 +292,7 @@ def _next_end(marked: _Marked, i: int) -> int:
 
 
 def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
-    """Find the beginning of message i's content, if it stands in the text as it is (but for space around it)."""
+    """Find the beginning of message i's content; None if the text does not hold it unchanged (but for outer space)."""
     content = message.get("content")
     if i not in marked.ends or not isinstance(content, str):
         return None
@@ -296,7 +302,7 @@ def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
 
 
 def _with_mark(message: Message, i: int) -> Message:
-    """The message with its marker behind the content's last character that is not space; empty contents get none."""
+    """Return the message with a marker after the last character of its content that is not space, if there is one."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": _mark_text(content, i)}
@@ -316,7 +322,7 @@ def _mark_text(text: str, i: int) -> str:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Reasoning goes by three names; transformers gives templates the first, and `thinking`, whichever was used."""
+    """Copy a message's reasoning, which has one of three names, to the names that transformers gives to templates."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is None:
         return message
@@ -324,6 +330,6 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def one_of(texts: list[str]) -> re.Pattern[str]:
-    """Matches the longest of some texts; nothing if there are none."""
+    """Return a pattern that matches the longest of some texts; without texts, one that matches nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")

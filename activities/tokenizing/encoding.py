@@ -1,4 +1,4 @@
-"""Examples into blocks of tokens: conversations rendered ahead in a child, texts encoded in batches, order kept."""
+"""Encodes examples into blocks of tokens, in order: conversations are rendered in a child, texts encoded in batches."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,7 +20,7 @@ from shared.contract import Frozen
 from shared.errors import InvalidInput
 
 NUM_PROMPTS = 16
-_PROMPT_TOKENS = 32  # of an example that has no prompt of its own
+_PROMPT_TOKENS = 32  # shown as the prompt of an example without one
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 2 << 20
 _BATCHES_AHEAD = 4
@@ -28,7 +28,7 @@ RowT = TypeVar("RowT")
 
 
 class Prompt(Frozen):
-    """The beginning of an example, for the model to go on from, and how the example goes on."""
+    """A prompt for evaluation: the beginning of an example, and the text with which the example goes on."""
 
     prompt_ids: tuple[int, ...]
     prompt: str
@@ -37,9 +37,9 @@ class Prompt(Frozen):
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A block, and prompts where they were asked for.
+    """A block of tokens, and prompts if they were asked for.
 
-    `control_tokens`: of rows whose messages hold the text of a token that opens or ends turns, the place and the token.
+    `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
     """
 
     block: Block
@@ -125,13 +125,13 @@ def _size(example: Example) -> int:
 
 
 def _conversations(batches: Iterable[list[Example]], tokenizer: ModelTokenizer) -> Iterator[EncodedBatch]:
-    """The child renders and a thread encodes ahead of the caller, who reads and writes meanwhile."""
+    """Encode batches of conversations. A child process renders and a thread encodes, both ahead of the caller."""
     assert tokenizer.template is not None
     with ExitStack() as stack:
         process = stack.enter_context(TemplateProcess(tokenizer.template, tokenizer.place))
         renderer = stack.enter_context(ThreadPoolExecutor(1, "render"))
         encoder = stack.enter_context(ThreadPoolExecutor(1, "encode"))
-        stack.callback(process.kill)  # before the threads, which may wait for it, and those before its pipes close
+        stack.callback(process.kill)  # it must end before the threads, which may wait for it; its pipes are closed last
         pending: deque[Future[EncodedBatch]] = deque()
         for k, batch in enumerate(batches):
             chats = [_as_chat(example) for example in batch]
@@ -172,7 +172,9 @@ def _encode_chats(chats: list[Chat], future: Future[list[Rendered]], tokenizer: 
 
 
 def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
-    """The place of each row that quotes a control token, and the token: it is read as one, as transformers reads it."""
+    """Return the place of each row that quotes a control token, and the token. (It is encoded as that token, as in
+    transformers.)
+    """
     assert tokenizer.template is not None
     quoted = tokenizer.template.control_pattern
     found: dict[str, str] = {}  # both answers of a pair are one row
@@ -184,10 +186,10 @@ def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[t
 
 
 def sign_longest(texts: list[str], places: list[str]) -> None:
-    """Say which row is encoded now: the longest, which is to blame if it cannot be.
+    """Report the longest of the rows that are encoded now, as the one at fault if encoding them fails (see `sign`).
 
     Raises:
-        InvalidInput: a template made a text of it that is longer than any may be.
+        InvalidInput: a text, as rendered by the template, is too long.
     """
     for text, place in zip(texts, places, strict=True):
         check_characters(text, place)
@@ -207,7 +209,7 @@ def _last_text(chat: Chat, role: str) -> str:
 
 
 def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
-    """Texts, or prompts with completions, ended by the end-of-text token and begun as the tokenizer begins texts."""
+    """Encode texts, or prompts with completions. The tokenizer's first tokens and the end-of-text token are added."""
     texts, spans = list[str](), list[list[Span]]()
     for example in batch:
         match example:
@@ -244,7 +246,7 @@ def _token_ids(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bo
 
 
 def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = None) -> Block:
-    """Codes as a block, each row behind the same untrained tokens."""
+    """Make a block of encoded texts. Each row begins with the same untrained tokens."""
     id_T, weight_T, num_tokens_R = codes.id_T.astype(np.int64), codes.weight_T, codes.num_tokens_R
     if prefix_ids:
         at = np.repeat(np.cumsum(num_tokens_R) - num_tokens_R, len(prefix_ids))
@@ -255,7 +257,7 @@ def _block(places: list[str], codes: Encoded, prefix_ids: list[int] | None = Non
 
 
 def _prompts_of(block: Block, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """Prompts of rows without turns: the tokens before the first trained one, or the first few."""
+    """Make prompts of rows without turns: the tokens before the first trained one, or the first few."""
     prompts: list[Prompt] = []
     rows = zip(block.start_R.tolist(), block.num_tokens_R.tolist(), _is_first_R(block.places), strict=True)
     for start, num_tokens, is_first in rows:

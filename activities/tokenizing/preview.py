@@ -1,4 +1,4 @@
-"""Preview: what a dataset's first rows become, and the report that tokenizing would give, before any training."""
+"""Preview a dataset before training: how its first rows are tokenized, and the report that tokenizing would give."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -25,7 +25,7 @@ from shared.runs.start import ModelRequest
 from shared.storage.paths import RunKeys, content_key
 from shared.storage.stored_bytes import Ledger
 
-_MAX_CHARACTERS = 30_000  # of all rows together: a preview passes through Temporal
+_MAX_CHARACTERS = 30_000  # of all rows together, since a preview is a Temporal payload
 
 
 class PreviewDataset:
@@ -36,7 +36,7 @@ class PreviewDataset:
 
     @activity.defn(name="preview")
     def preview(self, start: PreviewStart) -> Preview:
-        """Raises InvalidInput for a dataset or a model that cannot be read."""
+        """Make a preview. Raises InvalidInput for a dataset or a model that cannot be read."""
         host, request, tenant = self._host, start.request, start.tenant
         run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a run of its own, for the download
         try:
@@ -52,7 +52,7 @@ class PreviewDataset:
 
 
 def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest) -> Preview:
-    """For a confined process. Raises InvalidInput as `preview_of` does."""
+    """Call `preview_of` in a confined process. Raises InvalidInput as it does."""
     return preview_of(dataset, tokenizer.load(), request)
 
 
@@ -84,7 +84,7 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
 
 @dataclass
 class _Counted:
-    """The first examples of a stream, and whether they were all."""
+    """The first examples of a stream. `is_at_end`: there were no more."""
 
     examples: Iterator[Example]
     limit: int
@@ -96,7 +96,7 @@ class _Counted:
 
 
 def _budget(shown: list[PreviewRow]) -> int:
-    """Characters for the next row: half of what is left."""
+    """Return the most characters of the next row: half of what is left."""
     return (_MAX_CHARACTERS - sum(len(s.text) for row in shown for s in (*row.spans, *row.rejected))) // 2
 
 
@@ -117,7 +117,7 @@ def _row(kept: KeptRows, row: int, tokenizer: ModelTokenizer, budget: int) -> Pr
 
 
 def _pair_row(block: Block, pair: Pair, number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
-    """Show both answers of a pair; what stands before the rejected one is the chosen one's."""
+    """Show both answers of a pair. Their common prompt is shown once, before the chosen one."""
     ends = np.cumsum(block.num_tokens_R).tolist()
     chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))
     trained_T = (block.weight_T > 0) & (block.position_T > 0)
@@ -139,7 +139,7 @@ def _pair_row(block: Block, pair: Pair, number: int, tokenizer: ModelTokenizer, 
 def _spans(
     id_T: NDArray[np.int64], target_T: NDArray[np.bool_], tokenizer: ModelTokenizer, budget: int
 ) -> tuple[tuple[Span, ...], bool]:
-    """Neighbouring tokens that are targets, or are none, as texts; and whether `budget` characters cut them short."""
+    """Return the text as spans of tokens that are or are not targets, and True if it was cut to `budget` characters."""
     spans, is_cut = list[Span](), False
     for trained, run in groupby(range(len(id_T)), key=lambda t: bool(target_T[t])):
         tokens = np.fromiter(run, dtype=np.int64)

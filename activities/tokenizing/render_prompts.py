@@ -1,6 +1,6 @@
-"""Render prompts: a downloaded dataset into what the model is asked, as the token ids that SFT shows it.
+"""Render a dataset's rows into prompts for rollouts, as the same token ids that SFT has before the answer.
 
-Prompts are files: a row a line of JSON, and where each line begins, so that any row is read without the others.
+Prompts are stored as lines of JSON, with the offset of each line, so that single rows can be read.
 """
 
 import json
@@ -92,7 +92,10 @@ class RenderPrompts:
 
     @activity.defn(name="render_prompts")
     def render_prompts(self, request: PromptsRequest) -> Prompts:
-        """Raises InvalidInput for rows that ask nothing, too many that are too long, or a model without tokenizer."""
+        """Render a dataset's prompts.
+
+        Raises InvalidInput for rows without a prompt, too many that are too long, or a model without tokenizer.
+        """
 
         def write(folder: Path) -> None:
             dataset, tokenizer = self._host.stage(request.dataset), tokenizer_files(self._host, request.model)
@@ -111,7 +114,7 @@ class RenderPrompts:
 
 
 def write_prompts_with(dataset: Path, tokenizer: TokenizerFiles, request: PromptsRequest, folder: Path) -> None:
-    """For a confined process. Raises InvalidInput as `write_prompts` does."""
+    """Call `write_prompts` in a confined process. Raises InvalidInput as it does."""
     write_prompts(dataset, tokenizer.load(), request, folder)
 
 
@@ -119,7 +122,7 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
     """Stream a dataset's rows into a folder of prompts, with its report. Not sealed.
 
     Raises:
-        InvalidInput: a row asks nothing, or more rows than `max_lost_fraction` are too long.
+        InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long.
     """
     opened = open_prompts(dataset, request.source)
     tally = _Tally(opened, request.max_prompt_tokens)
@@ -161,11 +164,11 @@ def _characters_of(question: Question) -> int:
 
 
 def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[list[int]]:
-    """The ids that texts have when an answer follows them, as in training.
+    """Yield the ids that each text has when an answer follows it, as in training.
 
-    A text's last tokens can depend on what stands behind it: GPT-2's rule for spaces parts two newlines before a word,
-    and joins them at a text's end. So a letter stands in for the answer; where that would share a token with the text,
-    or change more than its tokens' borders, the ids of the text alone are right.
+    A text's last tokens can depend on what follows: by GPT-2's rule for spaces two newlines are separate tokens before
+    a word, and one token at the end. So each text is encoded with a letter in the place of the answer. If that letter
+    shares a token with the text, or changes the text of its tokens, the ids of the text alone are taken.
     """
     alone = tokenizer.encode(texts, [[] for _ in texts])
     followed = tokenizer.encode(
@@ -181,7 +184,7 @@ def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[
 
 
 def _split(values_T: NDArray[Any], codes: Encoded) -> Iterator[list[Any]]:
-    """A list for each text."""
+    """Split values of tokens into a list for each text."""
     ends = np.cumsum(codes.num_tokens_R)
     return (each.tolist() for each in np.split(values_T, ends[:-1]))
 
@@ -238,7 +241,7 @@ class _Tally:
 
 
 def _probe_of(token_ids: list[int]) -> tuple[int, ...]:
-    """A prompt of one token is shown twice: the first token of a probe has no logprob."""
+    """Return the first ids of a prompt as a probe. A single id is repeated, as the first token has no logprob."""
     return tuple(token_ids[:_PROBE_TOKENS]) if len(token_ids) > 1 else (*token_ids, *token_ids)
 
 
@@ -299,7 +302,7 @@ class PromptsFile:
         return len(self._offsets) - 1
 
     def __getitem__(self, number: int) -> PromptRow:
-        """Rows count from 0. Not for several threads at once."""
+        """Read a row by its number, from 0. Not safe to use from several threads."""
         start, end = (int(at) for at in self._offsets[number : number + 2])
         self._file.seek(start)
         fields = json.loads(self._file.read(end - start))

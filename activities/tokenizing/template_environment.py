@@ -16,11 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 GENERATION_START, GENERATION_END = chr(0xFFFF0), chr(0xFFFF1)
-"""Around a `{% generation %}` block: private-use characters, which no template knows."""
+"""Marks around a `{% generation %}` block: private-use characters, which do not occur in templates."""
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}`: what the assistant writes. Rendered as its body, between marks while they are asked for."""
+    """The tag `{% generation %}` around an assistant's words. Renders its body, between marks if those are wanted."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -64,7 +64,7 @@ def _refuse_private(name: Any) -> None:
         raise SecurityError(f"a template's namespace may not hold {name!r}")
 
 
-# What templates of models use. The others are ways to reach into objects, or to grow.
+# Filters and globals that models' templates use. The others could reach into objects, or take much memory.
 _FILTERS = frozenset(
     "abs batch capitalize count d default dictsort e escape first float indent int items join last length list lower "
     "map max min reject rejectattr replace reverse round safe select selectattr slice sort string sum title tojson "
@@ -74,7 +74,7 @@ _GLOBALS = frozenset({"range", "cycler", "joiner"})
 
 
 def load_everything() -> None:
-    """Import what rendering imports when it is needed: the sandbox opens no file."""
+    """Import the modules that rendering would import later, since the sandbox cannot open files."""
     for name in ("jinja2.constants", "jinja2.debug", "jinja2.ext", "jinja2.sandbox"):
         importlib.import_module(name)
     time.localtime()

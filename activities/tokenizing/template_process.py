@@ -1,8 +1,7 @@
-"""Chat templates in a process of their own, under limits of time and memory: a template is code of a stranger.
+"""Renders chat templates, which are untrusted code, in a child process under limits of time and memory.
 
-The process is isolated as those of python graders are (activities/isolation), and opens no file.
-
-The parent writes one frame of JSON a batch to the child's stdin and reads one from its stdout.
+The child is isolated as python graders are (activities/isolation), and can open no files. For each batch the parent
+writes one frame of JSON to its stdin, and reads one from its stdout.
 """
 
 import json
@@ -55,7 +54,7 @@ class TemplateSource:
 
 
 class TemplateProcess:
-    """Renders conversations in a child, which dies with the `with` block, or with a batch that cannot be stopped."""
+    """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""
 
     def __init__(
         self,
@@ -75,8 +74,8 @@ class TemplateProcess:
             raise InvalidInput(answer["error"], place)
 
     def _started(self, bwrap: str | None) -> FramedProcess:
-        """Start the child in bubblewrap where that works; in namespaces of its own, or without, it always starts."""
-        from shared.child_environment import child_environment  # the child starts sooner without
+        """Start the child in bubblewrap if that works, else alone; it then confines itself (`confine`)."""
+        from shared.child_environment import child_environment  # imported here, so that the child need not load it
 
         environment = child_environment("template")
         for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
@@ -100,7 +99,7 @@ class TemplateProcess:
         return [Rendered(text, [Span(*span) for span in spans], prompt) for text, spans, prompt in answers]
 
     def asked(self, questions: "Sequence[Question]") -> list[str]:
-        """The text with which the model is asked each question: its messages, and the head of the turn that answers.
+        """Return the text of each prompt: its messages, and the header of the turn that answers.
 
         Raises:
             InvalidInput: the template refuses a question, or takes too long, or too much memory.
@@ -109,7 +108,7 @@ class TemplateProcess:
         return [prompt for [prompt] in self._answers([rows, True], [question.place for question in questions])]
 
     def _answers(self, batch: list[Any], places: list[str]) -> list[list[Any]]:
-        # The child stops a slow row by itself and says which; this limit is for one that cannot be interrupted.
+        # The child itself stops a slow row and reports it; this limit is for a row that cannot be interrupted.
         limit_s = _START_S + 2 * self._row_limit_s + len(places) * 0.1
         answers: list[Any] = self._ask(batch, limit_s)["rows"]
         for place, answer in zip(places, answers, strict=False):
@@ -144,9 +143,9 @@ class TemplateProcess:
             self._lost("makes longer texts than any may be")
 
     def _ended(self) -> NoReturn:
-        """Raises InvalidInput, or RuntimeError when somebody killed the child: then another try may do better."""
+        """Raise the reason of the child's end: InvalidInput; or RuntimeError, for a retry, if it was killed."""
         status = self._child.wait(_START_S)
-        number = status - 128 if status > 128 else -status  # the former is bubblewrap's way to say it
+        number = status - 128 if status > 128 else -status  # bubblewrap exits with 128 + the signal
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             self.close()
             raise RuntimeError(f"the process of the chat template was killed by signal {number}")
@@ -167,7 +166,7 @@ def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.Start:
 
 
 class _TooSlow(BaseException):
-    """Not an Exception, so that nothing in a template swallows it."""
+    """A row has taken too long. Not an Exception, so that no code called by a template catches it."""
 
 
 def _alarm(_: int, __: FrameType | None) -> NoReturn:
@@ -175,7 +174,7 @@ def _alarm(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
-    """The result of `work`, or the reason why there is none."""
+    """Call `work` under a time limit. Returns its result, or the reason of its failure as text."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return work()
@@ -192,14 +191,14 @@ def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
 def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
     try:
         return template.prompt_of(messages, tools)
-    except Refused:  # samples are a courtesy: a row can be trained on without
+    except Refused:  # the row is only left out of the samples that evaluation shows
         return None
 
 
 def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
-    """An answer a row; one refused row refuses the dataset, so the first reason is the last answer.
+    """Yield an answer for each row. After a text, the reason of a failure, no more follow: the dataset is refused.
 
-    A row without weights has no answer to train: it is a question.
+    A row without weights is a question: its answer is the prompt.
     """
     for messages, tools, weights in rows:
 

@@ -72,7 +72,10 @@ class Tokenize:
 
     @activity.defn(name="tokenize")
     def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """Raises InvalidInput for a dataset that cannot be read, loses too many rows, or a model without tokenizer."""
+        """Tokenize a dataset.
+
+        Raises InvalidInput for a dataset that cannot be read or loses too many rows, or a model without tokenizer.
+        """
 
         def write(folder: Path) -> None:
             dataset, tokenizer = self._host.stage(request.dataset), tokenizer_files(self._host, request.model)
@@ -91,7 +94,7 @@ class Tokenize:
 
 
 def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: TokenizeRequest, folder: Path) -> None:
-    """For a confined process. Raises InvalidInput as `write_units` does."""
+    """Call `write_units` in a confined process. Raises InvalidInput as it does."""
     write_units(dataset, tokenizer.load(), request, folder)
 
 

@@ -42,7 +42,7 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True)
 class Encoded:
-    """Texts one behind the other: ids [T], loss weights [T] (0: not trained), tokens of each text [R]."""
+    """Encoded texts, concatenated: ids [T], loss weights [T] (0: not trained), and the tokens of each text [R]."""
 
     id_T: NDArray[np.uint32]
     weight_T: NDArray[np.float32]
@@ -74,7 +74,7 @@ class ModelTokenizer:
 
     @property
     def eos(self) -> str:
-        """Raises InvalidInput for a tokenizer without an eos_token."""
+        """The id of the end-of-text token. Raises InvalidInput for a tokenizer without an eos_token."""
         if "eos_token" not in self.special_tokens:
             raise InvalidInput("the tokenizer names no eos_token, with which texts must end", self.place)
         return self.special_tokens["eos_token"]
@@ -87,7 +87,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's own bytes; where the tokenizer keeps none, those of its text as it is decoded alone."""
+        """Return a token's bytes; if the vocabulary is not byte-level, those of its text when it is decoded alone."""
         piece = self._tokenizer.id_to_token(token_id)
         if self._widths is None or piece is None or token_id in self._added:
             return self.decode([token_id]).encode()
@@ -97,7 +97,7 @@ class ModelTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode(self, texts: list[str], spans: list[list[Span]]) -> Encoded:
-        """Encode texts whole, on all cores, and weigh each token by the span that it shares a character with.
+        """Encode whole texts on all cores. A token gets the weight of the span that it shares a character with.
 
         A token that straddles the beginning or end of a span is trained: the model has to write its trained part.
         """
@@ -108,9 +108,9 @@ class ModelTokenizer:
         return self._by_offsets(spans, self._tokenizer.encode_batch(texts, add_special_tokens=False), texts)
 
     def _by_bytes(self, texts: list[str], spans: list[list[Span]], encodings: "list[Encoding]") -> Encoded | None:
-        """Tokens of a byte-level vocabulary lie in the text end to end, so their lengths say where they are.
+        """Weigh tokens of a byte-level vocabulary, whose positions follow from their lengths in bytes.
 
-        None when some text's bytes are not its tokens' (a normalizer, a token that swallows space).
+        Returns None if the tokens do not add up to the text (a normalizer, or a token that swallows space).
         """
         assert self._widths is not None
         ids_by_text = [encoding.ids for encoding in encodings]
@@ -129,7 +129,7 @@ class ModelTokenizer:
         return self._normalizer is None or text.isascii() or unicodedata.is_normalized("NFC", text)
 
     def _by_offsets(self, spans: list[list[Span]], encodings: "list[Encoding]", texts: list[str]) -> Encoded:
-        """The tokenizer's own character offsets: slower, and right for every kind."""
+        """Weigh tokens by the tokenizer's character offsets: slower, but right for every kind of tokenizer."""
         num_tokens_R = np.array([len(encoding) for encoding in encodings], dtype=np.int64)
         id_T = np.array([i for encoding in encodings for i in encoding.ids], dtype=np.uint32)
         offsets_T2 = np.array([o for e in encodings for o in e.offsets], dtype=np.int64).reshape(-1, 2)
@@ -142,7 +142,7 @@ class ModelTokenizer:
 def _weights(
     spans: list[list[Span]], start_R: NDArray[np.int64], begin_T: NDArray[np.int64], end_T: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Each token's weight: that of the span which overlaps its characters [begin, end), 0 without one."""
+    """Return each token's weight: that of the span which overlaps its characters [begin, end), or 0."""
     weight_T = np.zeros(len(begin_T), dtype=np.float32)
     flat = [(start, span) for start, each in zip(start_R.tolist(), spans, strict=True) for span in each]
     first_S = np.searchsorted(end_T, [start + span.start for start, span in flat], side="right")
@@ -160,7 +160,7 @@ def _in_bytes(span: Span, text: str) -> Span:
 
 
 class TokenizerFiles(Frozen):
-    """A model's tokenizer as it lies on this machine: a stranger's, to be loaded in a confined process."""
+    """The files of a model's tokenizer on this machine. They are untrusted, so load them in a confined process."""
 
     folder: Path
     place: str = Field(description="what errors call it")
@@ -184,7 +184,7 @@ def tokenizer_files(host: HostContext, model: Artifact) -> TokenizerFiles:
 
 
 def check_loading(files: TokenizerFiles) -> None:
-    """For a confined process. Raises InvalidInput as `load` does."""
+    """Load a tokenizer, to see in a confined process whether that works. Raises InvalidInput as `load` does."""
     files.load()
 
 
@@ -194,7 +194,7 @@ def load_tokenizer(model: Artifact, cache: Path, s3: S3Settings) -> ModelTokeniz
 
 
 def check_characters(text: str, place: str) -> None:
-    """Raises InvalidInput for a text longer than any that can be trained on: tokenizers take hundreds of its bytes."""
+    """Raise InvalidInput for a text that is too long, since tokenizers take hundreds of bytes for each character."""
     if len(text) > MAX_CHARACTERS:
         raise InvalidInput(f"a text of {len(text):,} characters; a row may have up to {MAX_CHARACTERS:,}", place)
 
@@ -230,20 +230,20 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _vocab_size(files: dict[str, bytes], tokenizer: "Tokenizer") -> int:
-    """Rows of the model's embedding; the tokenizer's own count where config.json does not say."""
+    """Return the model's vocabulary size; if config.json does not say it, the tokenizer's."""
     declared = _json(files.get("config.json", b"{}"), "config.json").get("vocab_size")
     return declared if isinstance(declared, int) else tokenizer.get_vocab_size(with_added_tokens=True)
 
 
 def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:
-    """The ids that the tokenizer puts before a plain text (BOS). Offsets are no longer trimmed afterwards."""
+    """Return the ids that the tokenizer puts before a text (BOS), and make it keep leading space in offsets."""
     from tokenizers import processors
 
     bare = tokenizer.encode("x", add_special_tokens=False).ids
     dressed = tokenizer.encode("x", add_special_tokens=True).ids
     at = next((k for k in range(len(dressed)) if dressed[k : k + len(bare)] == bare), 0)
-    # Trimming takes leading space out of a token's offsets, and so out of its span. Nothing else is lost: texts
-    # are encoded without special tokens.
+    # With trimming, a token's offsets, and so its span, would lack leading space. The post-processor's other work,
+    # special tokens, is not needed.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return dressed[:at]
 

@@ -1,7 +1,7 @@
-"""Tool calls: as chat completions write them, as chat templates take them, and as models say them.
+"""Converts tool calls between three forms: of chat completions, of chat templates, and in the text of an answer.
 
-Models say them in the form that the templates of Qwen and Hermes teach: `<tool_call>`, a JSON object with a name and
-arguments, `</tool_call>`, as often as there are calls. Other forms stay text.
+In texts the form of Qwen's and Hermes' templates is recognised: for each call `<tool_call>`, a JSON object with a name
+and arguments, `</tool_call>`. Other forms stay text.
 """
 
 import json
@@ -14,7 +14,7 @@ NO_CALLS: tuple[ToolCall, ...] = ()
 
 
 def with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of tool calls as objects: chat completions write them as text, servers give templates objects."""
+    """Return a message whose tool calls have their arguments as objects, as templates want them, not as JSON text."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     return {**message, "tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
@@ -48,7 +48,7 @@ def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def _taken_out(text: str) -> tuple[list[str], str]:
-    """Split a text into what is between the tags and what around them, in one pass, however many tags stay open."""
+    """Split a text into the blocks between tags and the rest, in linear time even if many tags are not closed."""
     blocks, around, at = [], [], 0
     while (begin := text.find(_BEGIN, at)) >= 0 and (end := text.find(_END, begin)) >= 0:
         around.append(text[at:begin])

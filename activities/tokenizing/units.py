@@ -22,7 +22,7 @@ from shared.runs.sources import Format
 
 _MAX_LISTED = 20
 PAIR_COLUMNS = ("token_id", "position", "parent", "hidden_index", "label", "weight", "advantage", "sequence")
-"""Columns of a pair's unit. Nobody sampled its answers, and the worker scores the reference itself."""
+"""Columns of a pair's unit. There are none of log-probabilities: the worker computes the reference's itself."""
 Ids = Sequence[int] | NDArray[np.integer]
 Mask = Sequence[bool] | NDArray[np.bool_]
 
@@ -50,7 +50,7 @@ class Tally:
         self._shortest = min(int(num_tokens_R.min()), self._shortest if self.num_rows else 1 << 62)
         self._counts["rows"] += len(num_tokens_R)
         self._longest = max(self._longest, int(num_tokens_R.max()))
-        # frexp gives the exponent e with 2**(e-1) <= x < 2**e: exact powers of two need the value below.
+        # frexp gives e with 2**(e-1) <= x < 2**e. Less 0.5, so that a power of two is counted up to itself.
         exponents, counts = np.unique(np.frexp(np.maximum(num_tokens_R, 1) - 0.5)[1], return_counts=True)
         self._lengths.update({int(2 ** max(0, e)): int(c) for e, c in zip(exponents, counts, strict=True)})
 
@@ -65,11 +65,11 @@ class Tally:
         self.add_untrainable(place, f"{reason} is left within max_tokens" if was_truncated else reason)
 
     def add_untrainable(self, place: str, reason: str) -> None:
-        """A row that says nothing, for a reason of its format's own; counted with the fully masked ones."""
+        """Count a row that cannot be trained, for the reason given, with the fully masked ones."""
         self._lose("masked", place, reason)
 
     def add_control_tokens(self, found: Sequence[tuple[str, str]]) -> None:
-        """Rows, each by its place and the token that one of its messages quotes."""
+        """Count rows that quote control tokens, given as pairs of place and token."""
         self._counts["control_tokens"] += len(found)
         self._first_control_token = self._first_control_token or next(iter(found), None)
 
@@ -135,7 +135,7 @@ def _losses(report: Report) -> str:
 
 
 def _first(report: Report) -> str:
-    """The first lost rows, to look at."""
+    """Describe the first lost rows."""
     return "; first: " + "; ".join(f"{row.place} ({row.reason})" for row in report.lost[:3])
 
 

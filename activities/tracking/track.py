@@ -1,8 +1,7 @@
-"""Track: follow a run's events and train steps, and hand them to W&B.
+"""Track: follow a run's events and train steps, and write them to W&B.
 
-W&B may be slow, away or broken: the run does not notice. A run that is followed costs the host neither a thread nor a
-process of its own: all of them share the few threads that read the store, and the one process that writes
-(wandb_process.py). So any number may be followed, and none keeps another's work waiting.
+Slow or broken W&B servers do not affect the run. All runs share a few threads that read the store and one process that
+writes (wandb_process.py), so any number of runs can be followed, and none delays another.
 """
 
 import asyncio
@@ -33,13 +32,13 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectInfo, ObjectStore
 
 POLL_S = 1.0
-_LOOKS_PER_S = 20.0  # at all runs together: a thousand are looked at more rarely than one
+_LOOKS_PER_S = 20.0  # reads of the store for all runs together: with more runs each is read less often
 _READERS = 4
 _EVENTS_A_PAGE = 1000
 _BEAT_S = 5.0
-_TURN_S = 60.0  # that an online run stays open in the writer while others wait for a place
-_TRIES = 3  # of one mode in a row that bring nothing new to W&B
-_TRY_AGAIN = timedelta(minutes=5)  # when not even an offline run could be written
+_TURN_S = 60.0  # for which an online run stays open in the writer while others wait for a place
+_TRIES = 3  # failed tries in a row of one mode, without anything new in W&B
+_TRY_AGAIN = timedelta(minutes=5)  # after which all is tried again, if not even an offline run could be written
 _log = logging.getLogger(__name__)
 
 Mode = Literal["offline", "online"]
@@ -80,13 +79,12 @@ class Track:
 
     @activity.defn(name="track")
     async def track(self, request: TrackRequest) -> Tracked:
-        """Follow the run until its result stands. Trouble with a W&B server ends in a warning.
+        """Follow the run until its result is in the store. Problems with a W&B server lead to a warning.
 
-        A run that is written offline is written at its end, from its first event, into a folder that takes the place
-        of whatever stood there: so neither a retry nor a writer that was killed duplicates anything or loses it. A run
-        on a W&B server goes on behind what the server has. When the server cannot be reached, the run is written
-        offline instead; when that fails too, all of it is tried again later. A cancelled activity still writes what is
-        there before it ends.
+        An offline run is written when it has ended, from its first event, into a folder that replaces an earlier one:
+        so retries and killed writers neither duplicate nor lose anything. An online run continues after what the server
+        has. If the server cannot be reached, the run is written offline instead; if that fails, too, all is tried again
+        later. A cancelled activity still writes what there is before it ends.
 
         Raises:
             ApplicationError: nothing could be written, or this host leaves.
@@ -113,7 +111,7 @@ class Track:
             await asyncio.gather(work, *beside, return_exceptions=True)
 
     async def _write(self, request: TrackRequest, asked_to_end: asyncio.Event) -> Tracked:
-        """Write a run in the installation's mode, or offline where no server takes it."""
+        """Write a run in the installation's mode, or offline if no server accepts it."""
         modes: list[Mode] = ["online", "offline"] if self._host.settings.wandb_mode == "online" else ["offline"]
         warning, trouble = None, ""
         store = self._host.store
@@ -130,7 +128,7 @@ class Track:
                     _log.warning("run %s: %s", request.run_id, trouble)
                     tries.failed(error)
                     if mode == "online" and isinstance(error, RunRefused):
-                        break  # it waited for the server already
+                        break  # W&B itself has retried already
                     await asyncio.sleep(POLL_S * 2**tries.num_vain if tries.num_vain < _TRIES else 0)
             warning = trouble
         raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
@@ -157,7 +155,7 @@ class Track:
                 await self._pause(lines)
 
     async def _visit(self, run: OpenRun, history: History, lines: "RunLines", page: "Page") -> "Page":
-        """Write page after page, to the last one or until others wait. Returns the one that was written last."""
+        """Write pages to an open run until it has ended, or its turn is over and others wait. Returns the last page."""
         loop = asyncio.get_running_loop()
         give_way_at = loop.time() + _TURN_S
         while True:
@@ -169,7 +167,7 @@ class Track:
             page = await self._read(lines.read)
 
     async def _read(self, work: Callable[[], T]) -> T:
-        """Something of the store or the disk, on the threads that all runs share."""
+        """Do work with the store or the disk on the threads that all runs share."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     async def _pause(self, lines: "RunLines") -> None:
@@ -179,7 +177,7 @@ class Track:
             await asyncio.wait_for(lines.asked_to_end.wait(), pause_s)
 
     def _start(self, request: TrackRequest, mode: Mode) -> WriterStart:
-        """Describe a run for W&B, in the project of its sender's choice, or else the installation's."""
+        """Describe a run for W&B. Its project is the one that the request names, or else the installation's."""
         try:
             chosen = read_record(self._host.store, RunKeys(request.run_id).record, RunRecord).source.wandb
         except NotFound:  # a run that was started by hand
@@ -199,7 +197,7 @@ class Track:
         )
 
     def _keep(self, run_id: str, written: Path) -> Path:
-        """Replace what an earlier attempt wrote by what W&B has written now."""
+        """Replace the folder of an earlier attempt by the one that W&B has written now."""
         folder = self._folder / run_id
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
@@ -207,15 +205,15 @@ class Track:
 
 
 class Tries:
-    """Tries to write a run in one mode. `num_vain`: those in a row that failed by this run's own call, or by nobody's,
-    and brought nothing new to W&B."""
+    """Counts tries to write a run in one mode. `num_vain`: failures in a row without anything new in W&B, not counting
+    those that another run's call caused."""
 
     def __init__(self) -> None:
         self.num_vain = 0
         self._done = Done()
 
     def opened(self, done: Done) -> None:
-        """Note what the server has now."""
+        """Note the server's progress; if there is some, count the failures anew."""
         if done != self._done:
             self.num_vain, self._done = 0, done
 
@@ -232,7 +230,7 @@ async def _beat() -> None:
 
 @dataclass(frozen=True)
 class Page:
-    """Lines that were read at once. `is_full`: more stand there. `is_last`: the run has ended, and nothing is left."""
+    """Lines that were read at once. `is_full`: there are more. `is_last`: the run has ended, and there are no more."""
 
     lines: list[Line]
     is_full: bool
@@ -242,13 +240,13 @@ class Page:
 class RunLines:
     """A run's events and train steps, read a page at a time.
 
-    Jobs are numbered as train steps are, and a step comes on record after its job's events, and before the next job
-    begins: each step stands between the events of its own job and those of the next.
+    Each step is placed after the events of its job and before those of the next one. Jobs have the numbers of their
+    train steps, and a step is recorded after its job's events and before the next job begins.
 
     Args:
-        before: the previous result that stood when following began. Another one means that the run ended and was
-            resumed, before anybody here saw its result: whoever is started for the resumed run follows that.
-        asked_to_end: set when nothing is waited for any more that is not there yet.
+        before: the run's previous result when following began. If it changes, the run has ended and was resumed before
+            its result was seen here; another activity follows the resumed run.
+        asked_to_end: set when the run is not to be waited for any longer.
     """
 
     def __init__(
@@ -265,7 +263,7 @@ class RunLines:
 
     def read(self) -> Page:
         """Read the next lines."""
-        # Asked first, so that the last events are read after it, and all events of the steps that are on record.
+        # The end and the steps are read first: so all their events are there when the events are read.
         has_ended, steps = self.asked_to_end.is_set() or self.has_ended(), self.new_steps()
         events, self._cursor = read_run_events(self._store, self.request.run_id, self._cursor, _EVENTS_A_PAGE)
         self.num_events += len(events)
@@ -273,13 +271,13 @@ class RunLines:
         return Page(list(self.merged(events, steps, is_full)), is_full, is_last=has_ended and not is_full)
 
     def new_steps(self) -> list[str]:
-        """Keys of the train steps' records that were not read, in order of step."""
+        """Return the keys of train steps' records that were not read yet, in order of step."""
         if self.request.run.kind != "rl":
             return []
         return sorted(info.key for info in self._store.list(f"{self._keys.steps}/") if info.key > self._last_step)
 
     def merged(self, events: Sequence[RunEvent], steps: list[str], is_full: bool) -> Iterator[Line]:
-        """The events, with the steps whose events are all read by now. `is_full`: more events stand there."""
+        """Return the events, merged with the steps whose events have all been read. `is_full`: more events exist."""
         for item in events:
             while steps and _number(steps[0]) < int(item.job_id):
                 yield self._step(steps.pop(0))
@@ -293,5 +291,5 @@ class RunLines:
 
 
 def _number(key: str) -> int:
-    """The step that a record's key is of."""
+    """Return the number of the step whose record has this key."""
     return int(key.rsplit("/", 1)[-1].removesuffix(".json"))

@@ -17,18 +17,18 @@ from shared.child_environment import child_environment
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 60.0
-_PLACES = 8  # runs that are open at a time: what W&B holds of each is the writer's memory
+_PLACES = 8  # runs that are open at a time: each takes memory in the writer
 _CALL_TIMEOUT_S = 60.0
 _IDLE_S = 30.0
-_RUNS_A_PROCESS = 500  # then a new one takes its place: what W&B keeps of runs that are closed is bounded
+_RUNS_A_PROCESS = 500  # then the process is replaced, since W&B does not free all memory of closed runs
 _ROWS_A_CALL = 200
 _LAST_BYTES = 4096
 
 
 class WriterLost(Exception):
-    """The writer process ended, or did not answer in time: the run is to be written anew.
+    """The writer process ended, or did not answer in time. The run must be written again.
 
-    `by_another`: it was ended because another run's call got no answer in time.
+    `by_another`: it was ended because a call of another run got no answer in time.
     """
 
     def __init__(self, message: str, *, by_another: bool = False) -> None:
@@ -41,7 +41,7 @@ class RunRefused(Exception):
 
 
 class OpenRun:
-    """A run that the writer has open. `done`: what stands on the server already."""
+    """A run that is open in the writer. `done`: the progress that the server has already."""
 
     def __init__(self, process: "_Process", number: int, folder: Path) -> None:
         self._process = process
@@ -93,7 +93,7 @@ class Writer:
 
     @asynccontextmanager
     async def opened(self, start: WriterStart) -> AsyncIterator[OpenRun]:
-        """A run in the writer, as soon as there is a place. One that was not closed is abandoned.
+        """Yield a run of the writer as soon as there is a place. If it is not closed in the block, it is abandoned.
 
         Raises:
             WriterLost, RunRefused.
@@ -147,7 +147,7 @@ class _Process:
         places = {variable: str(own / "tmp") for variable in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
         with ExitStack() as stack:
             held = stack.enter_context(locked(new))
-            new.rename(own)  # other hosts see it when it is locked
+            new.rename(own)  # other hosts must not see it before it is locked
             log = stack.enter_context((own / "writer.log").open("wb"))
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -185,7 +185,7 @@ class _Process:
                 self._idle = asyncio.get_running_loop().call_later(wait_s, self._end_if_idle)
 
     async def call(self, number: int, body: Open | Write | Close, timeout_s: float) -> Answer:
-        """The answer to one command; a process that does not answer is ended, with all of its runs."""
+        """Send a command and return its answer. A process that does not answer is ended, with all of its runs."""
         if self._has_ended:
             raise self._lost()
         answered = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -213,19 +213,19 @@ class _Process:
 
     async def _drain(self) -> None:
         assert self._process.stdin is not None
-        # Whoever waits for the answer is told by `_read` when the process has ended.
+        # If the process has ended, `_read` fails the calls that wait for an answer.
         async with self._sending:
             with contextlib.suppress(ConnectionError):
                 await self._process.stdin.drain()
 
     async def _read(self) -> None:
-        """Hand out answers until the process has ended; then tell whoever still waits."""
+        """Give answers to the calls that wait for them; when the process has ended, fail those that are left."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             answer = Answer.model_validate_json(line)
             if (answered := self._calls.get(answer.number)) is not None and not answered.done():
                 answered.set_result(answer)
-        self._kill()  # what W&B started besides
+        self._kill()  # also the processes that W&B started
         await self._process.wait()
         self._has_ended = True
         for answered in self._calls.values():

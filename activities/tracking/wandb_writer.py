@@ -4,9 +4,9 @@ Its host turns a run's events and train steps into rows of numbers, each step on
 
     python -m activities.tracking.wandb_writer < commands > answers
 
-Several runs are open at a time, each on a thread of its own, so that one whose server does not answer holds up no
-other. W&B lives in a process of its own because it starts threads and servers, and may hang: whoever feeds it can leave
-it behind. End of input ends the process and all that W&B started.
+Several runs are open at a time, each on a thread of its own, so that one whose server does not answer delays no other.
+W&B has a process of its own because it starts threads and servers, and may hang: then the host can abandon the process.
+End of input ends the process and all that W&B started.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ Line = Event | TrainStep
 
 
 class Done(Frozen):
-    """Progress that W&B has: the last optimizer step, evaluation and train step. -1: none; no step is step 0."""
+    """A run's progress in W&B: the numbers of the last optimizer step, evaluation and train step; 0 or -1 for none."""
 
     step: int = 0
     evaluation: int = -1
@@ -49,18 +49,17 @@ class Done(Frozen):
 
 
 class Row(Frozen):
-    """One event's addition to the history: numbers by W&B name, and the samples of an evaluation."""
+    """A row of W&B's history, made of one event: numbers by W&B name, and the samples of an evaluation."""
 
     values: dict[str, float]
     samples: tuple[Sample, ...] = ()
 
 
 class History:
-    """Makes rows of a run's lines, which are given in order, over as many calls as it takes.
+    """Makes rows for W&B of a run's lines, which are given in order, in one or several calls.
 
-    A worker that goes on from a checkpoint repeats the steps after it, and gives the same numbers: they count once.
-    What is done stands in W&B already. A train step stands at the last optimizer step that it made, where the worker's
-    own numbers are already, and adds the others.
+    Steps that W&B has already (`done`) are left out, and so are those that a worker repeated after a checkpoint. A
+    train step's row is at its last optimizer step; it has the metrics that the worker's own row there lacks.
     """
 
     def __init__(self, done: Done) -> None:
@@ -151,7 +150,7 @@ _request: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def serve(requests: Iterable[bytes], answers: BinaryIO) -> None:
-    """Do what is asked until the input ends."""
+    """Carry out requests until the input ends."""
     threads: dict[int, ThreadPoolExecutor] = {}
     runs: dict[int, Any] = {}
     lock = threading.Lock()
@@ -183,8 +182,8 @@ def _do(request: Request, runs: dict[int, Any]) -> Answer:
             case Close():
                 if (run := runs.pop(number, None)) is not None:
                     run.finish()
-    except Exception as error:  # whatever it is, the other runs have nothing to do with it
-        if not _core_is_up():  # W&B never starts it again: another process will
+    except Exception as error:  # an error of one run must not end the others
+        if not _core_is_up():  # W&B never restarts it, so this process has to be replaced
             print(f"wandb-core is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         return Answer(number=number, error=f"{type(error).__name__}: {error}"[:2000])
@@ -244,9 +243,9 @@ def _table(row: Row) -> Any:
 
 if __name__ == "__main__":
     own_answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what W&B prints is no answer
+    os.dup2(2, 1)  # W&B's own output must not mix with the answers
     serve(sys.stdin.buffer, own_answers)
-    # Whoever fed us has gone, and with it every run that is open: they are written anew, from their beginning.
+    # The host has gone. Runs that are still open will be written again from their beginning.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -33,7 +33,7 @@ def leave_one_out(reward_G: Rewards) -> Rewards:
 def batch_normalized(rewards: Sequence[Rewards]) -> list[Rewards]:
     """(r_i - mean(r)) / std(r) over all groups of the batch: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262, section 3).
 
-    Its KL term is the loss's affair here.
+    The paper's KL term is part of the loss here.
     """
     whole = np.concatenate([np.zeros(0), *rewards])
     mean, std = (whole.mean(), whole.std()) if len(whole) else (0.0, 0.0)

@@ -1,9 +1,9 @@
-"""Conversations with what was sampled in them, as trajectories of token ids.
+"""Converts conversations to trajectories of token ids.
 
-The ids of an answer are those that were drawn, never those that its text would be tokenized to. Where this
-installation gave the answer, it remembers them, and what it was asked with. Where the client brings ids, they are held
-against the text. Where it brings texts alone, rendering the conversation must give every sampled token again. What is
-none of these is broken: other tokens would be trained than were sampled.
+An answer's ids must be those that were sampled; tokenizing its text may give others. If this installation gave the
+answer, its record holds the ids of prompt and answer. Ids that the client sends are compared with the text. If it sends
+texts alone, rendering the conversation must give every sampled token again. Any other trajectory counts as broken,
+since other tokens would be trained than were sampled.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from shared.settings import S3Settings
 from shared.storage.store import ObjectStore
 
 _AT_ONCE = 16
-PLACE = "messages"  # of a conversation alone; whoever asks knows its file and line
+PLACE = "messages"  # the place in errors about a conversation; callers add file and line
 _TOKEN_ID = "token_id:"
 _ENDS: dict[str, Literal["stop", "length"]] = {
     "length": "length",
@@ -49,14 +49,14 @@ class BrokenTrajectory(Exception):
 
 @dataclass(frozen=True)
 class Turns:
-    """Messages as templates take them, and how some of them were sampled, by message."""
+    """Messages as templates take them; and of those that were sampled, by index, the records of that."""
 
     messages: list[dict[str, Any]]
     sampled: dict[int, SampledTurn]
 
 
 def turns_of(chat: ChatTrajectory) -> Turns:
-    """Messages and choices told apart; nothing of how a turn was sampled is left in its message.
+    """Separate the messages of a conversation from the records of how they were sampled.
 
     Raises:
         BrokenTrajectory: it is no conversation, or nothing in it was sampled.
@@ -104,21 +104,21 @@ def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
 
 
 class RememberedAnswers:
-    """The answers that one tenant was given. Holds those that were fetched last."""
+    """Reads the records of answers that one tenant was given, and caches those that were fetched last."""
 
     def __init__(self, store: ObjectStore, tenant: str) -> None:
         self._store, self._tenant = store, tenant
         self._found: dict[str, AnswerRecord | None] = {}
 
     def fetch(self, answer_ids: Iterable[str]) -> None:
-        """Read these at once, in the place of those before. Raises StoreUnavailable."""
+        """Read several answers in parallel into the cache, in place of its contents. Raises StoreUnavailable."""
         wanted = sorted(set(answer_ids))
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             found = threads.map(lambda answer_id: recall(self._store, self._tenant, answer_id), wanted)
             self._found = dict(zip(wanted, found, strict=True))
 
     def get(self, answer_id: str) -> AnswerRecord | None:
-        """The answer; None for an id that this tenant was not given, and for an answer that is no longer kept."""
+        """Return an answer; None if the id is not one of this tenant's, or the answer is no longer kept."""
         if answer_id not in self._found:
             self._found[answer_id] = recall(self._store, self._tenant, answer_id)
         return self._found[answer_id]
@@ -162,7 +162,7 @@ class PublishedPolicy:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """An answer as it was drawn: the ids that were asked with, the ids that came, and their logprobs."""
+    """An answer as it was sampled: the prompt's ids, the answer's ids, and their logprobs."""
 
     asked: list[int]
     ids: list[int]
@@ -173,7 +173,7 @@ class _Drawn:
 
 @dataclass
 class _Sequence:
-    """Ids in the order in which the model saw them; a logprob beside each that was drawn."""
+    """Ids in the order in which the model saw them, with the logprobs of those that were sampled."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -187,9 +187,9 @@ class _Sequence:
 
 
 class Conversations:
-    """Reads conversations of one model. Its tokenizer and template are opened at the first; `with` closes them.
+    """Converts conversations of one model. Its tokenizer and template are loaded when needed, and closed by `with`.
 
-    `counts`: turns whose drawn ids were remembered, turns that were rendered, ids of answers that nobody remembers.
+    `counts`: turns whose ids came from records, turns that were rendered, and answer ids without a record.
     """
 
     def __init__(
@@ -214,18 +214,18 @@ class Conversations:
         self._closing.close()
 
     def prepare(self, trajectories: Iterable[SentTrajectory]) -> None:
-        """Read at once what is remembered of these trajectories' answers. Raises StoreUnavailable."""
+        """Read the records of these trajectories' answers in parallel. Raises StoreUnavailable."""
         if self._answers is not None:
             chats = (one for one in trajectories if isinstance(one, ChatTrajectory))
             named = (message.get("answer_id") for chat in chats for message in chat.messages)
             self._answers.fetch(answer_id for answer_id in named if isinstance(answer_id, str))
 
     def trajectories_of(self, chat: ChatTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
-        """The token form of a conversation: one sequence, or several where a later answer was asked for with other ids
-        than the answers before it were drawn as (templates rewrite earlier turns, texts are tokenized anew).
+        """Convert a conversation to token ids: one sequence, or several if the prompt of a later answer does not
+        contain the ids of earlier answers (templates rewrite earlier turns, or texts were tokenized again).
 
         Raises:
-            BrokenTrajectory: it is no conversation, too long, or does not give again what was sampled.
+            BrokenTrajectory: it is no conversation, is too long, or does not give the sampled tokens again.
             InvalidInput: the model has no chat template, or its template does not end.
         """
         turns = turns_of(chat)
@@ -270,7 +270,7 @@ class Conversations:
         return _rendered(i, turns, tools, tokenizer, process)
 
     def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
-        """Take what was drawn from the record, where the client's message is the answer's. Nothing is tokenized."""
+        """Take an answer's ids from its record, if the client's message is the one that was answered."""
         place = f"messages.{i}"
         if self._model is not None and record.model_sha256 != self._model.sha256:
             rule = "another model than the run's gave this answer"
@@ -301,7 +301,7 @@ class Conversations:
 
 
 def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
-    """Chain answers into sequences, as long as each was asked for with the very ids of those before it."""
+    """Join answers into one sequence, as long as each one's prompt begins with the ids of the sequence so far."""
     sequences: list[_Sequence] = []
     for turn in drawn:
         if not sequences or turn.asked[: len(sequences[-1].ids)] != sequences[-1].ids:
@@ -313,10 +313,10 @@ def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
 def _rendered(
     i: int, turns: Turns, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
 ) -> _Drawn:
-    """A turn behind the conversation up to it, as a server renders it to ask for the turn.
+    """Return a turn's ids, and those of the conversation before it as a server renders it.
 
-    Templates write an answer in one way where it is the last, and in another where more follows (they add empty
-    thoughts, or cut thoughts out): it was sampled as one of the two.
+    Templates may render the last answer differently from earlier ones (with empty thoughts, or without thoughts), so
+    both forms are compared with the sampled tokens.
     """
     turn, ends = turns.sampled[i], (i + 1, max(turns.sampled) + 1)
     assert turn.logprobs is not None
@@ -325,7 +325,7 @@ def _rendered(
         rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
         rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
     except InvalidInput as error:
-        if error.place != PLACE:  # a template that does not end refuses the step, and not one conversation
+        if error.place != PLACE:  # a failure of the template itself, not of this conversation
             raise
         raise BrokenTrajectory(PLACE, "template", error.message) from error
     differs: BrokenTrajectory | None = None
@@ -345,7 +345,7 @@ def _rendered(
 def _drawn_ids(
     i: int, turn: SampledTurn, own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer
 ) -> list[int]:
-    """The ids that the client brings, if the turn says the same; else the turn's own, which must be those sampled."""
+    """Return the client's ids if they have the turn's text; else the rendered ids, which must be the sampled tokens."""
     assert turn.logprobs is not None
     tokens = turn.logprobs.tokens
     given = list(turn.token_ids) if turn.token_ids is not None else [_id_of(token) for token in tokens]
@@ -363,7 +363,7 @@ def _drawn_ids(
 
 
 def _says_the_same(given: list[int], own: list[int], message: dict[str, Any], tokenizer: ModelTokenizer) -> bool:
-    """True if ids have a turn's text, tokenized in whatever way. The end may be the template's own, and not sampled."""
+    """True if ids have a turn's text, however it is tokenized. The template's last token need not be among them."""
     text = tokenizer.decode(given)
     if text in (tokenizer.decode(own), tokenizer.decode(own[:-1])):
         return True

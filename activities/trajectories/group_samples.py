@@ -1,4 +1,4 @@
-"""Group samples: completions and their grades become trajectory groups, as a client would have sent them."""
+"""Group samples: make trajectory groups, in the form that clients send, of completions and their grades."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ class GroupsMade(Frozen):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics that the groups themselves no longer show."""
+        """Metrics that cannot be computed from the groups any more."""
         num_samples = self.num_trajectories + self.num_ungraded
         return {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
 
@@ -70,7 +70,7 @@ class GroupSamples:
 
     @activity.defn(name="group_samples")
     def group_samples(self, request: GroupSamplesRequest) -> Grouped:
-        """Raises InvalidInput when more samples have no grade than the run allows, with the first reasons."""
+        """Make groups. Raises InvalidInput, with the first reasons, if too many samples have no grade."""
         store, key = self._host.store, request.key
 
         def write(folder: Path) -> None:
@@ -133,7 +133,7 @@ def _trajectory(group: SampledGroup, sample: Sample, grade: SampleGrade, reward:
 
 
 def _graded(groups: Iterable[SampledGroup], grades: Iterator[SampleGrade]) -> Iterator[tuple[SampledGroup, _Graded]]:
-    """Grades come a line a sample, in the samples' order: a count that differs is a bug, and never trained."""
+    """Pair each group's samples with their grades, which are in the same order. Asserts that the counts are equal."""
     for group in groups:
         found = list(zip(group.samples, grades, strict=False))
         assert len(found) == len(group.samples), "there are fewer grades than samples"
@@ -160,7 +160,7 @@ def _refuse_ungraded(made: GroupsMade, max_fraction: float, grades: Path) -> Non
 
 
 def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
-    """The groups that were made here, by the URI of their file; None for every other URI."""
+    """Return the artifact of groups that this activity made, by the URI of their file; None for any other URI."""
     key = uri.removeprefix(f"{store.uri}/").removesuffix(f"/{GROUPS}")
     is_ours = is_grouped(key) and uri == f"{uri_of(store, key)}/{GROUPS}"
     return find(store, key) if is_ours else None

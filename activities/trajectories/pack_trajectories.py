@@ -46,10 +46,10 @@ logger = logging.getLogger("longshore.pack_trajectories")
 
 
 class GroupsRequest(Frozen):
-    """Groups to pack for a step of a run; `policy_version` and `vocab_size` are what they are checked by.
+    """Groups to pack for a step of a run. They are checked against `policy_version` and `vocab_size`.
 
-    `model` is whose tokenizer and chat template read trajectories of messages; without it they are refused. `tenant` is
-    whose answers are remembered; `name` and `version` are what the policy was published as, if it was.
+    `model`: the model whose tokenizer and chat template convert trajectories of messages; without it such trajectories
+    are refused. `tenant`: whose records of answers are read. `name` and `version`: of the published policy, if any.
     """
 
     run_id: RunId
@@ -74,7 +74,7 @@ class PackedGroups(Frozen):
 
 
 class StepReport(Frozen):
-    """`report.json` beside the units: what became of the groups, and what they say of the policy."""
+    """The content of `report.json` beside the units: counts of the groups, and metrics of the policy."""
 
     groups: GroupsReport
     metrics: dict[str, float]
@@ -98,17 +98,17 @@ class PackTrajectories:
         with beating():
             if (before := find_key(store, request.run_id, request.step)) is not None:
                 return PackedGroups(trained_before=before)
-            # What a client names is brought as any data is: it may not name what another run has sampled.
+            # Groups that a client names are downloaded like any data, so that it cannot name those of other runs.
             made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
             groups = made_here or self._bring(request)
-            # With the tenant: what its messages are trained on are the answers that it was given.
+            # The key contains the tenant, since messages are converted by the records of its own answers.
             key = content_key(_VERSION, groups.sha256, request.model_dump_json(exclude={"run_id", "step"}))
             if find(store, tokenized(key)) is None or find(store, packed(key)) is None:
                 self._pack(request, groups, key)
             return _result(store, key)
 
     def _bring(self, request: GroupsRequest) -> Artifact:
-        """The groups as an artifact of this step alone: clients may write their next step over the same file."""
+        """Download the groups as an artifact of this step, since clients may overwrite the file for the next step."""
         step = request.step
         split = f"groups-{content_key(str(step.step), step.key, step.groups)}"
         wanted = DownloadRequest(
@@ -153,7 +153,7 @@ def write_groups(
 
 
 def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path) -> StepReport:
-    """Units, plan and report of a step's groups, into two folders. Not sealed."""
+    """Write units, plan and report of a step's groups into two folders. They are not sealed."""
     run, bin_tokens = request.run, request.run.bin_tokens or request.run.max_tokens
     rows = rows_of(read.groups, run)
     steps = mini_batches(len(rows), run, request.policy_version)
@@ -174,10 +174,9 @@ def write_step(read: GroupsRead, request: GroupsRequest, units: Path, plan: Path
 
 
 def rows_of(groups: Sequence[Group], run: RLRun) -> list[list[SequenceRow]]:
-    """The sequences of every group, with the advantages that they have among all of these groups.
+    """Return the sequences of every group, with advantages that are computed from the rewards of all these groups.
 
-    Every reward counts: the baseline of a policy gradient is the mean of what the policy was given, and those whose
-    tokens are lost were drawn from it like the others.
+    The rewards of broken trajectories count, too: they were sampled from the policy like the others.
     """
     rewards = [np.array([one.reward for one in group]) for group in groups]
     given = [np.array([_given(one) for one in group]) for group in groups]
@@ -193,7 +192,7 @@ def _given(one: Scored) -> float:
 
 
 def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
-    """A trajectory's columns: every sampled token is a target of weight 1, and the sampler's logprob the old one."""
+    """Return a trajectory's columns. Sampled tokens are targets of weight 1; their old logprobs are the sampler's."""
     sampled_L = np.array(one.sampled, dtype=bool)
     length = len(one.token_ids)
     return SequenceRow(
@@ -207,11 +206,11 @@ def sequence_of(one: Trajectory, advantage: float) -> SequenceRow:
 
 
 def mini_batches(num_groups: int, run: RLRun, policy_version: int) -> list[tuple[int, ...]]:
-    """The groups of every optimizer step, epoch after epoch: a new shuffle, cut into parts as even as can be.
+    """Return the groups of every optimizer step: each epoch shuffles all groups and cuts them into even parts.
 
     Args:
-        policy_version: the one that the steps begin from. The shuffles depend on it and on the run's seed alone, so a
-            run that failed steps or was resumed goes on to the same bits.
+        policy_version: the one that the steps begin from. The shuffles depend only on it and on the run's seed, so they
+            are the same after failed steps or when the run is resumed.
     """
     steps: list[tuple[int, ...]] = []
     for epoch in range(run.epochs if num_groups else 0):
@@ -222,10 +221,10 @@ def mini_batches(num_groups: int, run: RLRun, policy_version: int) -> list[tuple
 
 
 def sharing_sets(steps: Sequence[tuple[int, ...]], num_groups: int) -> list[tuple[int, ...]]:
-    """Sets of groups whose sequences become trees together: what they share, a system prompt say, stands once.
+    """Return sets of groups whose sequences are put into trees together, to store common prefixes once.
 
-    The groups of a mini-batch, if they are never trained with others; else each group by itself. Either way a sequence
-    is written once, and scored once by what is frozen for the whole job.
+    A set is a mini-batch if its groups are never trained with others; otherwise each group is a set. Either way every
+    sequence is stored once, and scored once by the models that are frozen for the job.
     """
     distinct = sorted(set(steps))
     if sum(len(each) for each in distinct) == num_groups:
@@ -244,7 +243,7 @@ def plan_steps(
 
     Args:
         steps: the groups of each step.
-        sets: groups that have their units in common. No step has only some groups of a set.
+        sets: sets of groups with common units. A step has all groups of a set, or none.
         num_units: of each set; its units stand one behind the other.
     """
     ends = list(accumulate(num_units))
@@ -256,8 +255,9 @@ def plan_steps(
 
 
 def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -> dict[str, float]:
-    """Metrics of the policy that sampled the groups: over all trajectories that have a reward, dropped or not;
-    what only ids tell, over those that have ids.
+    """Return metrics of the policy that sampled the groups, over all trajectories with a reward, also dropped ones.
+
+    Metrics of tokens are over the trajectories that have token ids.
     """
     report = read.report
     everyone = [one for group in read.all_groups for one in group]
@@ -292,7 +292,7 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
 
 
 def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
-    """Means of what clients measured themselves, over the trajectories that have it."""
+    """Return means of the metrics that clients sent, each over the trajectories that have it."""
     names = sorted({name for one in everyone for name in one.metrics})
     return {
         f"trajectory_{name}": float(np.mean([one.metrics[name] for one in everyone if name in one.metrics]))

@@ -1,4 +1,4 @@
-"""Trajectory groups of a file: parsed, checked, and what cannot be trained refused or dropped, and counted."""
+"""Reads trajectory groups: parses and checks them, refuses or drops those that cannot be trained, and counts them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,13 +15,13 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.runs.requests import RLRun
 
-# What compares the rewards of a group says nothing of a group of one.
+# Advantages that compare the rewards of a group: a group of one teaches nothing with these.
 _COMPARING = ("group_mean", "group_normalized", "leave_one_out")
 MAX_TRAJECTORIES = 65_536
 
 
 class GroupsReport(Frozen):
-    """Counts of what became of a step's groups. They are of trajectories where they do not say groups."""
+    """Counts of a step's groups and trajectories. Names without `groups` count trajectories."""
 
     num_groups: int = 0
     num_trajectories: int = 0
@@ -36,16 +36,16 @@ class GroupsReport(Frozen):
 
     @property
     def summary(self) -> str:
-        """The broken trajectories, in words."""
+        """A sentence on the broken trajectories."""
         reasons = ", ".join(f"{count} {rule}" for rule, count in sorted(self.dropped_for.items()))
         return f"{self.dropped_broken} of {self.num_trajectories} trajectories were left out: {reasons}"
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A trajectory as it was read. Its reward counts in its group, also where it is broken and has no sequences.
+    """A trajectory as it was read. A broken one has no sequences, but its reward still counts in its group.
 
-    A conversation has several sequences where its answers do not stand behind one another.
+    A conversation has several sequences if an answer's prompt does not contain the earlier answers' ids.
     """
 
     reward: float
@@ -57,15 +57,15 @@ Group = tuple[Scored, ...]
 
 
 def sequences_of(group: Group) -> list[Trajectory]:
-    """Everything that is trained of a group."""
+    """Return all sequences of a group."""
     return [sequence for one in group for sequence in one.sequences]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules for trajectories. `policy_version`: the one that the step starts from.
+    """What trajectories are checked by. `policy_version`: the one that the step starts from.
 
-    `conversations` reads those that are chat messages; without it they are no input.
+    `conversations` converts those of chat messages; without it they are refused.
     """
 
     run: RLRun
@@ -134,7 +134,7 @@ def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> Groups
 
 
 def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int]) -> Iterator[Scored]:
-    """The trajectories of a group; one that cannot be trained has no sequences, and without a reward it is none."""
+    """Yield the trajectories of a group. A broken one has no sequences; without a finite reward it is left out."""
     for number, sent in enumerate(group.trajectories):
         try:
             yield Scored(sent.reward, sent.metrics, _read(sent, rules))
@@ -200,7 +200,7 @@ def _check_advantage(one: Trajectory, run: RLRun) -> None:
 
 
 def _check_version(one: Trajectory, rules: Rules) -> None:
-    version = one.policy_version or 0  # who says nothing may have sampled it at the run's beginning
+    version = one.policy_version or 0  # without a version it may be from the run's beginning
     behind, bound = rules.policy_version - version, rules.run.max_staleness
     if behind < 0:
         message = f"{version} does not exist yet: the newest is {rules.policy_version}"
@@ -211,7 +211,7 @@ def _check_version(one: Trajectory, rules: Rules) -> None:
 
 
 def _nothing_to_learn(group: Group, run: RLRun) -> str | None:
-    """The reason why a group's advantages are all 0, as the name of its count; `kept` where the run wants it anyway."""
+    """Return why a group's advantages are all 0, as the name of a count, or `kept` if the run keeps it; else None."""
     if run.advantages not in _COMPARING:
         return None
     if len(group) == 1:

@@ -8,7 +8,7 @@ from megatron_worker.families.architecture import Architecture, Llama3Scaling, R
 from shared.errors import InvalidInput
 from shared.models.config import FAMILIES, DenseConfig, MixtureConfig, read_model_config
 
-_DEFAULT_THETA = 10_000.0  # transformers' own, of every family, for a file that names none
+_DEFAULT_THETA = 10_000.0  # transformers' default for all families
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -28,7 +28,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def _architecture(config: DenseConfig, place: str) -> Architecture:
-    """Return the sizes of a file with the switches of its family, which the file does not name."""
+    """Return the architecture of a config, with the settings of its family, which are not in the config."""
     match config.model_type:
         case "llama":
             return _sized(config)
@@ -45,10 +45,10 @@ def _architecture(config: DenseConfig, place: str) -> Architecture:
 def _sized(
     config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = False, head_dim: int | None = None
 ) -> Architecture:
-    """Return the architecture of a file's sizes.
+    """Return the architecture of a config with the given settings of its family.
 
     Args:
-        head_dim: the family's own, for a file that names none. Without either, heads share the hidden size.
+        head_dim: the family's default. Without one, and none in the config, the heads divide the hidden size.
     """
     dense = Architecture(
         family=config.model_type,

@@ -1,4 +1,4 @@
-"""FsdpEngine: the Engine Protocol on torch alone. It reads as the Protocol does; the parts are beside it."""
+"""FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
@@ -42,7 +42,7 @@ class FsdpEngine:
         self._ranks = join_ranks(layout, device)
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
-        with self._ranks.agreement():  # a device may be full on one rank alone
+        with self._ranks.agreement():  # one rank alone may run out of memory
             self._model = Model(model, self._ranks, self._dtype)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
@@ -85,7 +85,7 @@ class FsdpEngine:
 
     @property
     def in_step(self) -> bool:
-        """Every rank's layers are gathered from all ranks."""
+        """True with several ranks, as every layer is gathered from all of them."""
         return self._ranks.size > 1
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
@@ -100,23 +100,23 @@ class FsdpEngine:
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Of the batch's targets, after the final norm: [N, H]."""
+        """Return the hidden states of the batch's targets, after the final norm: [N, H]."""
         batch = _one_token(batch) if batch.is_empty else batch
         return self._model.forward(batch, lambda hidden_NH, _: {"hidden_NH": hidden_NH})["hidden_NH"]
 
     @property
     def output_head(self) -> tuple[Tensor, VocabShard]:
-        """The output embedding, [V, H], gathered anew: it lives as long as it is held. Collective."""
+        """The output embedding, [V, H], gathered from all ranks at each call. Collective."""
         name = next(n for n in ("lm_head.weight", "model.embed_tokens.weight") if n in self._model.shards)
         head = next(s for s in self._model.slices if s.name == name)
         return self._ranks.whole(head, self._model.shards), whole_vocabulary(self.facts.vocab_size)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self._slots.is_training, "nothing is being trained"
-        self._is_cut_short = True  # unless it comes to its end
+        self._is_cut_short = True  # until it is done
         scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
-        # A bin without targets has a backward too: the peers' gathers and reductions wait for this rank.
+        # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
         assert scores.logprob_N is not None, "a loss is made of log-probabilities"
         (sums.loss if len(batch.label_N) else scores.logprob_N.sum()).backward()
         self._is_cut_short = False
@@ -165,11 +165,11 @@ class FsdpEngine:
         return self._slots.named_weights()
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
+        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
         return self._slots.adapter_weights(name)
 
     def _forget(self) -> None:
-        """After a pass that an error cut short on some rank."""
+        """Free what a pass has left that an error interrupted on some rank. Collective."""
         if self._ranks.any(self._is_cut_short):
             self._model.forget()
         self._is_cut_short = False
@@ -194,7 +194,7 @@ class FsdpEngine:
 
 
 def _one_token(empty: Batch) -> Batch:
-    """A bin of no target that a model can be run on."""
+    """Return a bin of one token and no target, in place of an empty one, which a model cannot be run on."""
     zero_1 = torch.zeros(1, dtype=torch.int64, device=empty.token_id_T.device)
     return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)
 

@@ -38,7 +38,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend from each token to itself and its ancestors: [1, T, H, D], and no weights.
 
-    A model passes every keyword that it does not know on to its attention, and so the bin's `forest`.
+    transformers' models pass keywords that they do not know on to the attention: so the bin's `forest` gets here.
     """
     assert attention_mask is None and abs(scaling * query_1HTD.shape[-1] ** 0.5 - 1) < 1e-6, (attention_mask, scaling)
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
@@ -50,7 +50,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 class _Headed(nn.Module):
-    """The model with a function of its hidden states inside, where FSDP has gathered the output embedding."""
+    """The model and a function of its hidden states as one module, so that FSDP has gathered the output embedding."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Model:
         self._adapter = adapter
 
     def settle(self) -> None:
-        """Let FSDP see every weight as trainable, once: at its first forward it fixes how gradients are reduced."""
+        """Run a first forward with all weights trainable, since FSDP decides in it how gradients are reduced."""
         self._require_grad(True)
         zero_1 = torch.zeros(1, dtype=torch.int64, device=self._ranks.device)
         with torch.no_grad():
@@ -116,8 +116,8 @@ class Model:
         self._require_grad(False)
 
     def forget(self) -> None:
-        """Free what an interrupted pass has left: gathered weights, gradients not reduced. Collective."""
-        if hasattr(self._root, "reset_iter_state"):  # torch 2.11 has none
+        """Free what an interrupted pass has left: gathered weights, and gradients that were not reduced. Collective."""
+        if hasattr(self._root, "reset_iter_state"):  # missing in torch 2.11
             self._root.reset_iter_state()
         modules: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
         for module in modules:

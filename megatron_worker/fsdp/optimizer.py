@@ -59,11 +59,11 @@ class Optimizer:
 
     @property
     def master(self) -> Mapping[str, Tensor]:
-        """The float32 weights that are updated: the working ones, where those are float32."""
+        """The float32 weights that are updated: the working weights if those are float32, else masters of them."""
         return self._working if self._masters is None else self._masters.views
 
     def gathered(self, state: State) -> Mapping[str, Tensor]:
-        """This rank's shards of a state, by name."""
+        """Return this rank's shards of a state, by name."""
         match state:
             case "master":
                 return self.master
@@ -73,12 +73,12 @@ class Optimizer:
                 return self.exp_avg_sq.views
 
     def put(self, state: State, values: Flat) -> None:
-        """Take this rank's shards of a state."""
+        """Set this rank's shards of a state."""
         for name, tensor in self.gathered(state).items():
             tensor.copy_(values.views[name])
 
     def states(self) -> list[Flat]:
-        """Every buffer of its own but the gradients; the working weights are their owner's."""
+        """Return all buffers that this optimizer owns but the gradients (the working weights are not its own)."""
         return [*([] if self._masters is None else [self._masters]), self.exp_avg, self.exp_avg_sq]
 
     def detach(self) -> None:
@@ -128,7 +128,7 @@ class Optimizer:
                 self._working[name].copy_(view)
 
     def _norm(self) -> float:
-        """The gradient's norm over all ranks: shards add up, what every rank has counts once."""
+        """Return the gradient's norm over all ranks: of all shards, or of a gradient that every rank has whole."""
         square = sum_of_squares(self.grad.buffer)
         if self._is_sharded:
             self._ranks.sum(square)

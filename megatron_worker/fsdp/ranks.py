@@ -35,7 +35,7 @@ class Ranks:
         return bool(flag)
 
     def splitting(self, _expert: int | None) -> "Ranks":
-        """The ranks that a tensor is split over: all."""
+        """Return this rank's place among those that a tensor is split over: all of them."""
         return self
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -51,7 +51,7 @@ class Ranks:
         return everyone[: tensor_slice.shape[0]]
 
     def agreement(self) -> AbstractContextManager[None]:
-        """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
+        """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
         return agreement(self.size, self.device)
 
 

@@ -96,8 +96,8 @@ def scan(
 
 @dataclass(frozen=True)
 class _Space:
-    """Buffers for a chunk of `size` targets: of each tile four numbers and its k greatest logits; where wanted, of each
-    logit its exponential and its distance from the maximum.
+    """Buffers for a chunk of `size` targets: for each tile four numbers and the k greatest logits; for each logit, if
+    wanted, its exponential and its distance from the maximum.
     """
 
     size: int
@@ -186,7 +186,7 @@ def add_weight_gradient(
     num_targets, num_rows = len(hidden_NH), len(weight_VH)
     size = chunk_targets(num_targets, padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)
     grad_CV = _workspace(hidden_NH, size, num_rows)
-    mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not look
+    mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not read it
     for chunk in _chunks(num_targets, size):
         hidden_CH, length = hidden_NH[chunk], chunk.stop - chunk.start
         grid = (triton.cdiv(length, blocks.targets) * triton.cdiv(num_rows, blocks.rows),)
@@ -206,7 +206,7 @@ def add_weight_gradient(
 
 def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:
     return {
-        "PRECISION": "ieee" if hidden_NH.dtype == torch.float32 else "tf32",  # of half precision it says nothing
+        "PRECISION": "ieee" if hidden_NH.dtype == torch.float32 else "tf32",  # has no effect on half precision
         "WIDEN": not hidden_NH.is_cuda,  # the interpreter's products of bfloat16 are of its bits
         "EVEN_H": hidden_NH.shape[1] % blocks.hidden == 0,
         "BLOCK_N": blocks.targets,

@@ -168,5 +168,5 @@ def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, 
 
 
 def finite(value_N: Tensor) -> Tensor:
-    """Replace -inf by 0: a shard that is all padding has no maximum, and nothing to weigh by it."""
+    """Replace -inf by 0. It is the maximum of a shard that is all padding, whose sums are 0 anyway."""
     return value_N.masked_fill(value_N == -torch.inf, 0.0)

@@ -83,7 +83,7 @@ def scan_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One tile."""
+    """Compute one tile's logits, and write what `merge_tiles` needs of them: sums, and the greatest logits."""
     tile, n, v, logit = tile_logits(
         hidden,
         weight,
@@ -155,7 +155,7 @@ def merge_tiles(
         real = (tile < num_tiles)[:, None] & real_n[None, :]
         at = tiles + tile[:, None] * size + n[None, :]
         tile_max = tl.load(at, mask=real, other=-float("inf"))
-        # Rows of no target are all -inf: 0 in their place, lest they be subtracted from themselves.
+        # Rows beyond the last target are all -inf: replaced by 0, as -inf minus -inf is no number.
         above_n = tl.where(real_n, tl.maximum(greatest_n, tl.max(tile_max, 0)), 0.0)
         before_n = tl.exp(greatest_n - above_n)
         scale = tl.exp(tile_max - above_n[None, :])

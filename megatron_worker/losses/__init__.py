@@ -1,4 +1,4 @@
-"""Losses: sums over a bin's targets. A new kind of loss has a `case` in both functions here."""
+"""Losses: sums over a bin's targets. A new kind of loss needs a `case` in both functions here."""
 
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import cross_entropy

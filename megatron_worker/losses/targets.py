@@ -39,8 +39,8 @@ class Targets:
 def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
     """Return rows of positive weight; sequences are numbered anew, from 0 without a gap.
 
-    With old = trainer, targets without an old log-probability (NaN) occur in the first step alone, where the old policy
-    is the policy itself.
+    If ratios are against the trainer's own log-probabilities, those of targets that only the first step trains on are
+    not computed (NaN): there the old policy is the policy itself.
     """
     assert scores.logprob_N is not None and scores.entropy_N is not None
     live_N = batch.weight_N > 0

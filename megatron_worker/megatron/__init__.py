@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Said at import and at every layer of every model, of things that we do without on purpose.
+# Warnings at import, and at every layer of every model, about packages that are left out on purpose.
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed.*")
 warnings.filterwarnings("ignore", message="full scope is deprecated.*")
 warnings.filterwarnings("ignore", message="`torch.distributed..*_tensor` is deprecated.*", category=FutureWarning)
@@ -18,10 +18,10 @@ logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(loggin
 
 @contextmanager
 def _without_wandb_and_compiler() -> Iterator[None]:
-    """Keep megatron-core's import from loading what the engine never calls: half of the time that a worker starts in.
+    """Keep megatron-core's import from loading what the engine never calls, which halves a worker's time to start.
 
-    Its inference engine imports wandb, if it is there; its fused activations, which our layer specs do not use, are
-    decorated with torch.compile, which loads torch's inductor to do so.
+    Its inference engine imports wandb, if that is installed. Its fused activations, which our layer specs do not use,
+    are decorated with torch.compile, which loads torch's inductor.
     """
     compiler, hidden = torch.compile, "wandb" not in sys.modules
     torch.compile = _not_compiled  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Attention within the sequences of a bin: no mask is made, no token sees another sequence.
+"""Attention within the sequences of a bin, without masks: no token sees another sequence.
 
 A bin's `BinPlan` is made once and used by all layers: where its sequences begin, and the rotary tables of its
-positions. Sequences that share prefixes stand as trees; those are tree_attention.py's.
+positions. Trees of sequences that share prefixes are computed in tree_attention.py.
 
 Shape suffixes: T tokens of a bin, S sequences, H query heads of this rank, G key/value heads, X either, D size of a
 head, E half of it.
@@ -24,7 +24,7 @@ from megatron_worker.tree_attention import Forest, attend_forest, plan_forest
 
 @dataclass(frozen=True)
 class Context:
-    """The two chunks of a bin on this context-parallel rank. `order_T`: the places of all ranks' tokens, gathered."""
+    """The two chunks of a bin on this context-parallel rank. `order_T`: the bin's order among all ranks' tokens."""
 
     group: Group
     chunks: tuple[slice, slice]
@@ -114,7 +114,7 @@ def _whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) 
 
 
 class CoreAttention(torch.nn.Module):
-    """Takes the place of a core attention in megatron's spec; `PackedSelfAttention` calls `attend` itself."""
+    """A placeholder for the core attention in megatron's spec; `PackedSelfAttention` calls `attend` itself."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""MegatronEngine: the Engine Protocol on megatron-core. It reads as the Protocol does; the parts are beside it."""
+"""MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -46,7 +46,7 @@ class MegatronEngine:
         check_layout(layout, shape_of(architecture))
         self._mesh = join_mesh(layout, device)
         self._folder = model
-        with self._mesh.agreement():  # a device may be full on one rank alone
+        with self._mesh.agreement():  # one rank alone may run out of memory
             self._model = Model(architecture, self._mesh, getattr(torch, dtype))
         self._passes = Passes(self._model, self._mesh)
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
@@ -87,7 +87,7 @@ class MegatronEngine:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks of other data hold experts that this rank's tokens want."""
+        """True if ranks with other data hold experts that this rank's tokens may choose."""
         layout = self._mesh.layout
         return layout.tp * layout.cp % (layout.ep * layout.etp) > 0
 
@@ -95,7 +95,7 @@ class MegatronEngine:
         return self._passes.forward(batch, outputs)
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Of the batch's targets, after the final norm: [N, H], the same on all ranks that share the batch."""
+        """Return the targets' hidden states after the final norm, [N, H]; equal on all ranks that share the batch."""
         hidden_NH = self._passes.hidden_states(batch)
         assert hidden_NH is not None, "hidden states are the last stage's alone"
         return hidden_NH
@@ -149,7 +149,7 @@ class MegatronEngine:
         return self._slots.named_weights()
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
+        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
         return self._slots.adapter_weights(name)
 
     def drop_training_state(self) -> None:

@@ -1,9 +1,9 @@
 """A mixture of experts in a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538), its experts spread over ranks.
 
 The ranks of `mesh.experts` hold one copy of all experts. Each routes the tokens that it has and sends them to the ranks
-whose experts they chose (dispatch.py). Each computes what its experts (under etp its slice of them) make of those that
-came, expert by expert, and the sums go back. Nothing is dropped, and no loss for balance is added: what is learned does
-not depend on the layout.
+whose experts they chose (dispatch.py). Each applies its experts (under etp its slices of them) to the tokens that it
+received, one expert after another, and sends the sums back. No token is dropped, and no loss for load balance is added,
+so results do not depend on the layout.
 
 Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
@@ -83,7 +83,7 @@ class Experts(torch.nn.Module):
     def _computed(self, hidden_RH: Tensor, weight_RK: Tensor, expert_RK: Tensor) -> Tensor:
         """Return each token's weighted sum of the outputs of this rank's experts."""
         local = expert_RK.flatten() - self._first
-        local[(local < 0) | (local >= self._per_rank)] = self._per_rank  # another rank's: behind all of ours
+        local[(local < 0) | (local >= self._per_rank)] = self._per_rank  # other ranks': sorted last
         counts = local.bincount(minlength=self._per_rank + 1)[: self._per_rank].tolist()
         choice_B = local.argsort(stable=True)[: sum(counts)]
         token_B = choice_B // expert_RK.shape[1]

@@ -35,9 +35,9 @@ class LocalBin:
     context: Context | None
 
     def of_all_targets(self, values_M: Tensor) -> Tensor:
-        """Combine values of the context-parallel ranks' own targets into those of the whole bin, on all: [N, ...].
+        """Gather values of all context-parallel ranks' targets, in the order of the bin, on every rank: [N, ...].
 
-        All ranks must do the same with it: gradients are not summed over ranks.
+        All ranks must compute the same with the result, since gradients are not summed over ranks.
         """
         if self.target_M is None or self.context is None:
             return values_M

@@ -1,8 +1,8 @@
 """megatron-core's GPTModel for an architecture, with our norm, linears, attention and experts in its layer spec.
 
 The model is built on the CPU without initialising anything, then all its parameters become views of one flat buffer on
-the device. So nothing here meets megatron's hard calls of CUDA: those are in its initialisers, random state, optimizer,
-schedules and checkpoints. Of parallel dimensions megatron knows tp alone; a pipeline stage is a model of fewer layers.
+the device. This avoids megatron's code that requires CUDA: its initialisers, random state, optimizer, schedules and
+checkpoints. Of the parallel dimensions megatron is told tp alone; a pipeline stage is a model of fewer layers.
 
 Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank's vocabulary shard; t tokens of a bin
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
@@ -82,7 +82,7 @@ class Model:
             parameter.requires_grad_(False)
 
     def _whole_name(self, name: str) -> str:
-        """Return the name in the whole model: stages number layers from 0, a tied output embedding is the input's."""
+        """Return a parameter's name in the whole model: its layer's number there; one name for tied embeddings."""
         if name.startswith(LAYERS):
             number, rest = name.removeprefix(LAYERS).split(".", 1)
             return f"{LAYERS}{int(number) + self._layers.start}.{rest}"
@@ -92,7 +92,7 @@ class Model:
         if ".experts." in name:
             return "expert"
         if "norm" in name or ".router." in name:
-            # Under sp each rank sees its tokens alone; the norms of heads, its heads.
+            # Under sp each rank applies norms to its own tokens only; norms of heads are applied to a rank's own heads.
             is_partial = self._mesh.layout.sp or name.endswith((".q_layernorm.weight", ".k_layernorm.weight"))
             return "partial" if is_partial else "whole"
         return "tied" if name == _EMBEDDING and self.architecture.tied else "split"

@@ -1,7 +1,7 @@
 """AdamW (adamw.py) on float32 masters: flat buffers for weights, gradients and both moments.
 
-What several ranks hold alike, each of them updates a share of, and keeps masters and moments of that alone (Rajbhandari
-et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, weights gathered from them.
+Of tensors that several ranks hold, each rank updates a share, and keeps masters and moments of that share only
+(Rajbhandari et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, and weights gathered from them.
 """
 
 import math
@@ -59,7 +59,7 @@ class Optimizer:
         return parameter.register_post_accumulate_grad_hook(accumulate)
 
     def states(self) -> list[Flat]:
-        """Every buffer of its own but the gradients; the working weights are their owner's."""
+        """Return all buffers that this optimizer owns but the gradients (the working weights are not its own)."""
         masters = [] if self.is_exact else [self.master]
         return [*masters, self.exp_avg, self.exp_avg_sq]
 
@@ -74,10 +74,10 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.grad.buffer.zero_()
 
-    # State as whole as this rank's parameters, however it is shared out.
+    # State for all of this rank's parameters, gathered from the shares.
 
     def put(self, state: State, values: Flat) -> None:
-        """Take what a buffer like the working one says."""
+        """Set a state from a buffer with the layout of the working weights."""
         if self._is_working(state):
             self._working.buffer.copy_(values.buffer)
             return
@@ -85,7 +85,7 @@ class Optimizer:
             share.copy_(own)
 
     def gathered(self, state: State) -> Mapping[str, Tensor]:
-        """A state in float32 by the parameters' names, or the working weights themselves. Collective."""
+        """Return a state in float32 by the parameters' names; for masters possibly the working weights. Collective."""
         if self._is_working(state):
             return self._working.views
         whole = self._working.like(torch.float32)
@@ -127,7 +127,7 @@ class Optimizer:
     def reduce(self, denominator: float) -> float:
         """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next.
 
-        From then on this rank's shares are whole, and what is beside them void.
+        Afterwards only this rank's shares of the gradients are valid.
         """
         for region in self._regions:
             if region.copies.size > 1:
@@ -153,7 +153,7 @@ class Optimizer:
         return Norms(norm, clipped)
 
     def _norm(self) -> float:
-        """The gradient's norm over all ranks: shares do not overlap, and what ranks hold alike counts once."""
+        """Return the gradient's norm over all ranks. Shares do not overlap, so tensors on several ranks count once."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for region in self._regions:
             if region.counts:

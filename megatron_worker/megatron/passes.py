@@ -29,7 +29,7 @@ class Passes:
         self._link = Link(mesh, model.architecture.hidden_size, model.dtype)
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        """Score a bin's targets. With pipeline stages no graph is kept: what a stage receives has none."""
+        """Score a bin's targets. With pipeline stages the scores have no graph, as none is sent between stages."""
         if batch.is_empty and self._mesh.experts.size == 1:
             return _no_scores(batch, outputs)
         part = self._localised(batch)
@@ -78,7 +78,7 @@ class Passes:
     def _objective(
         self, batch: Batch, part: LocalBin, hidden_tH: Tensor, loss: LossFunction
     ) -> tuple[Tensor, LossSums, Scores]:
-        """Return the scalar to differentiate, sums and scores. An empty bin has a backward too: peers wait for it."""
+        """Return the scalar to differentiate, sums and scores. An empty bin has a scalar, too, as other ranks wait."""
         scores = self._scores(batch, part, hidden_tH, loss.outputs)
         sums = loss.sums(scores, batch)
         return (hidden_tH.sum() * 0 if batch.is_empty else sums.loss), sums, scores

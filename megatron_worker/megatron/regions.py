@@ -1,4 +1,4 @@
-"""Regions of a flat buffer: tensors that the same ranks hold. They sum the gradients, and each updates a share."""
+"""Regions of a flat buffer: tensors that the same ranks hold. Those ranks sum the gradients; each updates a share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

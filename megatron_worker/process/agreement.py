@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def everyone(world_size: int, value: T) -> list[T]:
-    """Return the value of every rank, in their order: anything small that can be pickled. Collective."""
+    """Return the values of all ranks, in order of rank. They must be small and picklable. Collective."""
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
@@ -25,7 +25,7 @@ def everyone(world_size: int, value: T) -> list[T]:
 
 @contextmanager
 def agreement(world_size: int, device: torch.device) -> Iterator[None]:
-    """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
+    """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
     error: Exception | None = None
     try:
         yield

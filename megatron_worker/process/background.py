@@ -1,4 +1,4 @@
-"""Calls in a thread, while the passes of other jobs are done: for what waits for a store, a disk or a network."""
+"""Calls in a thread, for work that waits for a store, a disk or a network while passes of other jobs are done."""
 
 import threading
 from collections.abc import Callable, Generator
@@ -10,10 +10,10 @@ from megatron_worker.process.ranks import WorkerRanks
 
 T = TypeVar("T")
 Check = Callable[[], None]
-"""Raises in a call that nobody waits for any more."""
+"""Raises Abandoned if nobody waits for the result of the call any more; a call checks this now and then."""
 Awaited = Callable[[], bool]
-"""Tells rank 0 whether what a job waits for has come; it never blocks."""
-_PATIENCE_S = 0.02  # the inputs of a warm step take less
+"""Returns True on rank 0 once the thing that a job waits for is there. It does not block."""
+_PATIENCE_S = 0.02  # a step whose inputs are cached needs less, and so does not yield
 
 
 class Abandoned(Exception):
@@ -30,11 +30,11 @@ class BackgroundCall(Generic[T]):
         threading.Thread(target=self._do, args=(call,), name="background", daemon=True).start()
 
     def is_done(self, patience_s: float = 0.0) -> bool:
-        """Return True if it has ended, or ends in time."""
+        """Return True if the call has ended, or ends within `patience_s` seconds."""
         return bool(wait([self._future], patience_s).done)
 
     def abandon(self) -> None:
-        """Make its next check raise. The thread is not waited for."""
+        """Make the call's next check raise. This does not wait for the thread."""
         self._is_abandoned.set()
 
     def _do(self, call: Callable[[Check], T]) -> None:

@@ -70,7 +70,7 @@ class JobQueue:
         claimed.rename(self.paths.archive / claimed.name)
 
     def _stale(self, job: Job) -> str | None:
-        """Return why the current lease forbids this job. A worker without a lease, started by hand, takes any."""
+        """Return why the current lease forbids this job; None if it may be done, as always without any lease."""
         if not self.paths.leases.exists():
             return None
         try:

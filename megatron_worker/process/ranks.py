@@ -15,7 +15,7 @@ from megatron_worker.process.process_group import backend, start_group
 
 T = TypeVar("T")
 
-# A dead peer ends the worker (launcher.py, watchdog.py); these only bound a peer that lives and is stuck.
+# A rank that dies ends the worker (launcher.py, watchdog.py). These timeouts are for a rank that lives but is stuck.
 SETUP_PATIENCE = timedelta(hours=6)
 STEP_PATIENCE = timedelta(seconds=30)
 
@@ -42,7 +42,7 @@ class WorkerRanks:
         if self.world_size == 1:
             assert data is not None
             return data
-        # As bytes: torch's own way for objects unpickles whatever arrives.
+        # Sent as a tensor of bytes: torch's broadcast of objects would unpickle what it receives.
         length = torch.tensor([len(data or b"")])
         dist.broadcast(length, 0, self._group)
         if not int(length):
@@ -61,7 +61,7 @@ class WorkerRanks:
         self.total([0])
 
     def exchange(self, text: str, patience: timedelta) -> list[str]:
-        """Return every rank's text, sent through the store: where a rank is missing, the others learn it by a timeout.
+        """Return every rank's text. It is sent through the store, so that a missing rank is noticed by a timeout.
 
         Raises:
             AbsentRank: a rank did not come in time.
@@ -76,7 +76,7 @@ class WorkerRanks:
         except RuntimeError as error:  # each kind of store has its own
             raise AbsentRank(str(error)) from error
         texts = [self._store.get(key).decode() for key in keys]
-        # Whoever is here has seen all of the round before, so nobody reads the one before that any more.
+        # All ranks have completed the last round by now, so the texts of the round before it can be deleted.
         self._store.delete_key(f"exchange/{self._round - 2}/{self.rank}")
         return texts
 
@@ -94,7 +94,10 @@ class WorkerRanks:
         return result  # type: ignore[return-value]
 
     def agree_on(self, error: Exception, patience: timedelta = STEP_PATIENCE) -> JobFailed:
-        """Return the fault of a step if every rank answers; else raise the error itself, which ends this process."""
+        """Agree with the other ranks on an error of this one. Returns it as a JobFailed that all ranks have.
+
+        If a rank is missing, the error itself is raised, and ends this process.
+        """
         try:
             self.settle(_told(error), patience)
         except JobFailed as failed:
@@ -104,7 +107,7 @@ class WorkerRanks:
         raise AssertionError("a fault was settled as none")
 
     def settle(self, fault: Fault | None, patience: timedelta) -> None:
-        """Raise JobFailed on all ranks if any of them brought a fault."""
+        """Raise JobFailed on all ranks if any of them has a fault."""
         for text in self.exchange(fault.model_dump_json() if fault else "-", patience):
             if text != "-":
                 raise JobFailed(Fault.model_validate_json(text))

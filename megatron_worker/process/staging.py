@@ -1,4 +1,4 @@
-"""A job's inputs as local folders, every hash checked. One rank of each machine fetches, the others find it done."""
+"""Fetches a job's inputs as local folders, with all hashes checked: one rank of each machine, before the others."""
 
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
@@ -37,11 +37,11 @@ class Staging:
     def fetch(
         self, job: Job, cancelled: Callable[[], bool], at_hand: Collection[Artifact | None] = ()
     ) -> Generator[Awaited, None, Inputs]:
-        """Every input of the job but those at hand. Yields while a store keeps it waiting.
+        """Return every input of the job but those in `at_hand`. Yields while it waits for a store.
 
         Raises:
-            JobFailed: on all ranks, when one of them cannot have an input.
-            CancelledEarly: the transfer ends soon, and leaves nothing in the cache.
+            JobFailed: on all ranks, if one of them cannot get an input.
+            CancelledEarly: the job was cancelled. The transfer ends soon, and leaves nothing in the cache.
         """
         wanted = [artifact for artifact in artifacts_of(job) if artifact not in at_hand]
 
@@ -55,7 +55,7 @@ class Staging:
         return (yield from in_background(fetch_all, self.ranks, cancelled))
 
     def _stage(self, artifact: Artifact, check: Check) -> Path:
-        """Stage it when no other job is at it: what several want is fetched once."""
+        """Stage an artifact, after any other job that is staging it, so that it is fetched once."""
         with self._locks_lock:
             lock = self._locks.setdefault(artifact, Lock())
         while not lock.acquire(timeout=0.05):

@@ -1,6 +1,6 @@
 """A watchdog: a thread that ends this process when its parent, or the host that launched the worker, is gone.
 
-It ends it hard. A rank that waits in a collective cannot be asked, and no process has state worth keeping.
+It exits at once: a rank that waits in a collective cannot be asked to end, and no process has state worth keeping.
 """
 
 import os

@@ -50,7 +50,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest sequence, prompt and completion together, and the kind of logprobs that is reported."""
+    """The most tokens of prompt and completion together, and the kind of logprobs that is reported."""
 
     max_model_len: int
     logprobs_mode: LogprobsMode

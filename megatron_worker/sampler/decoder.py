@@ -77,8 +77,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that was read: the final hidden state of its last token, keys and values of each layer [G, T, D], and
-    what all its tokens' final hidden states are made from: the residual stream behind the last layer."""
+    """The result of reading a prompt: its last token's final hidden state, keys and values of each layer [G, T, D], and
+    the residual stream after the last layer, from which all tokens' final hidden states can be computed."""
 
     hidden_H: Tensor
     stream_TH: Tensor
@@ -308,7 +308,7 @@ def _fused(
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in memory: its folder may go away. Without `lora_weights`: the model alone."""
+    """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone."""
 
     name: str
     folder: str

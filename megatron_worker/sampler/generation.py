@@ -28,14 +28,14 @@ _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samp
 
 @dataclass(frozen=True)
 class End:
-    """The reason of an end. `stop_reason`: the stop token or string; None for the model's end token, and for length."""
+    """Why a completion ended. `stop_reason`: the stop token or string; None for the model's end token or the length."""
 
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
 
 
 class Ending:
-    """Finds the end of one completion, a token at a time, by the rules that vLLM applies, and in its order."""
+    """Finds the end of one completion, a token at a time, by vLLM's rules in vLLM's order."""
 
     def __init__(self, sampling: Sampling, end_ids: frozenset[int], tokenizer: Tokenizer) -> None:
         self._sampling = sampling
@@ -46,7 +46,7 @@ class Ending:
         self.cut: str | None = None  # the text up to the stop string that was found
 
     def after(self, token_ids: list[int]) -> End | None:
-        """Return the end if the last of these tokens is it."""
+        """Return the end if the completion ends with the last of these tokens."""
         last = token_ids[-1]
         found = self._found_string(last) if self._sampling.stop else None
         if last in self._end_ids:

@@ -43,7 +43,7 @@ class _Exchange(BaseHTTPRequestHandler):
     """One connection, any number of requests."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 120  # of a silent connection, in seconds; while an answer is being made it does not run
+    timeout = 120  # seconds after which a silent connection is closed, not counting the time in which an answer is made
     disable_nagle_algorithm = True
     wbufsize = -1
     server: Server
@@ -64,7 +64,7 @@ class _Exchange(BaseHTTPRequestHandler):
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
             self._send(error.status, ErrorResponse(error=detail))
-        except Exception:  # the edge of the process: the client learns that it failed, the log learns why
+        except Exception:  # the client only gets an error; the reason is logged
             traceback.print_exc()
             detail = ErrorDetail(message="the sampler failed", type="server_error")
             self._send(500, ErrorResponse(error=detail))

@@ -1,4 +1,4 @@
-"""The slots of an engine: adapters beside one base, what is trained of them or of it, and their way to the host."""
+"""The slots of an engine: adapters on one base model, their training state, and moving them to the host."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ class SlotAdapter(Protocol):
 
 
 class SlotOptimizer(StatefulOptimizer, Protocol):
-    """`states`: its buffers but the gradients. `detach`: freeze what it trains, and let go of the gradients.
+    """The optimizer of a slot. `states`: its buffers but the gradients. `detach`: freeze parameters, drop gradients.
 
-    `is_exact`: it updates the weights that the model computes with, in float32, and no masters of them.
+    `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters.
     """
 
     is_exact: bool
@@ -70,7 +70,10 @@ class Training(Generic[OptimizerT]):
 
     @property
     def keeps_masters(self) -> bool:
-        """In a checkpoint. Adapters are saved in float32 and need none; the weights of a full model may be rounded."""
+        """True if a checkpoint must hold masters: those of a full model whose weights are saved in less than float32.
+
+        Adapters are saved in float32, and need none.
+        """
         return self.slot is None and not self.optimizer.is_exact
 
 
@@ -92,7 +95,7 @@ class Base:
 
 
 class Slots(Generic[AdapterT, OptimizerT]):
-    """Any number of adapters, trained or not, of which one or none is active; or the base is trained.
+    """Any number of adapters, trainable or not, of which at most one is active; or a base that is trained itself.
 
     Args:
         read_base: read the published weights into the base's parameters.
@@ -123,7 +126,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     @property
     def training(self) -> Training[OptimizerT]:
-        """Of the active slot; of the base where no slot is active."""
+        """The training state of the active slot; without one, that of the base."""
         assert self.is_training, "nothing is being trained"
         return self.trainings[self.active]
 
@@ -174,7 +177,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self._use(None if name is None else self.adapters[name])
 
     def drop(self, name: str) -> None:
-        """Forget a slot, as far as it is there: an error may have come between its parts."""
+        """Forget a slot, also one that an error has left incomplete."""
         if name == self.active:
             self.activate(None)
         if (training := self.trainings.pop(name, None)) is not None:

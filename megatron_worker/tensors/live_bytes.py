@@ -1,6 +1,6 @@
-"""Count the bytes of this process's own tensors: CUDA's allocator says them, on the CPU a dispatch mode counts them.
+"""Count the bytes of this process's own tensors: on CUDA by its allocator, on the CPU by a dispatch mode.
 
-Nothing here looks at what the machine has free or at what else runs on it.
+Free memory and other processes do not matter here, so that plans are reproducible.
 """
 
 import os
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-_PLAIN = (int, float, type(None), torch.dtype, torch.device)  # most of what operations are given beside tensors
-_SHARE = {"cpu": 0.5, "cuda": 0.9}  # of all memory, where no budget is given
+_PLAIN = (int, float, type(None), torch.dtype, torch.device)  # common types of arguments that hold no tensors
+_SHARE = {"cpu": 0.5, "cuda": 0.9}  # of all memory, the budget if none is given
 
 
 class CpuMeter(TorchDispatchMode):
@@ -34,7 +34,7 @@ class CpuMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         storages = {storage._cdata: storage for storage in _storages(result)}
-        if not storages.keys() <= self._live.keys():  # else a view or the like: what was given need not be looked at
+        if not storages.keys() <= self._live.keys():  # else it is a view or the like, and the arguments need no look
             known = {storage._cdata for storage in _storages((args, kwargs))}
             for key, storage in storages.items():
                 if key not in known and key not in self._live and (size := storage.nbytes()):
@@ -50,7 +50,7 @@ class CpuMeter(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Leave the stack of modes, from below others too: a generator that an error left ends whenever it may."""
+        """Stop counting. Other modes may have been entered since, if a generator is closed late, after an error."""
         above = []
         while _get_current_dispatch_mode_stack()[-1] is not self:
             above.append(_pop_mode())
@@ -59,7 +59,7 @@ class CpuMeter(TorchDispatchMode):
             _push_mode(mode)
 
     def mark(self) -> int:
-        """Begin anew to look for the peak. Returns what lives now."""
+        """Reset the peak. Returns the bytes that live now."""
         self._peak = self._bytes
         return self._bytes
 
@@ -80,7 +80,7 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 
 class CudaMeter:
-    """The same of what the caching allocator has given out beyond what it had at the start."""
+    """Like CpuMeter, for the bytes that CUDA's caching allocator has given out since the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

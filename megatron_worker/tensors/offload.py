@@ -1,7 +1,7 @@
 """Host memory for what leaves the device, and the copies there and back.
 
-Copies go chunk by chunk, on a stream of their own. A chunk is also what is allocated at a time: torch rounds every
-request for pinned memory up to a power of two, which would make 16 GB of a model's 9.
+Copies go chunk by chunk, on a stream of their own. Host memory is allocated by chunks, too, since torch rounds every
+request for pinned memory up to a power of two: one of 9 GB would take 16 GB.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class HostCopy:
-    """Tensors of one dtype, each with a storage of its own, and the buffers that stand for them while those are empty.
+    """Tensors of one dtype, each with its own storage, and host buffers for their values while they are offloaded.
 
     Buffers are pinned where there is a device to copy to. They are allocated the first time that they are needed, and
     kept until `forget`: page-locking, or a page's first touch, costs more than the copy.
@@ -53,7 +53,7 @@ class HostCopy:
             self.release()
 
     def reload(self) -> None:
-        """Undo `offload`, unless that was done. The copies may still be under way: what the device does next waits."""
+        """Undo `offload`, if necessary. The copies may go on after the return; work on the device waits for them."""
         if not self.device_bytes:
             self.restore()
             with _beside(self._device):
@@ -112,9 +112,9 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """What the block gives the device runs on a stream of its own: after what came before, and before what comes after.
+    """Run the block's work on a stream of its own, after the work before it and before the work after it.
 
-    On the CPU torch's streams are empty shells.
+    On the CPU torch's streams do nothing.
     """
     streams: Any = torch.get_device_module(device)
     own, side = streams.current_stream(device), streams.Stream()
@@ -125,9 +125,9 @@ def _beside(device: torch.device) -> Iterator[None]:
 
 
 def _prefer_huge_pages(storage: torch.UntypedStorage) -> None:
-    """Have fresh memory on the CPU come 2 MB at a time: its pages' first touch costs more than what is written there.
+    """Ask the kernel for huge pages (2 MB) for fresh memory, as the first access to a page costs more than the copy.
 
-    Advice: where the kernel does not take it (`transparent_hugepage` is `never`), copies are slower.
+    If the kernel does not follow (`transparent_hugepage` is `never`), copies are slower.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if storage.device.type != "cpu" or advice is None or storage.nbytes() < 2 * _HUGE_PAGE_BYTES:

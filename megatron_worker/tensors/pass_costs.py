@@ -1,8 +1,8 @@
 """Measure what a kind of pass holds in memory, as a function of its size, by a few small passes of that kind.
 
-At any moment the bytes are a line in the size (tokens of a backbone, rows of a head), and the most at any moment is a
-chain of lines: a few sizes measure it whatever the engine, model family, adapter, dtype or layout. The same passes hold
-the same bytes whatever else runs on the machine.
+At each moment of a pass the bytes are a linear function of its size (tokens of a backbone, rows of a head), so the peak
+is piecewise linear, and can be measured at a few sizes for any engine, model family, adapter, dtype or layout. It does
+not depend on what else runs on the machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ from torch import Tensor
 from megatron_worker.process.agreement import everyone
 from megatron_worker.tensors.live_bytes import new_meter
 
-_PROBE_SHARE = 0.75  # of a budget that a probe may take
-_REPEATS = 2  # on several ranks, where a collective's threads may hold a tensor for a moment longer
+_PROBE_SHARE = 0.75  # the share of a budget that a probe may take
+_REPEATS = 2  # of a measurement on several ranks, where threads of collectives may hold a tensor somewhat longer
 
 
 class PassBytes(NamedTuple):
-    """What a pass holds. `forward`, `backward`: the most at any moment of it; `kept`, `left`: after it.
+    """Bytes that a pass holds. `forward`, `backward`: the peaks; `kept`: after the forward; `left`: after the backward.
 
-    `gradient`: of its outputs, before the backward begins; it is part of `backward`.
+    `gradient`: the gradients of its outputs, before the backward begins; they are included in `backward`.
     """
 
     forward: float = 0.0
@@ -34,13 +34,13 @@ class PassBytes(NamedTuple):
 
 
 Probe = Callable[[int], Iterator[float]]
-"""A pass of a size. It yields before its forward, before its backward, with the bytes of the gradients that its outputs
-will have, and after it."""
+"""Does a pass of a given size. It yields three times: before its forward; before its backward, with the bytes of its
+outputs' gradients; and after its backward."""
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Lines through measured points, the last of them going on; below the first point as much as there."""
+    """A piecewise linear function through measured points: constant below the first, extrapolated after the last."""
 
     sizes: tuple[int, ...]
     points: tuple[PassBytes, ...]
@@ -55,11 +55,11 @@ class PassCost:
 
 
 def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size: int, budget_bytes: float) -> PassCost:
-    """Run the probe at rising sizes, as long as the next one is to stay within the budget; at the first always.
+    """Run the probe at rising sizes while the next is estimated to stay within the budget; always at the first.
 
-    Collective: of each size that rank's bytes count which are most.
+    Collective: for each size the largest bytes of any rank count.
     """
-    if device.type == "cuda":  # libraries take their workspaces once
+    if device.type == "cuda":  # a first run, in which libraries allocate their workspaces
         _measured(probe, sizes[0], device)
     cost = PassCost((), ())
     for number, size in enumerate(sizes):
@@ -73,8 +73,9 @@ def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size
 
 
 def two_sequences(num_tokens: int, branches: bool, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Positions and parents, [T] int64, of two chains; or of two branches on a prefix of two tokens, so that attention
-    meets nearly all of a tree at once. Returns with them where the second one begins.
+    """Return positions and parents, [T] int64, of two chains, or of two branches after a prefix of two tokens.
+
+    Also returns the index at which the second chain or branch begins.
     """
     index_T = torch.arange(num_tokens, device=device)
     position_T, parent_T = index_T.clone(), index_T - 1

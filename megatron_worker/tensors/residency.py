@@ -1,7 +1,7 @@
-"""Residency: which of an engine's tensors hold memory of the device, which wait on the host, which were given up.
+"""Residency: which of an engine's tensors are on the device, which on the host, and which were dropped.
 
-One owner for the base weights (slot None) and for the weights, gradients and optimizer state of every slot. Whoever
-computes says what it needs, for the length of a `with` block.
+One object manages the base weights (slot None) and the weights, gradients and optimizer state of every slot. Code that
+computes requests what it needs for the length of a `with` block.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ Key = tuple[Part, str | None]
 class Resident:
     """One part of one slot, which is moved as a whole.
 
-    `is_frozen`: its values never change, so that it is copied to the host once. `refill` fills its tensors after they
-    were dropped; what has none cannot be dropped.
+    `is_frozen`: its values never change, so it is copied to the host only once. `refill` fills its tensors after they
+    were dropped; a part without it cannot be dropped.
     """
 
     copies: Sequence[HostCopy]
@@ -31,10 +31,10 @@ class Resident:
     where: Where = field(default="device", init=False)
 
     def move(self, where: Where) -> None:
-        """Move it. Off the device is off the device: what was dropped is not filled again in order to be copied.
+        """Move the part. A dropped part that is to be on the host stays dropped.
 
         Raises:
-            ValueError: it is to be dropped, and nothing could fill it again.
+            ValueError: it is to be dropped, and has no `refill`.
         """
         match self.where, where:
             case "device", "host":
@@ -82,15 +82,15 @@ class Residency:
         self._held: dict[Key, Resident] = {("weights", None): base}
 
     def add(self, slot: str | None, parts: Mapping[Part, Resident]) -> None:
-        """Take over parts of a slot, on the device. Of slot None: the weights are the base's, from now on trained."""
+        """Take over parts of a slot, which are on the device. If they are weights of slot None, the base is trained."""
         if slot is None and "weights" in parts:
             self.bring_base()
         self._held |= {(part, slot): resident for part, resident in parts.items()}
 
     def drop(self, slot: str | None) -> None:
-        """Forget a slot; its memory goes with the last reference to its tensors. Of slot None: what trained the base.
+        """Forget a slot; its memory is freed with the last reference to its tensors. For slot None: end its training.
 
-        Trained weights of the base hold no memory then; the published ones are brought when they are needed.
+        Trained weights of the base then hold no memory; the published weights are loaded when they are needed.
         """
         parts = {key: resident for key, resident in self._held.items() if key[1] == slot}
         for key in parts:
@@ -141,7 +141,7 @@ class Residency:
 
     @contextmanager
     def _at(self, wanted: Mapping[Key, Where]) -> Iterator[None]:
-        # What was dropped may hold something by then, such as gradients: it stays, on the host.
+        # Parts that were dropped before may have values at the end, such as gradients: those are kept on the host.
         before: dict[Key, Where] = {
             key: "host" if (where := self._held[key].where) == "dropped" else where for key in wanted
         }
@@ -152,7 +152,7 @@ class Residency:
             self._move({key: where for key, where in before.items() if key in self._held})
 
     def _move(self, wanted: Mapping[Key, Where]) -> None:
-        """First what leaves the device, then what comes."""
+        """Move parts: first those that leave the device, then those that come to it."""
         for key, where in sorted(wanted.items(), key=lambda item: item[1] == "device"):
             self._held[key].move(where)
 
@@ -167,7 +167,7 @@ class Residency:
         return Memory(device, sum(part.host for part in parts.values()), parts)
 
     def _hidden_copy(self) -> PartBytes:
-        """The host copy of the published weights while the base is trained in their place."""
+        """Return the bytes of the published weights' host copy while the base is trained in their place."""
         if self._held["weights", None] is self._published:
             return PartBytes()
         return PartBytes(device=0, host=self._published.bytes.host)

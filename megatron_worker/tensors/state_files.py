@@ -42,7 +42,7 @@ State = Literal["master", "exp_avg", "exp_avg_sq"]
 
 
 class Place(Protocol):
-    """A rank's number among those that a tensor is split over, and how many they are."""
+    """A rank's number among the ranks that a tensor is split over, and the number of those ranks."""
 
     @property
     def rank(self) -> int: ...

@@ -1,7 +1,7 @@
-"""One packed forward of the inputs of one slot, then a light head for each kind of question.
+"""One packed forward of the inputs of one slot, then a light head for each kind of output that is asked for.
 
-The rows that heads read are chosen once, those of one kind and temperature beside each other. Inputs that ask for
-log-probabilities alone meet exactly what a job's bin would.
+The rows of hidden states that heads read are selected once; rows of one kind and temperature are adjacent. Inputs that
+only ask for log-probabilities are computed exactly as in a job's bin.
 
 Shape suffixes: T tokens of the pack, N rows, H hidden size, P positions of an input, K labels a position.
 """
@@ -23,12 +23,12 @@ from megatron_worker.trainer_rank.slot_engine import SlotEngine
 
 Watch = Callable[[Tensor], Tensor]
 Answer = dict[str, Any]
-"""Fields of a ForwardOutput, of which it has some."""
+"""Some of the fields of a ForwardOutput, by name."""
 
 
 @dataclass
 class _Rows:
-    """The rows of one question: which hidden states, of which requests, in the order asked."""
+    """The rows of one question: indices of hidden states, and for each array of indices the request's number."""
 
     indices: list[Ints] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
@@ -41,9 +41,9 @@ class _Rows:
 def forward_slot(
     engine: SlotEngine, requests: Sequence[Request], min_shared_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
-    """Outputs of requests of the slot that is active, each of which asks for something. `watch` sees the backbone's.
+    """Answer requests with the active slot. `watch` gets the backbone's hidden states, and returns them for the heads.
 
-    Of no requests an empty pack goes through the backbone, for ranks that go in step.
+    Without requests an empty pack goes through the backbone, as other ranks may need this one's part (in_step.py).
     """
     packed = pack([request.token_L for request in requests], min_shared_tokens)
     asked = _by_question(requests, packed)
@@ -59,7 +59,7 @@ def forward_slot(
 
 
 def _by_question(requests: Sequence[Request], packed: Pack) -> dict[Question, _Rows]:
-    """Rows by question, in an order that the planner knows: whole logits after heads that need much for a moment."""
+    """Return rows by question, in the order that the planner assumes: heads with a high peak before whole logits."""
     found: dict[Question, _Rows] = {}
     for number in packed.order:
         index_P = packed.index_of[number][requests[number].position_P]
@@ -127,7 +127,7 @@ def _ranked(
     weight_VH: Tensor,
     shard: VocabShard,
 ) -> list[Answer]:
-    """Labels and top-k of all rows meet the head together; rows of fewer labels than others are filled up."""
+    """Compute labels and top-k of all rows at once. Rows with fewer labels than others are padded."""
     labels = [_labels(request) for request in requests]
     widest = max(label_PK.shape[1] for label_PK in labels)
     filled = [np.pad(x, ((0, 0), (0, widest - x.shape[1])), constant_values=NO_LABEL) for x in labels]
@@ -146,5 +146,5 @@ def _ranked(
 
 
 def _labels(request: Request) -> Ints:
-    """[P, K], K 0 where it has none."""
+    """Return a request's labels, [P, K]; K is 0 if it has none."""
     return np.zeros((len(request.position_P), 0), dtype=np.int64) if request.label_PK is None else request.label_PK

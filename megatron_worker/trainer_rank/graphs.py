@@ -1,4 +1,4 @@
-"""Which slots have a graph alive: a token hangs where autograd keeps what its backward needs, and dies with it."""
+"""Tracks which slots have a live autograd graph, by objects that autograd saves for the backward and frees with it."""
 
 import weakref
 from collections import defaultdict
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Alive:
-    """Kept by a graph, and by nothing else."""
+    """An object that only a graph holds, so that it lives as long as the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -27,13 +27,13 @@ class _Identity(torch.autograd.Function):
 
 
 class Graphs:
-    """A graph lives until a backward that does not retain it has gone through, or nobody holds what came of it."""
+    """The live graphs of slots. A graph lives until a backward frees it, or its outputs are no longer referenced."""
 
     def __init__(self) -> None:
         self._alive: defaultdict[str, weakref.WeakSet[_Alive]] = defaultdict(weakref.WeakSet)
 
     def watch(self, tensor: Tensor, slot: str) -> Tensor:
-        """The tensor, its graph counted as the slot's from here on. One without a graph is given back as it is."""
+        """Return the tensor with its graph counted as the slot's; a tensor without a graph is returned as it is."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
 

@@ -1,9 +1,9 @@
-"""The light heads on hidden states that the backbone has made once: several labels a position, top-k, whole logits.
+"""Heads on the backbone's hidden states, for several labels a position, top-k and whole logits.
 
-All probabilities come from the scan of `head.logprobs`: Triton's kernels on CUDA, chunks of torch elsewhere, the
-shards of a vocabulary merged. One label a position is that head as it is. Several, and the top ids, are one scan for no
-label, which gives minus the logsumexp (and keeps its gradient's one row, [N, H] in float32), and the logits of their
-own ids, from rows of the output embedding that are gathered for some rows at a time:
+All probabilities come from the scan of `head.logprobs`: Triton's kernels on CUDA, chunks of torch elsewhere, merged
+over the shards of the vocabulary. One label a position uses that head directly. Several labels, and the top ids, use
+one scan without a label, which gives minus the logsumexp (and keeps its gradient, one row a target, [N, H] in float32),
+and the logits of their ids, from rows of the output embedding that are gathered for some targets at a time:
 
     logprob_nk = h_n . W[id_nk] / t - lse_n
 
@@ -43,7 +43,7 @@ def ranked(
     logprob_NK = logit_NK / temperature + found.logprob_N[:, None]
     label_logprob_NK, top_logprob_NK = logprob_NK.split([label_NK.shape[1], k], dim=1)
     if found.top_logprob_NK is not None:
-        # The scan's values, which the order is by; the gradient of ours.
+        # The values of the scan, which decided the order, with the gradient of those computed here.
         top_logprob_NK = found.top_logprob_NK + (top_logprob_NK - top_logprob_NK.detach())
     return label_logprob_NK, top_id_NK, top_logprob_NK
 

@@ -1,9 +1,8 @@
-"""Ranks that must go in step: their weights, or experts, are spread over ranks that have other data than they.
+"""Ranks that go in step: their weights or experts are spread over ranks with other data.
 
-Each forward and backward of the backbone then wants all ranks, in the same order, whatever each of them asks. A rank
-that has nothing for a slot sends an empty pack through. The graph is cut between backbone and heads: once the heads
-have the gradients of the hidden states, ranks agree which backbones go backward, and do those together, the newest
-first.
+Then all ranks must take part in each forward and backward of the backbone, in the same order. A rank without inputs for
+a slot sends an empty pack. The graph is cut between backbone and heads: after the backward of the heads, ranks agree
+which backbones have gradients, and do the backwards of those together, the newest first.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,23 +18,23 @@ from shared.errors import InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class _Backbone:
-    """A forward's hidden states, and the same again where the heads' graph begins."""
+    """The hidden states of one forward: `hidden_NH` with the backbone's graph, `leaf_NH` as the leaf of the heads'."""
 
     hidden_NH: Tensor
     leaf_NH: Tensor
 
 
 class InStep:
-    """Every method but `cut` is collective. A backbone is kept until it has gone backward, or no rank holds outputs."""
+    """Keeps backbones until their backward, or until no rank holds their outputs. Only `cut` is not collective."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
-        self._backbones: dict[int, _Backbone] = {}  # by numbers that are alike on all ranks
+        self._backbones: dict[int, _Backbone] = {}  # by numbers that are the same on all ranks
         self._graphs = Graphs()
         self._num_cut = 0
 
     def slots(self, own: Iterable[str | None]) -> set[str | None]:
-        """Those that any rank asks something of. Raises InvalidInput when some ranks keep graphs and others do not."""
+        """Return the slots that any rank uses. Raises InvalidInput if some ranks keep graphs and others do not."""
         self.release()
         found = everyone(self._world_size, (set(own), torch.is_grad_enabled()))
         if len({keeps_graph for _, keeps_graph in found}) > 1:
@@ -43,7 +42,7 @@ class InStep:
         return {name for names, _ in found for name in names}
 
     def cut(self, hidden_NH: Tensor) -> Tensor:
-        """The hidden states for the heads, without the backbone's graph, which is kept here."""
+        """Return the hidden states for the heads, detached from the backbone's graph, which is kept here."""
         if not hidden_NH.requires_grad:
             return hidden_NH
         number, self._num_cut = self._num_cut, self._num_cut + 1
@@ -53,7 +52,10 @@ class InStep:
         return self._graphs.watch(leaf_NH, str(number))
 
     def backward(self, heads: Callable[[], None]) -> None:
-        """`heads` does the backward of this rank's loss, as far as to the hidden states; what it raises, all raise."""
+        """Do the backward of all ranks' losses. `heads` does this rank's as far as the hidden states.
+
+        If `heads` raises on one rank, all ranks raise.
+        """
         try:
             with agreement(self._world_size, self._device):
                 heads()
@@ -67,7 +69,7 @@ class InStep:
             backbone.hidden_NH.backward(torch.zeros_like(backbone.hidden_NH) if grad_NH is None else grad_NH)
 
     def release(self) -> None:
-        """Let go of backbones whose outputs no rank holds any more."""
+        """Drop backbones whose outputs no rank holds any more."""
         if self._backbones:
             alive = self._of_any_rank({number for number in self._backbones if self._graphs.is_alive(str(number))})
             self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}

@@ -1,4 +1,4 @@
-"""What a forward is asked for, and what it answers. Nothing requested, nothing executed.
+"""The inputs and outputs of a forward. Only what an input asks for is computed.
 
 Shape suffixes: L tokens of an input, P positions asked about, K labels a position, V vocabulary, H hidden size.
 """
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 class Slot(Enum):
-    """`ACTIVE`: whichever adapter is set when the forward begins."""
+    """A choice of an adapter. `ACTIVE`: the one that is set when the forward begins."""
 
     ACTIVE = "active"
 
@@ -77,7 +77,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, order=True)
 class Question:
-    """Rows of one question meet a head together. `kind`: a name of `Request.kinds`."""
+    """A kind of output with its settings. Rows of equal questions go through a head together."""
 
     kind: str
     entropy: bool = False
@@ -87,7 +87,7 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A checked input: arrays, defaults filled in, the slot by name."""
+    """A checked input, as arrays, with defaults filled in."""
 
     token_L: Ints
     position_P: Ints
@@ -97,12 +97,12 @@ class Request:
 
     @property
     def scores(self) -> bool:
-        """Whether its targets meet the head that makes one log-probability a position."""
+        """True if it needs the head that computes one log-probability a position."""
         return self.asked.target_logprobs or self.asked.entropy
 
     @property
     def ranks(self) -> bool:
-        """Whether it asks for labels or top-k."""
+        """True if it asks for labels or top-k."""
         return self.label_PK is not None or self.asked.top_k > 0
 
     @property

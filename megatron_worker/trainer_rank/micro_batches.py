@@ -21,9 +21,9 @@ from shared.jobs.job import Lora
 
 @dataclass(frozen=True)
 class Planning:
-    """Of this rank's micro-batch: what was planned, and the peak that the one before it reached, if measured.
+    """The plan of this rank's micro-batch, and the peak of the one before, if it was measured.
 
-    `num_logical_tokens`: without sharing prefixes. Bytes are beside weights and optimizer.
+    `num_logical_tokens`: tokens if prefixes were not shared. Bytes do not include weights and optimizer.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Planning:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's share: items as they were given, their outputs, and their places among all items."""
+    """This rank's share of a micro-batch: its items as they were given, their outputs, and their indices."""
 
     inputs: tuple[tuple[ForwardInput, ...], ...]
     outputs: tuple[tuple[ForwardOutput, ...], ...]
@@ -46,7 +46,7 @@ class MicroBatch:
 
 
 class Forwards(Protocol):
-    """What this loop needs of a TrainerRank."""
+    """The methods of a TrainerRank that this module uses."""
 
     @property
     def facts(self) -> Facts: ...
@@ -92,9 +92,9 @@ def micro_batches(
 def _as_many_as_fit(
     rank: Forwards, items: Sequence[Sequence[ForwardInput]], plan: Callable[..., list[Share]]
 ) -> tuple[list[Share], list[list[ForwardOutput]]]:
-    """Plan and go forward; when a device is out of memory, do so again with half of the items.
+    """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
 
-    Ranks that share a pack, or go in step, wait for each other inside a forward: there the error is not outlived.
+    Ranks that share a pack, or go in step, wait for each other inside a forward, and cannot recover from that error.
     """
     shares = plan()
     while True:
@@ -120,14 +120,14 @@ def _handed_over(
 
 
 def _learn(rank: Forwards, planner: Planner, own: Share, times: float) -> None:
-    """Tell the planner of every rank that passed its budget, by how much."""
+    """Tell the planner of each rank that exceeded its estimate, and by which factor."""
     for kind, most in everyone(rank.facts.layout.world_size, (own.kind, times)):
         if most > 1:
             planner.exceeded(kind, most)
 
 
 def _agreed_requests(rank: Forwards, items: Sequence[Sequence[ForwardInput]]) -> list[list[Request]]:
-    """Checked items. Raises InvalidInput on every rank when they differ between ranks, or one of them is wrong."""
+    """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
     with rank.agreement():
         requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
     if len(set(everyone(rank.facts.layout.world_size, _digest(requests)))) > 1:
@@ -148,7 +148,7 @@ def _digest(requests: list[list[Request]]) -> int:
 
 
 def measured_slots(rank: Forwards, requests: list[list[Request]], planner: Planner, budget_bytes: float) -> list[Slot]:
-    """Return the slots that are asked, in the order of their forwards; what is not known of them is measured."""
+    """Return the slots that are used, in the order of their forwards, and measure their unknown costs."""
     of_slot: dict[str | None, list[Request]] = {}
     for request in (request for item in requests for request in item):
         of_slot.setdefault(request.adapter, []).append(request)

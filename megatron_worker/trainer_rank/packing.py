@@ -1,7 +1,7 @@
-"""Inputs of one slot in one pack: what they share stands once, where it is worth a tree.
+"""Packs the inputs of one slot. Common prefixes are stored once, as trees, if they are long enough.
 
-A pack of inputs that share nothing, or all of whose units are trees, is to the bit the bin that a job would have of
-them (shared/jobs/prefix_tree.py): same tokens, same targets, in the same order.
+If no inputs share a prefix, or all units are trees, the pack equals the bin that a job would make of them to the bit
+(shared/jobs/prefix_tree.py): the same tokens and targets in the same order.
 
 Shape suffixes: T tokens of the pack, L tokens of an input.
 """
@@ -19,7 +19,7 @@ from shared.jobs.prefix_forest import grow, indices, num_shared
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """The table of tokens; for each input where its tokens stand, [L]; the inputs in the order of their units."""
+    """The table of tokens; for each input the indices of its tokens, [L]; the inputs in the order of their units."""
 
     token_id_T: Ints
     position_T: Ints
@@ -29,7 +29,7 @@ class Pack:
 
 
 def pack(sequences: Sequence[Ints], min_shared_tokens: int) -> Pack:
-    """All sequences in one pack. Those that begin with the same `min_shared_tokens` or more share a tree."""
+    """Pack all sequences. Those that begin with the same `min_shared_tokens` tokens or more share a tree."""
     units = _units(sequences, min_shared_tokens)
     nothing = np.zeros(0, dtype=np.int64)
     tokens, positions, parents = [nothing], [nothing], [nothing]
@@ -53,7 +53,7 @@ def pack(sequences: Sequence[Ints], min_shared_tokens: int) -> Pack:
 
 
 def _units(sequences: Sequence[Ints], min_shared_tokens: int) -> list[list[int]]:
-    """Which sequences share a tree, each unit in the order given, units in the order of their first."""
+    """Return the sequences of each tree, in the order given; trees are in the order of their first sequences."""
     if not sequences:
         return []
     keys = [_key(token_L) for token_L in sequences]
@@ -72,7 +72,7 @@ def _key(token_L: Ints) -> bytes:
 
 
 class PackSize:
-    """How many tokens a pack would have, an input after another, without making it."""
+    """Computes how many tokens a pack would have, without making it; inputs are added one by one."""
 
     def __init__(self, min_shared_tokens: int) -> None:
         self._min_shared = min_shared_tokens
@@ -92,7 +92,7 @@ class PackSize:
         return len(self._keys)
 
     def trees(self) -> list[list[Ints]]:
-        """Sequences that share something, by what they share; in the order of their tokens."""
+        """Return the sequences that share a prefix, grouped by it, in the order of their tokens."""
         units: list[list[Ints]] = [[]]
         for token_L in self._sequences:
             if units[-1] and not self._shared(units[-1][-1], token_L):

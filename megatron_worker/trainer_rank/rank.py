@@ -1,4 +1,4 @@
-"""TrainerRank: what custom training code holds on a rank. Forwards on this rank's own inputs, adapters by name.
+"""TrainerRank: the interface for custom training code on a rank, with forwards on its own inputs and named adapters.
 
 Everything but `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of one
 tensor-parallel group call everything alike, with equal arguments. Where ranks go in step (in_step.py) those three are
@@ -31,7 +31,7 @@ from shared.models import peft as peft_format
 
 @dataclass(frozen=True)
 class _Adapter:
-    """A name's slot in the engine. A name that is loaded anew gets a new slot before the old one goes."""
+    """The engine's slot of a named adapter. If a name is loaded again, it gets a new slot before the old is dropped."""
 
     slot: str
     lora: Lora
@@ -128,7 +128,7 @@ class TrainerRank:
 
     @property
     def adapters(self) -> dict[str, bool]:
-        """Names, and whether they are trainable."""
+        """All adapters by name, and whether they are trainable."""
         return {name: adapter.trainable for name, adapter in self._adapters.items()}
 
     # A step.
@@ -154,7 +154,7 @@ class TrainerRank:
         return outputs
 
     def _to_answer(self, inputs: Sequence[ForwardInput]) -> tuple[list[Request], set[str | None]]:
-        """Checked inputs, and the slots whose backbone is to be run."""
+        """Check inputs. Returns them, and the slots whose backbones must be run."""
         if self._in_step is None:
             requests = self.checked(inputs, "inputs")
             return requests, _asked_of(requests)
@@ -237,7 +237,7 @@ class TrainerRank:
         return stepped
 
     def zero_grad(self, adapters: Sequence[str] | None = None) -> None:
-        """Of these adapters; by default of all trainable ones."""
+        """Set the accumulated gradients of these adapters to zero; by default of all trainable ones."""
         trainable = [name for name, adapter in self._adapters.items() if adapter.trainable]
         for name in trainable if adapters is None else adapters:
             with self.adapter(name):
@@ -290,7 +290,7 @@ class TrainerRank:
         return adapter.lora, adapter.trainable
 
     def agreement(self) -> AbstractContextManager[None]:
-        """What one rank raises in the block, all raise."""
+        """If one rank raises in the block, all do."""
         return agreement(self.facts.layout.world_size, self.facts.device)
 
     def _new_slot(self, name: str) -> str:
@@ -335,7 +335,7 @@ def _asked_of(requests: Sequence[Request]) -> set[str | None]:
 
 
 def _base_first(name: str | None) -> tuple[bool, str]:
-    """What slots are sorted by, the same on every rank whatever their names."""
+    """The sort key of slots: the base first, then by name, so that the order is the same on every rank."""
     return name is not None, name or ""
 
 

@@ -11,20 +11,20 @@ from shared.jobs.job import Adam
 
 
 class SlotEngine(Engine, Protocol):
-    """Any number of slots may be trainable at once; calls of a step go to the active one."""
+    """An engine with any number of trainable slots. Forwards, backwards and steps use the active one."""
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks of other data must do the same forwards and backwards, in the same order, if of empty batches.
+        """True if all ranks must do the same forwards and backwards in the same order, if need be of empty batches.
 
         Then `output_head` is collective, too.
         """
         ...
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """After the final norm, of the batch's targets: [N, H], the same on all ranks that share a vocabulary.
+        """Return the targets' hidden states after the final norm: [N, H], equal on all ranks that share a vocabulary.
 
-        Heads on it must give it a gradient that is complete on each of them.
+        On each of those ranks, heads must give them the complete gradient.
         """
         ...
 

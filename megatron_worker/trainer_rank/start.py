@@ -1,4 +1,4 @@
-"""From a rank that was launched, or a process alone, to its TrainerRank."""
+"""Starts a TrainerRank in a process that a launcher started as a rank, or in a single process."""
 
 import os
 from pathlib import Path

@@ -21,7 +21,7 @@ from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.packed import Ints, PackedBin, Plan, Units
 
 Scored = Literal["old_logprob_N", "ref_logprob_N"]
-NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # what makes an empty batch
+NO_UNITS: Ints = np.zeros(0, dtype=np.int64)  # the units of an empty batch
 
 
 class Bins(Protocol):

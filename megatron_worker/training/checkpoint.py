@@ -59,7 +59,7 @@ def checkpoint_name(step: int) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint as its writer knows it, the same on every rank. `sha256`: of its manifest."""
+    """A checkpoint that was just written; the same on every rank. `sha256`: of its manifest."""
 
     path: Path
     sha256: str
@@ -193,7 +193,7 @@ def _commit(temporary: Path, final: Path, state: CheckpointState, random_state: 
 
 
 def random_state() -> RandomState:
-    """Rank 0's generators speak for all: ranks are seeded alike."""
+    """Return the state of this rank's random generators. Ranks are seeded alike, so rank 0's is saved for all."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""A command's data as batches: the sequences of a client, packed as a job's are, without files.
+"""Makes batches of a command's data: the sequences that a client sent, packed as in a job, but in memory.
 
 Shape suffixes: L tokens of a sequence, P those but the first, N targets of all units.
 """
@@ -18,13 +18,13 @@ from shared.jobs.prefix_tree import SequenceRow, split_tree
 
 @dataclass(frozen=True)
 class CommandData:
-    """One step of the data; of each datum, the places of its scored tokens among the targets of all units."""
+    """A command's data as the batches of one step; for each datum the indices of its tokens among all targets."""
 
     batches: PackedBatches
     targets_of: tuple[Ints, ...]
 
     def scores(self, found: dict[str, NDArray]) -> tuple[TokenScores, ...]:
-        """Deal out columns of scores, [N] or [N, K], to the data."""
+        """Return the scores of each datum, from columns over all targets, [N] or [N, K]."""
         return tuple(
             TokenScores.model_validate({name: values[places].tolist() for name, values in found.items()})
             for places in self.targets_of
@@ -32,7 +32,7 @@ class CommandData:
 
 
 def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool) -> CommandData:
-    """Units and bins of a command's data: chains as of a data set's rows, or trees as of trajectories."""
+    """Pack a command's data into units and bins. A unit is one sequence or, with `share_prefixes`, a tree of them."""
     rows = [_row(datum) for datum in data]
     if share_prefixes:
         trees = split_tree(rows, max_tokens)
@@ -66,7 +66,7 @@ def _row(datum: Datum) -> SequenceRow:
 
 
 def _chain(row: SequenceRow) -> dict[str, NDArray]:
-    """A unit of one sequence. Positions, parents and the sequence's number are as they are by default."""
+    """Return the columns of a unit of one sequence. Positions, parents and sequence numbers have their defaults."""
     target_N = np.flatnonzero(row.target_mask)
     return {
         "token_id": row.token_ids,
@@ -80,7 +80,7 @@ def _chain(row: SequenceRow) -> dict[str, NDArray]:
 
 
 def _places(units: Sequence[dict[str, NDArray]], members: Sequence[Sequence[int]], num_data: int) -> tuple[Ints, ...]:
-    """Of each datum the places of its targets: those of its number within its unit, behind the units before."""
+    """Return for each datum the indices of its targets among those of all units."""
     places: list[Ints] = [np.zeros(0, dtype=np.int64)] * num_data
     first = 0
     for unit, numbers in zip(units, members, strict=True):

@@ -1,6 +1,6 @@
-"""Held-out loss over all bins of an evaluation's plan, and greedy completions of its first prompts.
+"""Computes the held-out loss, over all bins of an evaluation's plan, and greedy completions of its first prompts.
 
-The loss is cross entropy whatever is trained for, since held-out rows have no advantages; but of pairs, it is DPO's.
+The loss is DPO's for preference pairs, and cross entropy for all else, since held-out rows have no advantages.
 """
 
 import json
@@ -24,7 +24,7 @@ from shared.jobs.job import DPO, CrossEntropy, Evaluation, Loss
 
 T = TypeVar("T")
 Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]
-"""Continues prompts by so many tokens, or up to one of the ids that stop it."""
+"""Continues prompts greedily, by a number of tokens or up to one of the stop ids."""
 _TOKENS_A_TURN = 8
 
 
@@ -38,7 +38,7 @@ class Prompt(Frozen):
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates one job on its held-out data; None where it has none."""
+    """Evaluates a job on its held-out data. `data` is None if it has none."""
 
     evaluation: Evaluation
     data: PackedBatches | None
@@ -62,7 +62,7 @@ class Evaluator:
         return loss_function(self.loss)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Held-out loss, its own metrics (perplexity of cross entropy) and counts, of sums over the held-out rows."""
+        """Return the held-out loss, its metrics (perplexity for cross entropy) and counts, from sums over the rows."""
         held_out = _held_out(sums)
         if isinstance(self.loss, CrossEntropy) and "loss" in held_out:
             held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
@@ -112,7 +112,7 @@ def _held_out(sums: dict[str, float]) -> dict[str, float]:
 
 
 def held_out_loss(loss: Loss) -> CrossEntropy | DPO:
-    """Return the loss that evaluates a job which trains for `loss`."""
+    """Return the loss that evaluates a job trained with `loss`."""
     return loss if isinstance(loss, DPO) else CrossEntropy()
 
 

@@ -1,7 +1,7 @@
-"""The units that are scored for a job's frozen log-probabilities: the reference's and the old policy's.
+"""Chooses the units that are scored for a job's frozen log-probabilities: the reference's and the old policy's.
 
-A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that is gone
-on with is scored by the weights that it began with, in the same turns, so that its old log-probabilities are the same.
+A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that goes on
+from a checkpoint is scored by its initial weights in the same bins, so that the log-probabilities are equal to the bit.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ from shared.jobs.packed import Ints
 
 
 def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
-    """Return the units that this rank scores, a bin at a time: each unit in the first of its bins.
+    """Return the units that this rank scores, a bin at a time: each unit in the first bin that holds it.
 
-    Turns whose units no step from `first_step` on trains on are left out; the others stay as they are. All ranks have
-    as many: those that come to an end before others have empty ones.
+    Bins are left out if no step from `first_step` on trains on their units; the others are not changed. Every rank gets
+    the same number of bins, the last of which may be empty.
     """
     everyone = [_turns_of_rank(data, first_step, num_steps, rank, dp_size) for rank in range(dp_size)]
     longest = max(len(own) for own in everyone)

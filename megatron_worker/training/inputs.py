@@ -1,4 +1,4 @@
-"""What a job computes on, opened and checked before any step."""
+"""Opens and checks a job's data before any step."""
 
 from contextlib import ExitStack
 

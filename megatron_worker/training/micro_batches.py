@@ -16,7 +16,7 @@ from shared.jobs.packed import Ints, Units
 
 _FIRST_TOKENS = {"cpu": 8, "cuda": 512}
 _TOKENS = {device: tuple(int(first * 1.5**n) for n in range(24)) for device, first in _FIRST_TOKENS.items()}
-_MARGIN = 0.08  # short sequences hold some more than the two of a probe
+_MARGIN = 0.08  # many short sequences take somewhat more memory than a probe's two
 
 
 def measure_passes(engine: Engine, loss: LossFunction, budget_bytes: int, has_branches: bool) -> PassCost:
@@ -39,7 +39,7 @@ def measure_passes(engine: Engine, loss: LossFunction, budget_bytes: int, has_br
 
 
 def tokens_that_fit(cost: PassCost, budget_bytes: float, mask_bytes: float = 0.0) -> int:
-    """Return the tokens of the largest pass that stays within the budget; `mask_bytes`: of a token, beside the cost."""
+    """Return the tokens of the largest pass within the budget. `mask_bytes`: for each token, besides the cost."""
 
     def fits(num_tokens: int) -> bool:
         return (cost.at(num_tokens).forward + num_tokens * mask_bytes) * (1 + _MARGIN) <= budget_bytes
@@ -55,21 +55,21 @@ def tokens_that_fit(cost: PassCost, budget_bytes: float, mask_bytes: float = 0.0
 
 
 def most_mask_bytes(units: Units, element_bytes: int) -> float:
-    """Return a bound, for a token, of the masks that trees are attended under on the CPU: [L, L] for L tokens."""
+    """Return an upper bound of the mask bytes for each token of trees on the CPU, where L tokens have a mask [L, L]."""
     parent_T = units.column("parent")
     if parent_T is None or not len(parent_T):
         return 0.0
     length_U = np.diff(units.token_offsets).astype(np.int64)
     begin_U = units.token_offsets[:-1].astype(np.int64)
     index_T = np.arange(len(parent_T)) - np.repeat(begin_U, length_U)
-    num_begun_U = np.add.reduceat(parent_T != index_T - 1, begin_U[length_U > 0])  # of branches beside the first
+    num_begun_U = np.add.reduceat(parent_T != index_T - 1, begin_U[length_U > 0])  # branches but the first
     if not num_begun_U.any():
         return 0.0
     return element_bytes * float(np.minimum(length_U[length_U > 0], longest_masked(2 * num_begun_U + 1)).max())
 
 
 def _pairs(num_tokens: int, branches: bool, device: torch.device) -> Batch:
-    """Two sequences, of which any loss makes something; on one short prefix where units may branch."""
+    """Make a bin of two sequences for which every loss has a value; with `branches`, they share a short prefix."""
     index_T = torch.arange(num_tokens, device=device)
     position_T, parent_T, second = two_sequences(num_tokens, branches, device)
     sequence_T = (index_T >= second).long()

@@ -13,7 +13,7 @@ _MODEL_FIELDS = ("model", "model_uri", "initial_adapter", "reference")
 
 
 class Access:
-    """Looks at every string of a request, whatever its field: a field that is added later is not forgotten."""
+    """Checks every string of a request for URIs and paths, whatever its field, so that no new field is forgotten."""
 
     def __init__(self, settings: Settings, store: ObjectStore) -> None:
         self._places = Places(settings, store)
@@ -22,8 +22,8 @@ class Access:
         """Check every string of a request. Blocking: paths are resolved.
 
         Raises:
-            InvalidInput: a URI or a path leads to what is ours or another tenant's, whether that exists or not, or
-                has a scheme that is not read.
+            InvalidInput: a URI or a path leads to files of the installation or of another tenant, whether they exist
+                or not, or has a scheme that is not supported.
         """
         for place, text in _strings(request.model_dump(mode="json")):
             _check_scheme(text, place)
@@ -41,7 +41,7 @@ def _check_scheme(text: str, place: str) -> None:
 
 
 def _strings(value: JsonValue, place: str = "") -> Iterator[tuple[str, str]]:
-    """Every string of a document with its place in it."""
+    """Yield every string of a document, with its place."""
     match value:
         case str():
             yield place, value

@@ -1,4 +1,4 @@
-"""The audit log: requests that changed something, and those that were refused. Answers come after their entries."""
+"""The audit log: requests that changed something or were refused. Entries are written before the answers are sent."""
 
 import logging
 import time
@@ -18,19 +18,19 @@ logger = logging.getLogger("longshore.service")
 _REFUSALS = (401, 403, 429)
 _LOOKS = ("GET", "HEAD", "OPTIONS")
 _QUESTIONS = ("/v1/chat/completions", "/v1/completions")
-"""Posted, and yet they change nothing: questions to models, of which there are many."""
+"""Paths of POST requests that change nothing: questions to models, which are too many for the log."""
 _touched: ContextVar[list[str] | None] = ContextVar("touched", default=None)
 
 
 def touched(target: str) -> None:
-    """Say which run, key, file or tenant the request in hand changes. Does nothing outside a request."""
+    """Note which run, key, file or tenant the current request changes. Does nothing outside a request."""
     targets = _touched.get()
     if targets is not None and target not in targets:
         targets.append(target)
 
 
 def begin() -> list[str]:
-    """The list that `touched` fills while one request is answered."""
+    """Start a new list for `touched` to fill during one request, and return it."""
     targets: list[str] = []
     _touched.set(targets)
     return targets
@@ -64,7 +64,7 @@ class Audit:
     def __init__(self, database: Database, days: float) -> None:
         self._database = database
         self._days = days
-        # Whoever is refused does not fill the disk: of each key, and of all strangers together.
+        # Refusals are limited for each key, and for all requests without a valid key, lest they fill the disk.
         self._refusals = RateLimit(per_s=1, burst=100)
 
     def wants(self, method: str, path: str, status: int, key_id: str | None) -> bool:
@@ -74,9 +74,9 @@ class Audit:
         return method not in _LOOKS and path not in _QUESTIONS and key_id is not None
 
     async def note(self, **fields: Any) -> None:
-        """Put an entry on record. A database that is away loses it, and the service's log says so.
+        """Write an entry. If the database cannot be reached, the entry is only in the service's own log.
 
-        A path may hold anything, also a NUL, which PostgreSQL does not take.
+        NULs, which PostgreSQL does not accept, are replaced: a path may hold any character.
         """
         fields |= {name: text.replace("\0", "\ufffd") for name, text in fields.items() if isinstance(text, str)}
         try:

@@ -27,9 +27,9 @@ from shared.storage.store import ObjectStore
 logger = logging.getLogger("longshore.service")
 
 BOOTSTRAP = "bootstrap"
-"""The id of the key that the service's own settings name: an admin of the first tenant, in no table."""
+"""The id of the key in the service's settings. It is an admin's key of the first tenant, and has no row in a table."""
 _MADE_HERE = re.compile(r"^(?P<shown>ls-[0-9a-f]{12})-[A-Za-z0-9_-]{43}$")
-_TRUSTED_S = 2.0  # so long may another process's revocation take to be noticed here
+_TRUSTED_S = 2.0  # after which a revocation by another process is noticed here
 _USE_NOTED_S = 60.0
 COOKIE = "longshore_session"
 CSRF_HEADER = "x-csrf-token"
@@ -104,7 +104,7 @@ class Keys:
         """Find the principal of a key's hash; None for a key that is not known, or no longer.
 
         Args:
-            may_be_ours: False spares the database the question: the key has not the form of those that are made here.
+            may_be_ours: False if the key has not the form of keys made here, so that the database is not asked.
         """
         if any(hmac.compare_digest(given, known) for known in self._bootstrap):
             return Principal(tenant=FIRST_TENANT, key_id=BOOTSTRAP, scopes=frozenset(ALL_SCOPES))
@@ -134,7 +134,7 @@ class Keys:
         change = update(KeyRow).where(KeyRow.key_id == key_id).values(last_used_at=now)
         try:
             await self._database.writing(lambda session: session.execute(change))
-        except DatabaseUnavailable:  # who asks matters more than when
+        except DatabaseUnavailable:  # the time of use is not worth refusing the request
             logger.warning("the use of %s could not be noted", key_id)
 
     async def create(
@@ -166,7 +166,7 @@ class Keys:
         )
         audit.touched(record.key_id)
         await self._put(record)
-        # Found on record, the key may be in the table already: `db rebuild` works beside a service.
+        # `merge`, since a concurrent `db rebuild` may have added the row from the record.
         row = await self._database.writing(lambda session: session.merge(record.row()))
         return NewKey(**_view(row).model_dump(), key=key)
 

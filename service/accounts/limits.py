@@ -14,14 +14,14 @@ _MOST_BUCKETS = 10_000
 
 
 _SHOWN_OF_A_KEY = len("ls-0123456789ab")
-"""The part of a key that is no secret: whoever guesses the rest guesses behind one of these."""
+"""Characters at the beginning of a key that are not secret. Guesses at one key have these in common."""
 
 
 _ONE_SITE_V6 = 64
 
 
 class RateLimit:
-    """Buckets by name: `burst` tokens at most, `per_s` new ones a second."""
+    """Token buckets by name, with at most `burst` tokens and `per_s` new ones a second."""
 
     def __init__(self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -33,7 +33,7 @@ class RateLimit:
         return f"{self._per_s:g} requests a second, {self._burst:g} at once"
 
     def wait_s(self, name: str) -> float:
-        """Take a token: 0. If there is none, the seconds until there is one."""
+        """Take a token and return 0; if there is none, return the seconds until there is one."""
         now = self._clock()
         since, tokens = self._buckets.get(name, (now, self._burst))
         tokens = min(self._burst, tokens + (now - since) * self._per_s)
@@ -48,7 +48,7 @@ class RateLimit:
 
 
 class SignInLimit:
-    """Limits sign-ins on the page: by address, and by the beginning of the key from anywhere."""
+    """Limits sign-ins on the page, both by address and by the beginning of the key."""
 
     def __init__(self, settings: RateLimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
         per_s = settings.sign_ins_per_min / 60
@@ -56,13 +56,13 @@ class SignInLimit:
         self._keys = RateLimit(per_s, settings.sign_in_burst, clock)
 
     def wait_s(self, address: str, key: str) -> float:
-        """Take a try: 0. If there is none, the seconds until there is. Of the key a hash is kept."""
+        """Take a try and return 0; if there is none left, return the seconds until there is. Only a hash is kept."""
         beginning = hashlib.sha256(key[:_SHOWN_OF_A_KEY].encode()).hexdigest()
         return self._addresses.wait_s(_site(address)) or self._keys.wait_s(beginning)
 
 
 def _site(address: str) -> str:
-    """An IPv4 address; of IPv6 the network, in which one host may have as many addresses as it likes."""
+    """Return an IPv4 address as it is, and of an IPv6 address its /64 network, as a host may use all of it."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -73,14 +73,14 @@ def _site(address: str) -> str:
 
 
 class FairShare:
-    """Places of one kind, a number for each tenant, in this process."""
+    """Limits how many things of one kind each tenant may do at once in this process."""
 
     def __init__(self, kind: str, places: int, patience_s: float) -> None:
         """
         Args:
-            kind: what takes a place, for the message.
-            places: of one tenant, at once.
-            patience_s: how long one more waits for a place.
+            kind: what is limited, for the error message.
+            places: how many each tenant may do at once.
+            patience_s: how long a further one waits for a place.
         """
         self._kind = kind
         self._places = places

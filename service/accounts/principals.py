@@ -38,11 +38,11 @@ class Principal(Frozen):
 
 
 BEARER = [Depends(HTTPBearer(auto_error=False, description="an API key"))]
-"""A dependency of every operation, for its description alone: the edge has checked the key."""
+"""A dependency of every operation, only for the API's description: the middleware (edge.py) has checked the key."""
 
 
 async def principal(request: Request) -> Principal:
-    """The request's principal, as the edge found it."""
+    """The request's principal, which the middleware (edge.py) has found."""
     found: Principal = request.state.principal
     return found
 

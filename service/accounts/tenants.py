@@ -54,14 +54,14 @@ class Tenants:
         record = TenantRecord(tenant=tenant, title=title, quotas=quotas or QuotaSettings(), created_at=time.time())
         data = _json(record)
         key = paths.tenant_record(tenant)
-        # The first tenant is there without a record, until it has quotas of its own.
+        # The first tenant always exists, though it has no record until it has quotas of its own.
         if tenant == FIRST_TENANT or not await asyncio.to_thread(self._store.put_if_absent, key, data):
             raise Conflict(f"there is a tenant {tenant} already")
         await self._save(record)
         return record
 
     async def complete(self, tenant: str) -> TenantRecord:
-        """Put a tenant that is on record into the list, where its making was cut off in between.
+        """Add the row of a tenant that has a record only, since its creation was interrupted.
 
         Raises:
             NotFound: it is not on record.
@@ -96,7 +96,7 @@ class Tenants:
 
 
 def ensure_first(session: Session) -> None:
-    """The first tenant is always there; it was never made."""
+    """Add the row of the first tenant, which is never created otherwise, if it is missing."""
     if session.get(TenantRow, FIRST_TENANT) is None:
         session.add(TenantRecord(tenant=FIRST_TENANT, created_at=0.0).row())
 
@@ -116,7 +116,7 @@ class TenantUsage(Frozen):
 
 
 class Quotas:
-    """Admits runs, counted in the database, and bytes, counted in the store, by the quotas of tenants."""
+    """Checks the quotas of tenants: on runs, which are counted in the database, and bytes, counted in the store."""
 
     def __init__(self, settings: QuotaSettings, store: ObjectStore, database: Database) -> None:
         self._settings = settings
@@ -146,12 +146,12 @@ class Quotas:
         return self._settings.model_copy(update=row.quotas if row else {})
 
     def admit_run(self, session: Session, tenant: str) -> None:
-        """Called in the writing transaction that makes a run running, so that two never take the last place.
+        """Check the quotas for one more run. To be called in the transaction that adds it, so that none is exceeded.
 
         Raises:
             QuotaExceeded: one more would break a quota.
         """
-        # PostgreSQL lets writers work side by side: those of one tenant wait here. SQLite has one writer.
+        # PostgreSQL has concurrent writers; those of one tenant wait here for each other. SQLite has one writer.
         session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
         quotas = self.of(session, tenant)
         most = quotas.concurrent_runs
@@ -162,13 +162,13 @@ class Quotas:
             raise QuotaExceeded("gpu_hours", text)
 
     async def admit_bytes(self, tenant: str, more: int) -> None:
-        """Raises QuotaExceeded when so many bytes more would break the quota. Reserves nothing: `reservation` does."""
+        """Raise QuotaExceeded if so many bytes more would exceed the quota. Nothing is reserved (see `reservation`)."""
         async with self.reservation(tenant) as reserved:
             await reserved.hold(more)
 
     @asynccontextmanager
     async def reservation(self, tenant: str) -> AsyncIterator["WriteReservation"]:
-        """Reserve bytes that are written in the block; what is not settled by its end is given back."""
+        """Reserve bytes that are written in the block. Those that are not settled by its end are released."""
         quotas = await self._database.reading(lambda session: self.of(session, tenant))
         reserved = WriteReservation(self, Reservation(self._store, tenant), tenant, quotas.stored_bytes)
         try:
@@ -177,10 +177,10 @@ class Quotas:
             await asyncio.to_thread(reserved.reservation.drop)
 
     async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
-        """Put bytes on record that are going to be written. Of a tenant's writers here one counts at a time.
+        """Reserve bytes for a write. Within this process, a tenant's writers do this one after another.
 
         Raises:
-            QuotaExceeded: with what others write at this moment they are too many.
+            QuotaExceeded: together with the bytes that others are writing they are too many.
         """
         async with self._locks.of(tenant):
             counted = await self._count_of(tenant)
@@ -218,7 +218,7 @@ class WriteReservation:
         self.reservation = reservation
 
     async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
-        """Reserve so many bytes in all. A body that grows is reserved in steps of a quarter, while the quota has them.
+        """Reserve `num_bytes` in all. For a body that grows, a quarter more is reserved if the quota allows it.
 
         Raises:
             QuotaExceeded
@@ -245,8 +245,8 @@ def _concurrent_runs(session: Session, tenant: str) -> int:
 
 
 def _gpu_hours(session: Session, tenant: str) -> float:
-    """GPU hours of runs that are going on, or ended within the window: a run counts whole."""
+    """Return the GPU hours of runs that go on, or ended within the window. All of a run's hours count."""
     query = select(func.coalesce(func.sum(RunRow.gpu_seconds), 0.0)).where(RunRow.tenant == tenant)
-    # Two questions: an index has the answer to each, and none to whether one or the other holds.
+    # Two queries, as each can use an index, which a query with OR could not.
     each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)
     return sum(float(session.scalars(query.where(which)).one()) for which in each) / 3600

@@ -33,9 +33,9 @@ OPEN_PATHS = ("/health", "/api/v1/health", *pages.OPEN_PATHS)
 _LOOKS = ("GET", "HEAD")
 UPLOAD_PATHS = re.compile(r"/api/v1/files|/v1/files|/v1/uploads/[^/]+/parts|/v1/preview/training-jobs")
 _LONGEST_PATH = 2048
-_RECHECK_S = 2.0  # a key that was revoked takes its answers with it: those that are still waited for, and streams
-_SILENCE_S = 30.0  # of a client in the middle of a body
-_BODY_S = 60.0  # for a body, and beyond that as long as it takes at the slowest rate that is waited for
+_RECHECK_S = 2.0  # between checks of a request's key: when it is revoked, streams and long answers end
+_SILENCE_S = 30.0  # after which a client that is silent in the middle of a body is refused
+_BODY_S = 60.0  # for a body, plus the time that it takes at _SLOWEST_BYTES_PER_S
 _SLOWEST_BYTES_PER_S = 16 << 10
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _KEY_UNKNOWN = "this API key is not known here, was revoked, or has expired"
@@ -92,7 +92,7 @@ class Edge:
         self._in_hand.add(exchange)
         try:
             await self._app(scope, body.receive, self._while_known(scope, headers, exchange))
-        except asyncio.CancelledError:  # the service was told to leave, and this is not done within its grace
+        except asyncio.CancelledError:  # the service is shutting down, and its grace time is over
             if exchange.begun or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
@@ -101,7 +101,7 @@ class Edge:
             await answer(scope, receive, exchange.send)
         except _NoLongerKnown:
             await self._end(exchange, scope, receive)
-        except Exception as error:  # the last edge: whatever gets here has no handler, or its answer had begun
+        except Exception as error:  # no handler has caught it, or its answer had begun
             logger.error("%s failed", exchange, exc_info=error)
             if not exchange.begun:
                 text = "the service failed; its log has the reason under this answer's x-request-id"
@@ -110,16 +110,16 @@ class Edge:
             self._in_hand.discard(exchange)
 
     def _while_known(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Send:
-        """Return a `send` that checks again if the key or session is valid: streams and waits outlive a check."""
+        """Return a `send` that checks the key or session again, since streams and waits can last long."""
         if "principal" not in scope["state"]:
             return exchange.send
         checked_at = time.monotonic()
 
         async def send(message: Message) -> None:
             nonlocal checked_at
-            # Pieces of a stream are few, and looked at one by one; those of a file come by the thousand.
+            # Each event of a stream is checked, as they are few; pieces of a file only every _RECHECK_S seconds.
             if exchange.is_event_stream or time.monotonic() - checked_at > _RECHECK_S:
-                with suppress(DatabaseUnavailable):  # then the last answer stands
+                with suppress(DatabaseUnavailable):  # then the last result of the check counts
                     if await self._principal(headers) is None:
                         raise _NoLongerKnown
                 checked_at = time.monotonic()
@@ -198,7 +198,7 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             self.is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
             headers["x-request-id"] = self._request_id
-            # What a browser opens of ours is what it says that it is, and runs nothing; pages say what they run.
+            # Browsers must neither guess types nor run anything; pages set a policy of their own.
             headers.setdefault("x-content-type-options", "nosniff")
             headers.setdefault("content-security-policy", "default-src 'none'; frame-ancestors 'none'")
             await self._note(message["status"])
@@ -208,7 +208,7 @@ class _Exchange:
 
     async def _note(self, status: int) -> None:
         """Write the audit entry before the answer is sent."""
-        who: Principal | None = self._scope["state"].get("principal")  # the edge's, or of who has just signed in
+        who: Principal | None = self._scope["state"].get("principal")  # set by the middleware, or by a sign-in
         method, path, client = self._scope["method"], self._scope["path"], self._scope.get("client")
         if self._audit.wants(method, path, status, who.key_id if who else None):
             await self._audit.note(
@@ -224,7 +224,7 @@ class _Exchange:
 
 
 class _LimitedBody:
-    """Counts a body that does not say its length, and waits for it as long as it comes at a bearable rate."""
+    """Receives a body, and refuses it if it is too large or too slow."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -234,7 +234,7 @@ class _LimitedBody:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        if self._is_whole:  # what comes now is the client's hanging up, whenever that is
+        if self._is_whole:  # only a disconnect can follow
             return await self._receive()
         left_s = self._begin + _BODY_S + self._num_bytes / _SLOWEST_BYTES_PER_S - time.monotonic()
         try:
@@ -247,7 +247,7 @@ class _LimitedBody:
         self._is_whole = not message.get("more_body", False)
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
-            # FastAPI takes any other exception from here for a body that is broken.
+            # FastAPI would turn any other exception into an error about a malformed body.
             raise HTTPException(413, f"the body is larger than the {self._limit} bytes that are taken here")
         return message
 
@@ -274,7 +274,7 @@ def _host_name(header: str) -> str:
 class HeadRequests:
     """Answers HEAD: asks the application as GET would, and ends the exchange where the body begins.
 
-    FastAPI's routes know GET alone. A stream sees its client leave, so that no file is read for nobody.
+    FastAPI's routes only handle GET. The application is told that the client has left, so that it does not read a file.
     """
 
     def __init__(self, app: ASGIApp) -> None:

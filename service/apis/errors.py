@@ -46,7 +46,7 @@ class ForeignErrorBody(Frozen):
     error: ForeignProblem
 
 
-# Before any of this is asked: what is no HTTP (two lengths, a length that is no number) is refused by uvicorn itself.
+# Malformed HTTP (two lengths, a length that is no number) is refused with a text by uvicorn itself.
 _NO_HTTP = {"text/plain": {"schema": {"type": "string"}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "content": _NO_HTTP},
@@ -59,9 +59,9 @@ FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 """Error responses of each operation below /v1, for its description."""
 
-# What is named in paths: by what can be no name of one, nothing is named.
+# Resources that paths name: an id of the wrong form is answered with 404, as there is no such resource.
 _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
-# Members of `trainable`, which pydantic names behind the field; a field of that name is the last part.
+# Tags of the union `trainable`, which pydantic puts into locations after the field. (As the last part it is a field.)
 _TAGS = ("lora", "full")
 _MOST_RULES = 20
 _NO_RETRY = {"x-should-retry": "false"}
@@ -201,7 +201,7 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
 async def http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
-        # FastAPI calls a body that is no JSON 422, and one in which it cannot even look for JSON 400.
+        # FastAPI answers malformed JSON with 422, but bodies that cannot be decoded at all with 400.
         return answer(422, "the body is no JSON that can be read here", path=request.url.path)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 405 and (methods := _methods(request)):
@@ -215,7 +215,7 @@ def _methods(request: Request) -> list[str]:
     for route in iter_route_contexts(request.app.routes):
         if route.path is not None and route.methods and compile_path(route.path)[0].match(path):
             found.setdefault(route.path, set()).update(route.methods)
-    return sorted(found.get(path) or set().union(*found.values()))  # `/runs/sft` is no run
+    return sorted(found.get(path) or set().union(*found.values()))  # `/runs/sft` also matches `/runs/{run_id}`
 
 
 async def _os(request: Request, error: Exception) -> JSONResponse:

@@ -1,7 +1,7 @@
 """Bodies of requests, validated with JSON's types: "5" is no number, 1 is no boolean, and 2.0 is an integer.
 
-A large one is read and validated on a thread, so that no other request waits for it, and none has more in it than can
-be told of in an answer.
+Large bodies are read and validated on a thread, so that other requests need not wait. Fields, values, depth and errors
+of a body are limited.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ _TYPES = ("int_type", "float_type", "bool_type", "string_type")
 
 
 SMALL_BYTES = 4 << 10
-"""Up to here a body is read and validated where it comes in: a thread would take longer than the work."""
+"""Smaller bodies are read and validated on the event loop, since switching to a thread would take longer."""
 MAX_DEPTH = 100
 MAX_FIELDS = 1_000
 """Fields of one object."""
 MAX_VALUES = 200_000
-"""Values of a whole body: one of 1 MiB holds no more token ids of four digits and a comma."""
+"""Values of a whole body: about as many token ids of four digits and a comma as fit into 1 MiB."""
 MAX_ERRORS = 1_000
 
 
@@ -66,7 +66,7 @@ class _Request(Request):
 
 @dataclass
 class _Sent:
-    """A body as it was parsed, and what validation made of it: it is asked for on a thread, and then by FastAPI."""
+    """A parsed body and the cached result of its validation, which is done on a thread, before FastAPI asks for it."""
 
     value: Any
     problem: Exception | None = None
@@ -86,9 +86,9 @@ class _Sent:
 
 
 class _AsJson:
-    """Validates as models do, and then refuses what was guessed.
+    """Validates a body as its model does, and then refuses values that were converted from another JSON type.
 
-    Models themselves stay lax. They are also made of settings, options and forms, where everything is a string.
+    Models themselves convert values, as they are also made of settings, options and forms, where all are strings.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -99,7 +99,7 @@ class _AsJson:
             try:
                 return adapter.validate_json(text, strict=True)
             except ValidationError as error:
-                _check_errors(error, 10 * MAX_ERRORS)  # most are none: numbers that are whole, lists for tuples
+                _check_errors(error, 10 * MAX_ERRORS)  # most of these are harmless: whole floats, lists for tuples
                 guessed = _guessed(error)
             try:
                 found = adapter.validate_json(text)
@@ -132,7 +132,7 @@ def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:
 
 
 def _excess(value: Any) -> PydanticCustomError | None:
-    """Check depth and number of values level by level, as recursion would fill the interpreter's stack."""
+    """Check depth and number of values, level by level, since recursion could overflow the stack."""
     level, num_values = [value], 0
     for _ in range(MAX_DEPTH):
         inner = [part for part in level if isinstance(part, dict | list)]
@@ -146,13 +146,13 @@ def _excess(value: Any) -> PydanticCustomError | None:
 
 
 def _check_errors(error: ValidationError, most: int) -> None:
-    """Raise one error in place of too many: each costs more than the value that it names."""
+    """If there are too many errors, raise a single one in their place, since each is expensive."""
     if (num_errors := error.error_count()) > most:
         raise PydanticCustomError("too_many_errors", f"{num_errors:,} things are wrong with this: too many to name")
 
 
 def _text(value: Any) -> str:
-    """Return a body that FastAPI has parsed as text again. Bytes are a body that was not sent as JSON."""
+    """Return a body that FastAPI has parsed as JSON text again. Bytes are a body that was not sent as JSON."""
     if isinstance(value, bytes):
         raise PydanticCustomError("no_json", "send JSON, and say so: content-type application/json")
     try:
@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 
 def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Return the places of floats that JSON has no number for."""
+    """Return the places of floats that JSON cannot represent (NaN and infinities)."""
     match value:
         case float() if not math.isfinite(value):
             yield place
@@ -183,7 +183,7 @@ def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str 
 def _guessed(error: ValidationError) -> list[InitErrorDetails]:
     """Return the errors of a strict validation that are about values of another type.
 
-    It refuses more: lists for tuples behind validators that look at a whole model, and floats that are whole.
+    Its other errors are left out: lists for tuples in models with validators of the whole model, and whole floats.
     """
     return [
         InitErrorDetails(type=found["type"], loc=found["loc"], input=found["input"])

@@ -15,9 +15,9 @@ HEADERS_S = 20.0
 
 
 class BoundedH11(H11Protocol):
-    """uvicorn's HTTP/1.1, whose own timeout holds only between two requests, until the first byte of the next one.
+    """uvicorn's HTTP/1.1 with a deadline for headers; uvicorn's own timeout ends with the first byte of a request.
 
-    While an application reads a body, how slow it may be is the edge's affair.
+    The time for a body is limited in edge.py.
     """
 
     _owed: asyncio.TimerHandle | None = None
@@ -39,7 +39,7 @@ class BoundedH11(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Start the deadline for what is owed, once: bytes that drip in do not prolong it."""
+        """Start the deadline when a request begins. Further bytes do not prolong it."""
         if not self._client_owes:
             self._disarm()
         elif self._owed is None and not self.transport.is_closing():
@@ -62,9 +62,9 @@ def config(app: FastAPI, settings: Settings, **options: Any) -> uvicorn.Config:
     """uvicorn's settings for our service. `options`: uvicorn's own, such as `host` and `port`."""
     return uvicorn.Config(
         app,
-        http=BoundedH11,  # httptools, which uvicorn would take where it is installed, reads headers without end
+        http=BoundedH11,  # not httptools, which uvicorn prefers if it is installed: it does not limit headers
         ws="none",
-        # X-Forwarded-For is what its sender likes: only named proxies are taken at their word.
+        # X-Forwarded-For can be forged, so only named proxies are trusted.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=[str(network) for network in settings.trusted_proxies],
         access_log=False,  # the edge logs, with request ids

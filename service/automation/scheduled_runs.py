@@ -1,7 +1,7 @@
-"""Accept a scheduled run as a sent one is accepted: its place first, then its record. Or say why there is none.
+"""Accepts the runs of schedules like submitted ones (a row first, then the record), or gives the reason to start none.
 
-Temporal starts what a schedule does, and nobody sends it; but a tenant's quotas are counted in the service's database.
-So the schedule's workflow asks the service, on a queue that the service polls.
+A schedule's workflow is started by Temporal, but a tenant's quotas are counted in the service's database. So the
+workflow asks the service to accept the run, on a queue that the service polls.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from workflows.policies import service_queue
 
 @dataclass(frozen=True, eq=False)
 class ScheduledRuns:
-    """Decides whether there is something new to learn, and a place to do it in. Any number of services may."""
+    """Decides whether a schedule's data has changed, and a quota allows a run. Several services may do so at once."""
 
     _settings: Settings
     _store: ObjectStore

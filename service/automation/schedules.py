@@ -67,21 +67,21 @@ _OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
 
 
 class Schedules:
-    """A tenant's schedules. Those of another are not found."""
+    """Creates, lists, changes and deletes schedules. Those of other tenants are not found."""
 
     def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, access: Access) -> None:
         self._settings = settings
         self._store = store
         self._temporal = temporal
         self._access = access
-        self._locks = KeyedLocks()  # of what changes one schedule, in the store and in Temporal
+        self._locks = KeyedLocks()  # held while a schedule is changed in the store and in Temporal
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
         """Create a schedule. The same request again gives the same schedule.
 
         Raises:
             Conflict: the name is taken by another, or there are too many.
-            InvalidInput: a cron line of no meaning; a URI that leads where the tenant may not go; a layout too large.
+            InvalidInput: an invalid cron line; a URI that the tenant may not read; a layout that is too large.
         """
         check_parallelism(scheduled.run, self._settings, "run.")
         await asyncio.to_thread(self._access.check, tenant, scheduled)
@@ -155,7 +155,7 @@ class Schedules:
         return _view(record, None)
 
     async def restore(self) -> None:
-        """Make every schedule that is on record and that Temporal has lost, or never got."""
+        """Make every schedule in Temporal that has a record, but is not known there."""
         prefix = schedule_record()
         for key in await asyncio.to_thread(lambda: [item.key for item in self._store.list(prefix)]):
             tenant, _, name = key.removeprefix(prefix).partition("/")
@@ -164,7 +164,7 @@ class Schedules:
                     await self._restore(tenant, name)
             except NotFound:  # removed since
                 continue
-            except ValidationError as error:  # one record that cannot be read must not strand the others
+            except ValidationError as error:  # a record that cannot be read must not keep others from being restored
                 logger.error("%s cannot be restored: %s", key, error)
 
     async def _restore(self, tenant: str, name: str) -> None:
@@ -173,7 +173,7 @@ class Schedules:
             if await _describe(client, record) is None:
                 await self._make(client, record)
                 logger.info("schedule %s of %s was not known to Temporal", name, tenant)
-                # Another service may have removed it meanwhile: Temporal's would act for ever, and be found nowhere.
+                # If another service has removed the schedule meanwhile, remove it from Temporal again.
                 if await asyncio.to_thread(self._store.head, schedule_record(tenant, name)) is None:
                     await _forget(client, tenant, name)
 
@@ -211,7 +211,7 @@ class Schedules:
     async def _each(
         self, tenant: str, name: str, ask: Callable[[ScheduleHandle], Awaitable[None]], **changes: object
     ) -> ScheduleView:
-        """Ask something of a schedule in Temporal, which may have to be made again first; then put it on record."""
+        """Apply `ask` to a schedule in Temporal, after making it again if it is missing; then record `changes`."""
         async with self._locks.of(tenant, name):
             record = await asyncio.to_thread(self._read, tenant, name)
             async with self._temporal.client() as client:
@@ -266,7 +266,7 @@ async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescripti
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:
                 return None
-            # It is a workflow of Temporal's own, which was just begun, or ended between being found and being asked.
+            # Temporal runs the schedule as a workflow, which may just have begun, or have ended before this query.
             if error.status != RPCStatusCode.FAILED_PRECONDITION:
                 raise
         await asyncio.sleep(_LOOK_EVERY_S)
@@ -305,7 +305,7 @@ def _view(record: ScheduleRecord, known: ScheduleDescription | None) -> Schedule
 
 
 async def _action(execution: WorkflowExecution) -> ActionView:
-    """The action in a workflow's memo; of a workflow that ended before it wrote one, Temporal's own status."""
+    """Return the action in a workflow's memo; if the workflow ended without an outcome, one with Temporal's status."""
     action = await memo_of(execution, ACTION_MEMO, Action) or Action()
     ended = execution.status not in (None, WorkflowExecutionStatus.RUNNING)
     if action.state == "preparing" and ended:

@@ -105,12 +105,12 @@ class Webhooks:
         self._settings = settings
         self._store = store
         self._temporal = temporal
-        self._locks = KeyedLocks()  # of what changes one webhook: a record is read, and written whole
+        self._locks = KeyedLocks()  # held while a webhook's record is read and written
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
         """
         Raises:
-            InvalidInput: the url leads where it may not, as it is written; what names resolve to is seen at delivery.
+            InvalidInput: the url is not allowed. (The addresses of host names are checked at delivery.)
             Conflict: the tenant has as many as it may have.
         """
         self._check(choice.url)
@@ -153,7 +153,7 @@ class Webhooks:
             raise InvalidInput(private_host("webhooks.allow_private_addresses"), "url")
 
     async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
-        """Give a webhook a new secret. The old one signs beside it for `overlap_s`; an older one no more."""
+        """Give a webhook a new secret. For `overlap_s` seconds messages are signed with the old one, too."""
 
         def change(before: Webhook) -> dict[str, object]:
             overlaps = rotation.overlap_s > 0
@@ -204,10 +204,9 @@ class Webhooks:
     # The outbox.
 
     async def send_outbox(self, database: Database) -> int:
-        """Hand everything in the outbox to workflows. Returns how many rows are done with.
+        """Start a workflow for each row of the outbox, then delete the row. Returns the number of rows.
 
-        A row goes once its workflow is known to Temporal. Two services may do so at once: the workflow's id is the
-        notice's.
+        Two services may do so at once, since the id of a workflow is that of the notice.
         """
         num_done = 0
         oldest = select(OutboxRow).order_by(OutboxRow.created_at, OutboxRow.id).limit(_OUTBOX_PAGE)
@@ -223,7 +222,7 @@ class Webhooks:
         try:
             fields = {"tenant": row.tenant, "type": row.type, "created_at": row.created_at}
             notice = Notice.model_validate({"notice_id": row.id, "data": row.payload, **fields})
-        except ValidationError:  # of another version: one row must not hold up those behind it
+        except ValidationError:  # written by another version: it must not block the rows after it
             logger.exception("%s is not sent to any webhook", row.id)
             return
         webhooks = await asyncio.to_thread(self._all, notice.tenant)

@@ -77,7 +77,7 @@ class RunOption:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The place that an error of pydantic names: within a union, the variant's kind is part of it."""
+        """The field's location in pydantic's errors, which includes the kind of a union's variant."""
         return (*self.path[:-1], self.kind, self.path[-1]) if self.kind else self.path
 
 
@@ -95,8 +95,8 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
 
 
 class RunCommand(TyperCommand):
-    """A command with the options of a run model, which is imported when they are needed: the help of a group lists
-    the command without them.
+    """A command with the options of a run model. They are made when they are needed, since importing the model is slow:
+    the help of a group does without them.
 
     Args:
         make: the command with its options.
@@ -142,9 +142,8 @@ def run_model(kind: str) -> "type[BaseModel]":
     """
     from shared.contract import Frozen
 
-    # The config is that of all models which are imported from here on, and this process is the command line's alone.
-    # Set in the models' own module it would hold in hosts and the service too, where the first request or workflow
-    # would wait for validators to be built, and two threads might build one at a time.
+    # This changes the config of all models imported from here on, in the process of the command line only. In hosts
+    # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
     Frozen.model_config["defer_build"] = True
     from shared.runs.requests import DPORun, RLRun, SFTRun
 

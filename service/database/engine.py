@@ -45,18 +45,18 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     async def reading(self, work: Callable[[Session], Answer]) -> Answer:
-        """Do `work` in a transaction that only looks. Raises DatabaseUnavailable; InvalidInput for a NUL in a text."""
+        """Do `work` in a read-only transaction. Raises DatabaseUnavailable; InvalidInput for a NUL in a text."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self.engine)
 
     async def writing(self, work: Callable[[Session], Answer]) -> Answer:
-        """Do `work` in a transaction, which is undone when it raises. Raises DatabaseUnavailable.
+        """Do `work` in a transaction, which is rolled back if it raises. Raises DatabaseUnavailable.
 
-        It is done a second time where another writer was faster to insert a row that `work` did not find.
+        If another writer has meanwhile inserted a row that `work` inserts, `work` is done a second time.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self._writer)
 
     def write(self, work: Callable[[Session], Answer]) -> Answer:
-        """`writing`, for callers that may block."""
+        """Like `writing`, but blocking."""
         return self._do(work, self._writer)
 
     @contextmanager
@@ -113,7 +113,7 @@ def _engine(url: str) -> Engine:
 
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # transactions begin where SQLAlchemy says, not where the driver guesses
+    connection.isolation_level = None  # SQLAlchemy begins transactions, not the driver
     connection.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
     _write_ahead(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
@@ -121,7 +121,7 @@ def _set_up_sqlite(connection: Any, _: Any) -> None:
 
 
 def _write_ahead(connection: Any) -> None:
-    """Switch to a write-ahead log. Of those who find a file new, SQLite refuses all but one, busy_timeout or not."""
+    """Switch to a write-ahead log. On a new file SQLite lets only one connection do so, so others try again."""
     end = time.monotonic() + _BUSY_MS / 1000
     while True:
         try:
@@ -134,7 +134,7 @@ def _write_ahead(connection: Any) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A writer takes its lock at once: a reader that turns writer would be refused, not made to wait.
+    # A writer takes its lock at once: if a transaction began as a reader, its first write could fail without waiting.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -47,7 +47,7 @@ class KeyRow(Table):
 
 
 class SessionRow(Table):
-    """A browser that is signed in to the page: hashes of its token and of the key that it showed. The table's own."""
+    """A browser that is signed in to the page: hashes of its token and key. There is no record of it in the store."""
 
     __tablename__ = "sessions"
 
@@ -111,7 +111,10 @@ class RunRow(Table):
 
 
 class OutboxRow(Table):
-    """A change of a run's state that webhooks have not got. Written with the change; deleted when a workflow has it."""
+    """A change of a run's state of which webhooks are still to be notified.
+
+    It is written with the change, and deleted when a workflow has taken it over.
+    """
 
     __tablename__ = "outbox"
 

@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass
 class Child:
-    """One process of the stack, and when to start it again."""
+    """One process of the stack. If it dies it is restarted, after a pause."""
 
     name: str
     command: list[str]

@@ -10,16 +10,16 @@ from typing import Self
 
 from service.errors import DevError
 
-# Next to the port that is wanted, and below those that the kernel gives to whoever connects somewhere.
+# How many ports after the wanted one are tried. (With the default ports, none is one that the kernel assigns itself.)
 _NEXT = 100
 
 
 class Ports:
     """The ports of one supervisor, until it leaves the block or dies.
 
-    A port on which nobody listens at the moment may be another stack's, whose server was killed and comes back. So a
-    supervisor also locks its ports: each is a byte of one file that all stacks of a user share, and the kernel frees
-    the locks of a process that ends, however it ends.
+    A port without a listener may still belong to another stack, whose server was killed and is being restarted. So a
+    supervisor also locks its ports: each is a byte of a file that all stacks of a user share. The kernel frees these
+    locks when the process ends.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -27,7 +27,7 @@ class Ports:
         path = (folder or Path(tempfile.gettempdir())) / f"longshore-ports-{os.getuid()}"
         self._mine: set[int] = set()
         self._file: int | None = None
-        with suppress(OSError):  # somebody else's file: what listens is seen all the same
+        with suppress(OSError):  # another user's file: then only listeners are noticed
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def __enter__(self) -> Self:
@@ -41,7 +41,7 @@ class Ports:
         self._mine.clear()
 
     def take(self, wanted: int) -> int:
-        """The port of 127.0.0.1 that is wanted; the next that is free if it is taken; any for 0.
+        """Lock and return a port of 127.0.0.1: the wanted one, or else the next free one; any free one for 0.
 
         Raises:
             DevError: every port that was tried is taken.
@@ -65,7 +65,7 @@ class Ports:
 
 
 def _free(port: int) -> int | None:
-    """The port, if nobody listens on it; any such port for 0."""
+    """Return the port if nobody listens on it, else None; for 0 return any free port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -41,10 +41,10 @@ _TICK_S = 0.1
 _LOCK_FILE = "dev.lock"
 _HOST_GRACE_S = 20.0
 _TEMPORAL_START_S = 30.0
-# By itself the server keeps 8,096 runs in memory, and lets garbage grow to as much as it holds. A run that is not kept
-# is read from its database when it goes on.
+# Workflows that the server caches; others are read from its database. Its default of 8,096 takes much memory, since its
+# garbage can grow to the size of what it holds.
 _TEMPORAL_CACHED_RUNS = 256
-# Tenants get their tasks by turns (service/temporal.py), which a queue in one part keeps to exactly.
+# Queues with a single partition, in which tenants get tasks exactly in turn (service/temporal.py).
 FAIR_QUEUES = (
     *("--dynamic-config-value", "matching.enableFairness=true"),
     *("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
@@ -85,7 +85,7 @@ class Stack:
                 self._start_temporal(temporal, others, connection)
                 self._supervise([*temporal, *others], connection)
             finally:
-                # Hosts and the service leave together; Temporal, whom they need to the last, after them.
+                # Hosts and the service end together; Temporal after them, as they need it until then.
                 for group in (others, temporal):
                     for child in group:
                         child.ask_to_leave()
@@ -117,10 +117,10 @@ class Stack:
         )
 
     def _ui_of(self, last: Connection | None, ports: Ports) -> str:
-        """Choose an address of loopback that nobody guesses.
+        """Choose a random loopback address for Temporal's pages.
 
-        Temporal's pages answer to every name: to a page of the web, too, whose name is led here (DNS rebinding), if it
-        knows the address. All of 127/8 is this machine on Linux alone.
+        They do not check the Host header, so a website could reach them by DNS rebinding if it knew the address. Only
+        on Linux can all addresses of 127/8 be used.
         """
         if last is not None and last.temporal_ui is not None:
             host, port = last.temporal_ui.removeprefix("http://").split(":")
@@ -233,7 +233,7 @@ def banner(connection: Connection) -> str:
     return "\n".join(lines)
 
 
-# One supervisor a root: the kernel frees its lock when it dies, however it dies.
+# There is one supervisor a root. The kernel frees its lock when it ends.
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from shared.storage.store import ObjectStore, open_uri, uri_of
 
 _CHUNK_BYTES = 1 << 20
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
-_NAME = re.compile(FILE_NAME[:-1])  # in Python, `$` stands before a last line end too
+_NAME = re.compile(FILE_NAME[:-1])  # without `$`, which in Python also matches before a final newline
 _TRANSFERS_AT_ONCE = 8
 _threads = ThreadPoolExecutor(_TRANSFERS_AT_ONCE, "transfers")
 P = ParamSpec("P")
@@ -87,9 +87,9 @@ class Files:
         """Stream a body into the store, by way of a temporary file that is hashed as it grows.
 
         Args:
-            num_bytes: what the sender says that it is going to send.
-            purpose: a function is asked behind the last chunk, which may have said it.
-            file_id: another than that of the content, which the same bytes under the same name have again.
+            num_bytes: the body's size, if the sender has announced it.
+            purpose: the purpose, or a function that is called after the last chunk, when it may be known.
+            file_id: the file's id; by default one that follows from content and name.
 
         Raises:
             InvalidInput: the name is no plain file name, or the body is empty.
@@ -130,12 +130,12 @@ class Files:
             if await asyncio.to_thread(self._store.head, key) is None:
                 await transferred(self._store.put_file, key, file)
                 await reserved.settle(record.size)
-            # Bytes that stood may have gone with another file: then they are put again, while they are here.
+            # Bytes that were in the store may have been deleted with another file: then they are put again.
             if (known := await self._remember(record)) is not None:
                 return known
 
     async def _remember(self, record: FileRecord) -> FileRecord | None:
-        """Put a file on record, unless it is there; return the record there. None without its bytes."""
+        """Write a file's record, unless it exists. Returns the record; None if the file's bytes are missing."""
         audit.touched(record.file_id)
         key, data = paths.file_record(record.tenant, record.file_id), record.model_dump_json(indent=1).encode()
 
@@ -186,7 +186,7 @@ class Files:
         rows = await self._database.reading(work)
         files = tuple(_record(row) for row in rows[:limit])
         has_more = len(rows) > limit
-        # The cursor is a place behind the last file, which stays one when the file is deleted.
+        # The cursor is a position, not a file, so that it stays valid when the last file is deleted.
         cursor = f"{files[-1].created_at!r}/{files[-1].file_id}" if has_more else None
         return FilePage(files=files, has_more=has_more, next=cursor)
 
@@ -230,9 +230,9 @@ def _bytes_of(record: FileRecord) -> str:
 
 
 def _lock_tenant(session: Session, tenant: str) -> None:
-    """Lock a tenant's row in a writing transaction: files are kept and deleted one at a time.
+    """Lock a tenant's row in a writing transaction, so that its files are kept and deleted one at a time.
 
-    A file's bytes are another's too, and the store knows no transactions. SQLite has one writer anyway.
+    Several files may share their bytes, and the store has no transactions. (SQLite has one writer anyway.)
     """
     session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
 
@@ -289,7 +289,7 @@ class PublishedFiles:
         for start in range(0, entry.size, _CHUNK_BYTES):
             length = min(_CHUNK_BYTES, entry.size - start)
             piece = self.store.read_range(f"{self.key}/{entry.path}", start, length)
-            if len(piece) != length:  # the answer's length is promised: break it off rather than pad it
+            if len(piece) != length:  # the answer's length has been sent: break it off
                 raise NotFound(f"{entry.path} ends early")
             yield piece
 
@@ -314,5 +314,5 @@ def _tar_header(folder: str, entry: FileEntry) -> bytes:
 
 
 async def transferred(move: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `move` on a thread for transfers, which may take minutes: all else needs threads too."""
+    """Run `move` on a thread for transfers, so that these, which may take minutes, do not use up the other threads."""
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(move, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""Files that come in parts, each a request of its own: put together when the sender says in which order."""
+"""Files that are uploaded in parts, by one request each. They are joined when the sender gives the order."""
 
 import asyncio
 import hashlib
@@ -60,7 +60,7 @@ class Part(Frozen):
 
 
 class Uploads:
-    """A tenant's uploads. Those of another are not found. They have no rows in the database: nobody lists them."""
+    """Uploads in parts. Those of other tenants are not found. They have no rows in the database: nothing lists them."""
 
     def __init__(self, store: ObjectStore, files: Files, quotas: Quotas, scratch: Path) -> None:
         """`scratch`: a folder for parts that are coming in."""
@@ -68,7 +68,7 @@ class Uploads:
         self._files = files
         self._quotas = quotas
         self._scratch = scratch
-        self._locks = KeyedLocks()  # of those who end an upload
+        self._locks = KeyedLocks()  # held while an upload is completed or cancelled
 
     async def create(self, tenant: str, *, name: str, purpose: str, size: int) -> UploadRecord:
         """Raises QuotaExceeded when the file would have no room."""
@@ -96,7 +96,7 @@ class Uploads:
         raise NotFound(f"there is no upload {upload_id[:64]}")
 
     async def add_part(self, tenant: str, upload_id: str, chunks: AsyncIterator[bytes]) -> Part:
-        """Take a part in. Raises InvalidInput for one that is empty or too large, Conflict when none is awaited."""
+        """Store a part. Raises InvalidInput if it is empty or too large, Conflict if the upload has ended."""
         await self._pending(tenant, upload_id)
         part = Part(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
         await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
@@ -120,10 +120,10 @@ class Uploads:
     async def complete(
         self, tenant: str, upload_id: str, part_ids: Sequence[str], md5: str | None = None
     ) -> tuple[UploadRecord, FileRecord]:
-        """Make a file of the parts, in this order. Asked again, the answer is the same file.
+        """Make a file of the parts, in this order. A repeated call returns the same file.
 
         Raises:
-            InvalidInput: a part is not there; their bytes are not as many, or not those, that were announced.
+            InvalidInput: a part is missing, or the number or hash of the bytes is not the announced one.
             Conflict: the upload was cancelled, or has expired.
         """
         async with self._locks.of(upload_id):
@@ -144,7 +144,7 @@ class Uploads:
         sizes = await asyncio.to_thread(self._sizes, record.tenant, record.upload_id, part_ids)
         if sum(sizes) != record.size:
             raise InvalidInput(f"the parts have {sum(sizes)} bytes, and {record.size} were announced", "part_ids")
-        # However late this begins, no process prunes the parts while they are joined.
+        # The expiry is put off, so that no process prunes the parts while they are joined.
         await self._put(record.model_copy(update={"expires_at": time.time() + EXPIRES_S}))
         keys = [paths.upload_part(record.tenant, record.upload_id, part_id) for part_id in part_ids]
         chunks, file_id = self._joined(keys, sizes, md5), _file_id(record.upload_id)
@@ -216,7 +216,7 @@ class Uploads:
         for item in list(self._store.list(paths.chunked_upload(""))):
             record = UploadRecord.model_validate_json(self._store.get_bytes(item.key))
             if record.state != "pending" or record.is_over:
-                # Of one that ended too: a part may have come late, or a service have died before it dropped them.
+                # Also if the upload ended: a part may have come late, or a service may have died before deleting them.
                 self._delete_all(paths.upload_part(record.tenant, record.upload_id))
                 if record.expires_at + _KEPT_S <= time.time():
                     self._store.delete(item.key)

@@ -1,7 +1,7 @@
-"""Models as OpenPipe ART's clients have them: a name and a base model, trained job by job.
+"""Models in the sense of OpenPipe ART's clients: a name and a base model, trained job by job.
 
-A model is a name that its runs publish under. Its steps are the versions of that name: every job that changed the model
-published one, and step 0 is the base model. So the store says all that there is to say of a model, but for its record.
+A model is a name under which its runs publish. Its steps are the versions of that name: every job that changes the
+model publishes one, and step 0 is the base model. So a model needs nothing but its record and the published versions.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ _NAME = re.compile(r"(?P<entity>[^/:]+)/(?P<project>[^/:]+)/(?P<name>[^/:]+)(:(s
 _LONGEST_SLUG = 54
 _CHECK_BASE_S = 10.0
 UNTRAINED_MODEL_WORKFLOW = "UntrainedModelWorkflow"
-_PATIENCE = timedelta(hours=2)  # a large model is downloaded first
+_PATIENCE = timedelta(hours=2)  # a large model may have to be downloaded
 _TRUSTED_S = 600.0
 
 
 class ArtSettings(OwnSettings):
-    """Our own settings of a model's jobs, by their native names; ART's clients have no place for them.
+    """Settings of a model's jobs that ART's clients have no fields for, by their native names.
 
     `temperature`, `idle_s`, `between_steps`, `equal_rewards` and `broken` are of reinforcement jobs alone.
     """
@@ -61,7 +61,7 @@ class ArtSettings(OwnSettings):
 
 
 class ArtModel(Frozen):
-    """A model, as its record in the store has it. `published_as`: the name of its adapters, and of its runs."""
+    """The record of a model. `published_as`: the name of its adapters and of its runs."""
 
     model_id: ModelId
     tenant: Tenant
@@ -80,14 +80,14 @@ class ArtModel(Frozen):
 
 @dataclass(frozen=True)
 class ArtName:
-    """A model as completions ask for it; `step` None: its newest."""
+    """A model's name in requests for completions. `step`: None for the newest."""
 
     title: str
     step: int | None
 
     @classmethod
     def parse(cls, text: str) -> "ArtName | None":
-        """`wandb-artifact:///entity/project/name:step5`, with or without its beginning and its end; None for others."""
+        """Parse `wandb-artifact:///entity/project/name:step5`; scheme and step may be missing. None for other texts."""
         match = _NAME.fullmatch(text.removeprefix(_ARTIFACT))
         if match is None:
             return None
@@ -96,7 +96,7 @@ class ArtName:
 
 
 class UntrainedModels:
-    """Resolves base models. One request serves all who want the same model, and its answer holds for ten minutes."""
+    """Resolves base models. Requests for the same model share one answer, which is kept for ten minutes."""
 
     def __init__(self, settings: Settings, temporal: Temporal) -> None:
         self._queue = settings.control_queue
@@ -136,16 +136,16 @@ class ArtModels:
         self._locks = KeyedLocks()
 
     def lock(self, model_id: str) -> asyncio.Lock:
-        """Return the lock that is held while a model is given a job: each goes on from the job before."""
+        """Return the lock that is held while a model is given a job, since each job goes on from the one before."""
         return self._locks.of(model_id)
 
     async def _check_base(self, model: ArtModel) -> None:
-        """Look whether the base model can be used here, as long as somebody waits for the answer.
+        """Check that the base model can be used here, for a limited time.
 
-        A model that is still being downloaded, and a host that is away, refuse nothing: the first job finds out.
+        If it is still being downloaded then, or no host answers, the model is accepted, and the first job may fail.
 
         Raises:
-            InvalidInput: it cannot.
+            InvalidInput: the model cannot be used.
         """
         try:
             async with asyncio.timeout(_CHECK_BASE_S):

@@ -1,7 +1,7 @@
-"""Eviction of idle samplers and workers that other runs or users wait for.
+"""Evicts idle samplers and workers that other runs or users wait for.
 
-A sampler that answers users is given back soon when nobody asks it, and when its share of time is over when somebody
-does. The worker of an RL run or session whose client sends nothing is given back at once: the client may have crashed.
+A sampler that answers users is given back soon if there are no questions, and otherwise when its share of time is over.
+The worker of an RL run or session whose client sends nothing is given back at once, as the client may have crashed.
 """
 
 import logging
@@ -21,15 +21,15 @@ from shared.settings import Settings
 logger = logging.getLogger("longshore.service")
 
 _AGAIN_S = 60.0
-_GIVEN_BACK_IN_S = 15.0  # a run that was asked for its worker
+_GIVEN_BACK_IN_S = 15.0  # for which a worker that was asked for counts as on its way
 _UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
 
 _Lease = tuple[str, int]
-"""The execution of a run's workflow, and the lease's epoch."""
+"""A lease: the id of the execution of a run's workflow, and the lease's epoch."""
 
 
 class IdleEviction:
-    """Signals workflows that hold an idle process while others wait: a host has one, and does not know who waits."""
+    """Signals workflows that hold an idle process while others wait for one. (Hosts do not know of the others.)"""
 
     def __init__(
         self, settings: Settings, rows: RunRows, temporal: Temporal, waiting: Callable[[], frozenset[str]]
@@ -45,7 +45,7 @@ class IdleEviction:
         self._asked_runs: dict[_Lease, float] = {}
 
     async def evict(self) -> None:
-        """Signal them. Raises TemporalUnavailable, DatabaseUnavailable: not all were signalled."""
+        """Signal the workflows. Raises TemporalUnavailable, DatabaseUnavailable: not all were signalled."""
         phases = await self._rows.open()
         if (waiting := self._waiting()) or "waiting_for_sampler" in phases.values():
             await self._evict_samplers(waiting)
@@ -63,10 +63,10 @@ class IdleEviction:
                 self._asked[execution.run_id] = now
 
     async def _evict_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
-        """Ask as many idle runs as wait, those first that were idle longest. Each is asked once a lease.
+        """Ask idle runs for their workers, as many as are missing, the longest idle ones first; each once a lease.
 
         Args:
-            waiting: runs whose phase says that they wait. A lease that a host has taken waits for no other's worker.
+            waiting: runs in the phase of waiting for a worker. Only those whose lease no host has taken count.
         """
         async with self._temporal.client() as client:
             listed = client.list_workflows(self._driven_by_clients, rpc_timeout=LIST_PATIENCE)
@@ -84,7 +84,7 @@ class IdleEviction:
 
 
 async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
-    """The last lease of a run that waits for its client: the run may hold it yet."""
+    """Return the last lease of a run that waits for its client, which may still hold it; None for other runs."""
     status = await memo_of(execution, STATUS_MEMO, RunStatus)
     if status is None or status.phase not in ("waiting_for_groups", "waiting_for_commands") or not status.epoch:
         return None

@@ -18,7 +18,7 @@ from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, publishe
 from shared.storage.store import ObjectStore, uri_of
 
 Kind = Literal["adapters", "models", "checkpoints"]
-_KINDS: tuple[Kind, ...] = ("adapters", "models")  # an adapter answers to a name that a model has, too
+_KINDS: tuple[Kind, ...] = ("adapters", "models")  # if an adapter and a model have the same name, it means the adapter
 _ID = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
 _CHECKPOINT_ID = re.compile(r"(?P<run>[a-z0-9][a-z0-9-]{0,62}):step-(?P<step>[0-9]{1,8})")
 _WEIGHTS = "weights/"
@@ -26,7 +26,7 @@ _VERSION = re.compile(rf"(?P<name>[^/]+)/v(?P<version>[0-9]{{6}})/{re.escape(MAN
 
 
 class Owner(BaseModel):
-    """The run of a version's claim. `step`: the train step, of a run that publishes several."""
+    """The run that has claimed a version. `step`: its train step, if it publishes several versions."""
 
     run_id: str
     step: int | None = None
@@ -49,9 +49,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Target:
-    """The weights that answer: an adapter and the model that it was trained on, or a model alone.
+    """The weights that answer a question: an adapter and the model that it was trained on, or a model alone.
 
-    `base`: the model as the run named it. `name` and `version`: of what was published; version 0 is the base model.
+    `base`: the model as the run named it. `name` and `version`: those of the published weights; version 0 is the
+    untrained base model.
     """
 
     model: Artifact
@@ -77,7 +78,7 @@ class CheckpointName:
 
 
 def adapter_of(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
-    """The adapter in the newest checkpoint of a step: its files where they lie, under a manifest of their own.
+    """Return the adapter in the newest checkpoint of a step. A manifest of its own refers to the checkpoint's files.
 
     Raises:
         NotFound: there is no such checkpoint, or none any more; or the run trains no adapter.
@@ -104,7 +105,7 @@ def adapter_of(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
 
 
 class PublishedModels:
-    """Finds published versions in the store. Blocking. Versions never change: what was read once is kept."""
+    """Finds published versions in the store. Blocking. Versions never change, so they are cached."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -126,7 +127,7 @@ class PublishedModels:
                 yield Published(kind, match["name"], int(match["version"]))
 
     def find(self, tenant: str, model_id: str) -> Published:
-        """Raises NotFound for an id that is none, and for what this tenant has not published."""
+        """Find a version by its id. Raises NotFound if the id is malformed, or not of a version of this tenant."""
         if name := CheckpointName.parse(model_id):
             return self._checkpoint(tenant, name)
         match = _ID.fullmatch(model_id)
@@ -155,7 +156,7 @@ class PublishedModels:
         return next((Published(kind, name, version) for kind in present), None)
 
     def _newest(self, tenant: str, name: str) -> Published | None:
-        """Find the newest version. Claims number the versions; the last of them may not be published yet."""
+        """Find the newest version. There may be newer claims of versions that are not published yet."""
         for kind in _KINDS:
             claims = sum(1 for _ in self._store.list(f"{published(tenant, kind, name)}/claims/"))
             for version in range(claims, 0, -1):
@@ -180,7 +181,7 @@ class PublishedModels:
         return self.describe(tenant, self.find(tenant, model_id), model_id)
 
     def target_of(self, tenant: str, model_id: str) -> Target:
-        """The weights of an id. Raises NotFound when they have gone, or the job that made them is not on record."""
+        """Return the weights of an id. Raises NotFound if they were deleted, or their job has no record."""
         found = self.find(tenant, model_id)
         if (tenant, found) not in self._targets:
             self._targets[tenant, found] = self._read_target(tenant, found)
@@ -239,7 +240,7 @@ class PublishedModels:
             self.delete(tenant, each)
 
     def delete(self, tenant: str, found: Published) -> None:
-        """Delete a version's files, the manifest first: what is left of it is no version. Its number stays taken."""
+        """Delete a version's files, the manifest first, so that it never seems complete. Its number stays taken."""
         key = published_version(tenant, found.kind, found.name, found.version)
         self._store.delete(f"{key}/{MANIFEST}")
         for info in list(self._store.list(f"{key}/")):

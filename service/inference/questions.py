@@ -1,6 +1,6 @@
-"""Questions to what a tenant has published: each finds a sampler, and another one when that was lost under it.
+"""Answers questions to published models: finds a sampler for each, and another one if that is lost.
 
-To lease a sampler, the serving workflow of its model is started, and asked for it.
+Samplers are leased by the serving workflow of the model, which is started if necessary.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ logger = logging.getLogger("longshore.service")
 
 COMPLETION_WORKFLOW, SERVING_WORKFLOW = "CompletionWorkflow", "ServingWorkflow"
 _ATTEMPTS = 4
-_PLACES = ("model", "messages", "prompt", "n", "max_tokens")  # what an activity's errors name
-_CONTROL_PATIENCE_S = 15.0  # beyond a question's own: of hosts that run workflows
+_PLACES = ("model", "messages", "prompt", "n", "max_tokens")  # fields that errors of activities name
+_CONTROL_PATIENCE_S = 15.0  # added to a question's patience, for hosts that run workflows
 _MAX_REUSE_S = 10.0
 WAITS_S = 15.0
 _TRIES = 3
@@ -64,9 +64,9 @@ class SamplerLease:
 
 
 class SamplerLeases:
-    """Leases samplers. One question to a model asks for the lease; others share the answer for a few seconds.
+    """Leases samplers. One question to a model asks for the lease, and others share the answer for some seconds.
 
-    So many questions at once cost one update: Temporal takes ten of a workflow at a time.
+    This saves updates, of which Temporal accepts ten at a time for a workflow.
     """
 
     def __init__(self, settings: Settings, temporal: Temporal) -> None:
@@ -81,7 +81,7 @@ class SamplerLeases:
         """Return the lease of a sampler that is up.
 
         Raises:
-            SamplerUnavailable: none was, in time. InvalidInput: none can use the model.
+            SamplerUnavailable: none came up in time. InvalidInput: no sampler can use the model.
             TemporalUnavailable: the server, or every host that runs workflows, is away.
         """
         serving_id = f"serving-{content_key(key, self._settings.shape)}"
@@ -161,11 +161,11 @@ class SamplerLeases:
 
 
 class _Lost(Exception):
-    """The sampler, or its host, went while it was asked. Another may answer."""
+    """The sampler, or its host, was lost during a question. Another one may answer."""
 
 
 class Inference:
-    """Asks what was published. Token ids of answers to chats are kept for a while, to be trained on."""
+    """Asks published models. The token ids of chat answers are kept for a while, to be trained on."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Inference:
         self._questions = questions
 
     async def chat(self, tenant: str, asked: ChatRequest) -> ChatCompletion:
-        """Answer messages with a model; `stream` is left to the caller.
+        """Ask a model to answer messages. `stream` is ignored here.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -205,14 +205,14 @@ class Inference:
         return answer
 
     async def prune(self) -> None:
-        """Drop answers that nobody trains on any more."""
+        """Delete records of answers that are too old, or too many."""
         serving = self._settings.serving
         prune = partial(answer_records.prune, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
     async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest) -> ChatCompletion | CompletionResponse:
         if (name := ArtName.parse(asked.model)) is not None:
-            if isinstance(asked, ChatRequest):  # ART trains on its answers, and asks for nothing of this
+            if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
                 logprobs = True if asked.logprobs is None else asked.logprobs
                 asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
@@ -287,7 +287,7 @@ class Inference:
 
 
 async def _cancel(client: Client, completion_id: str, starting: asyncio.Future[Any]) -> None:
-    with suppress(RPCError):  # it has just been answered, or nobody answers
+    with suppress(RPCError):  # it has just been answered, or Temporal does not answer
         await starting  # a start that is under way cannot be called off
         await client.get_workflow_handle(completion_id).cancel(rpc_timeout=PATIENCE)
 
@@ -309,7 +309,7 @@ def _failure(error: WorkflowFailureError) -> Exception:
 
 
 def _refuse(error: WorkflowUpdateFailedError) -> None:
-    """Raise the refusal of a question; return where its update was lost."""
+    """Raise the refusal of a question. Returns if its update was lost, so that it can be sent again."""
     for cause in causes_of(error):
         match cause:
             case ApplicationError(type=kind) if kind in LOST_UPDATES:

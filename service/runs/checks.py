@@ -21,7 +21,7 @@ _PLACED = re.compile(r"(?P<place>grader[\w.]*): (?P<message>.*)", re.DOTALL)
 
 
 class Checks:
-    """Keeps nothing of what is checked. Each method raises Busy when a tenant has as many checks open as it may."""
+    """Runs checks, and keeps nothing of them. Each method raises Busy if a tenant has too many checks open."""
 
     def __init__(self, runs: Runs, temporal: Temporal, places: FairShare) -> None:
         self._runs = runs

@@ -1,4 +1,4 @@
-"""A run's files in the store beside its events: job files, workers' output, its data's report, rollouts as text."""
+"""Reads a run's files in the store, other than its events: job files, workers' output, reports, rollouts as text."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Decode = Callable[[list[int]], str]
 
 
 class JobFile(Frozen):
-    """One attempt at a job. `has_output`: the end of its worker's output was kept, as of attempts that went wrong."""
+    """One attempt at a job. `has_output`: the end of its worker's output was kept, as it is if an attempt fails."""
 
     job_id: str
     fence: str
@@ -143,7 +143,7 @@ class RunFiles:
         try:
             store, _ = artifacts.files_of(model, self._s3)
             return Tokenizer.from_buffer(store.get_bytes("tokenizer.json"))
-        except (NotFound, StoreUnavailable, InvalidInput, ValueError):  # ids are shown in the place of words
+        except (NotFound, StoreUnavailable, InvalidInput, ValueError):  # without the tokenizer, ids are shown
             return None
 
     def _newest_job(self, run_id: str) -> Job | None:

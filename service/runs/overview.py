@@ -51,7 +51,7 @@ class Overviews:
         self._places = asyncio.Semaphore(_CONCURRENT)
 
     async def show(self, tenant: str) -> Overview:
-        """Counts, places in the queue, and the titles of the keys by whose ids owners are named: half a second old."""
+        """Counts, places in the queue, and the titles of keys (owners are ids of keys); at most half a second old."""
         since, overview = self._shown.get(tenant, (0.0, None))
         if overview is None or time.monotonic() - since > SHARED_S:
             asked = time.monotonic()

@@ -1,4 +1,4 @@
-"""Our own settings of a job that was sent through another API, by their native names (docs/api.md)."""
+"""Longshore's own settings in jobs that are sent through other APIs, by their native names (docs/api.md)."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from shared.jobs.layout import EngineName, Layout
 
 
 class OwnSettings(Frozen):
-    """Settings of every such API. Absent ones have their native defaults; values are checked with the job."""
+    """The settings that all such APIs have. Absent ones have their native defaults; values are checked with the job."""
 
     rank: int | None = None
     alpha: float | None = None

@@ -1,4 +1,4 @@
-"""Runs in the index: admitted, found, listed, and changed where they are still as they were read."""
+"""Reads and writes the rows of runs. A row is changed only if it is still as it was read."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from shared.settings import WorkerSharing
 
 _KEPT = 1024
 _STATUS_COLUMNS = ("state", "phase", "step", "num_steps", "started_at", "ended_at", "gpu_seconds")
-# Notices of a run that was sent through OpenAI's API have its names, where it has one.
+# OpenAI's names of events, for runs that were sent through its API.
 _OPENAI: dict[State, NoticeType] = {
     "succeeded": "fine_tuning.job.succeeded",
     "failed": "fine_tuning.job.failed",
@@ -38,7 +38,7 @@ assert set(_ENDED) == set(get_args(State)) - {"running"} and set(_ENDED.values()
 
 @dataclass(frozen=True)
 class IndexedRun:
-    """A run as its row has it. `updated_at` tells one state of the row from another."""
+    """A run as read from its row. `updated_at` identifies the state of the row that was read."""
 
     record: RunRecord
     status: RunStatus
@@ -55,7 +55,7 @@ class IndexedRun:
     @cached_property
     def view(self) -> RunView:
         record = self.record
-        return RunView.model_construct(  # of parts that were checked when they were read
+        return RunView.model_construct(  # its parts were validated already
             **dict(self.status),
             created_at=record.created_at,
             tenant=record.tenant,
@@ -84,7 +84,7 @@ class RunRows:
         self._quotas = quotas
 
     async def admit(self, record: RunRecord, status: RunStatus) -> bool:
-        """Take a place for a run, before it is on record. False when it has one. Raises QuotaExceeded."""
+        """Add the row of a new run, before its record is written. False if it has one. Raises QuotaExceeded."""
 
         def work(session: Session) -> bool:
             if session.get(RunRow, record.run_id) is not None:
@@ -92,7 +92,7 @@ class RunRows:
             try:
                 self._quotas.admit_run(session, record.tenant)
             except QuotaExceeded:
-                # On PostgreSQL the same request may have taken this very place while this one waited for its turn.
+                # On PostgreSQL a repeat of the same request may have added this row while this one waited.
                 if session.get(RunRow, record.run_id) is None:
                     raise
                 return False
@@ -103,7 +103,7 @@ class RunRows:
         return await self._database.writing(work)
 
     async def worker_sharing(self, tenant: str) -> WorkerSharing | None:
-        """Whose adapters may be trained beside a tenant's."""
+        """Return which other tenants' adapters may be trained on one worker with a tenant's."""
         return await self._database.reading(lambda session: self._quotas.of(session, tenant).worker_sharing)
 
     async def check_place(self, tenant: str) -> None:
@@ -111,7 +111,7 @@ class RunRows:
         await self._database.writing(lambda session: self._quotas.admit_run(session, tenant))
 
     async def add(self, record: RunRecord, status: RunStatus) -> None:
-        """Put a run that is on record into the index, unless it is there. Without a notice."""
+        """Add the row of a run that has a record, unless there is one. Webhooks are not notified."""
 
         def work(session: Session) -> None:
             if session.get(RunRow, record.run_id) is None:
@@ -159,7 +159,7 @@ class RunRows:
         return tuple(_indexed(row) for row in await self._database.reading(work))
 
     def _has_label(self, name: str, value: str) -> ColumnElement[bool]:
-        """Return a condition on one label. It compares keys, as some characters have a meaning in a path into JSON."""
+        """Return a condition on one label. It compares keys, since a JSON path would interpret some characters."""
         each = func.json_each if self._database.is_sqlite else func.json_each_text
         labels = each(RunRow.labels).table_valued("key", "value")
         return exists(select(labels.c.key).where(labels.c.key == name, labels.c.value == value))
@@ -175,7 +175,7 @@ class RunRows:
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
 
     async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
-        """Give a run another status, unless somebody else did in the meantime. Returns the row as it is then."""
+        """Change a run's status, unless its row has been changed meanwhile. Returns the run as it is then."""
         if status == run.status:
             return run
 
@@ -195,7 +195,7 @@ class RunRows:
         return await self.find(run.run_id) or run
 
     async def delete(self, run_id: str) -> None:
-        """Give back a place that was taken for a run which never came on record."""
+        """Delete the row of a run whose record was never written."""
         await self._database.writing(lambda session: session.execute(delete(RunRow).where(RunRow.run_id == run_id)))
 
 
@@ -244,7 +244,7 @@ def _indexed(row: RunRow) -> IndexedRun:
 
 @lru_cache(_KEPT)
 def _parsed(record: str, status: str, updated_at: float) -> IndexedRun:
-    """Lists are read again and again, and rows seldom change."""
+    """Parse a row. Cached, since lists are read often and rows seldom change."""
     return IndexedRun(RunRecord.model_validate_json(record), RunStatus.model_validate_json(status), updated_at)
 
 

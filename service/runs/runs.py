@@ -1,4 +1,4 @@
-"""Runs behind the APIs: accepted, shown, ended and gone on with.
+"""Runs behind the APIs: submits, shows, ends and resumes them.
 
 A run is accepted once `run.json` is in the store. Whatever happens after that (the service dies, Temporal is away,
 its database is lost) the run is found again by its record, and started. The index (database/) has a row of each: a
@@ -84,8 +84,8 @@ class Runs:
         """Accept a run and start it. The same key gives the same run.
 
         Args:
-            asked: the request that the run was made of, by which a key is known again: what a name in it means
-                may be another thing when it comes once more. The run itself where there is none.
+            asked: the request that the run was made of; by default the run. A repeated key must have an equal request.
+                (The run may differ, if a name in the request means something else by then.)
 
         Raises:
             InvalidInput: a URI leads where it may not, or the key was used for another request.
@@ -98,7 +98,7 @@ class Runs:
         audit.touched(run_id)
         record, is_new = await self.accept(run_id, run, asking.tenant, asking.key_id, source or Source())
         try:
-            # A repeated key may name a run that ended long ago, and that Temporal has forgotten.
+            # A repeated key may be of a run that ended long ago, and that Temporal has forgotten.
             await (self._start(record) if is_new else self.make_sure(record))
         except TemporalUnavailable as error:  # accepted all the same: the sweep starts it when Temporal is back
             logger.warning("%s waits to be started: %s", run_id, error)
@@ -106,11 +106,11 @@ class Runs:
         return await self.view(asking.tenant, run_id)
 
     async def check_access(self, tenant: str, request: Frozen) -> None:
-        """Raises InvalidInput when a URI in a request leads where this tenant may not go."""
+        """Raise InvalidInput if the tenant may not read a URI in a request."""
         await asyncio.to_thread(self._access.check, tenant, request)
 
     async def check_run(self, tenant: str, run: Run, below: str = "") -> None:
-        """Raises InvalidInput for a URI that leads where this tenant may not go, or a layout that no host offers.
+        """Raise InvalidInput for a URI that the tenant may not read, or a layout that no host offers.
 
         `below`: the place of the run's fields in the request.
         """
@@ -118,7 +118,7 @@ class Runs:
         await self.check_access(tenant, run)
 
     async def sealed(self, request: F) -> F:
-        """Return a request without its URIs' queries, which hold signatures: hosts find these in the store."""
+        """Return a request without the queries of its URIs, which may hold signatures; they are put into the store."""
         return await asyncio.to_thread(without_queries, self._store, request)
 
     async def _claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
@@ -134,9 +134,9 @@ class Runs:
     async def accept(
         self, run_id: str, run: Run, tenant: str, owner: str | None, source: Source
     ) -> tuple[RunRecord, bool]:
-        """Put a run on record, for the caller to start. Returns the record, and whether this call wrote it.
+        """Write a run's record, for the caller to start it. Returns the record, and whether this call wrote it.
 
-        Its row comes first: quotas are counted in rows, and of two who want the last place one gets it.
+        The row is added first, since quotas are counted in rows: of two requests for the last place one succeeds.
 
         Raises:
             QuotaExceeded
@@ -159,8 +159,8 @@ class Runs:
             await asyncio.to_thread(self._store.put_bytes, paths.run_index(run_id), b"")
             is_new = await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(run_id).record, data)
         except Exception:
-            # An answer that was lost may have been of a write that was not. Where that cannot be told now, the row
-            # stays for as long as a record is due.
+            # The record may have been written although there was no answer. If the store cannot be asked now, the row
+            # stays, and is deleted later if there is no record.
             with suppress(NotFound):
                 return await self._states.record(run_id), False
             if took_place:
@@ -182,7 +182,7 @@ class Runs:
     async def workflow_of(
         self, record: RunRecord, *, start_id: str | None = None, resumed: bool = False, goes_on_from: str | None = None
     ) -> tuple[str, AnyStart]:
-        """The name and input of the workflow that does a run, by its tenant's rules as of now."""
+        """Return the name and input of a run's workflow, with the tenant's current rule for sharing workers."""
         sharing = await self._rows.worker_sharing(record.tenant)
         return workflow_of(
             record, self._settings, sharing, start_id=start_id, resumed=resumed, goes_on_from=goes_on_from
@@ -234,7 +234,7 @@ class Runs:
     # Ending and going on.
 
     async def cancel(self, tenant: str, run_id: str) -> RunView:
-        """Ask a run to end at its next step boundary; give a paused one up. Raises Conflict when it has ended."""
+        """Ask a run to end at its next step boundary; end a paused one at once. Raises Conflict when it has ended."""
         run = await self._row(tenant, run_id)
         if run.status.state == "paused":
             async with self._going_on(tenant):
@@ -255,7 +255,7 @@ class Runs:
 
     @asynccontextmanager
     async def _ending(self, tenant: str, run_id: str) -> AsyncIterator[Client]:
-        """Temporal's client, to end a run with that is running. Raises Conflict when it has ended."""
+        """Yield Temporal's client, with which to end a running run. Raises Conflict when it has ended."""
         await self.make_sure(await self.record(tenant, run_id))
         self._states.changed(run_id)
         run = await self._current(tenant, run_id)
@@ -290,10 +290,10 @@ class Runs:
         return await self.view(tenant, run_id)
 
     def _going_on(self, tenant: str) -> asyncio.Lock:
-        """Return the lock that is held while a run of a tenant is resumed, or a paused one cancelled.
+        """Return the lock that is held while a tenant's run is resumed, or a paused one cancelled.
 
-        One after the other, so that two do not take one place, and nobody gives up what somebody else goes on with: of
-        several services each may let one in.
+        So two runs do not take one place of a quota, and a run is not both resumed and cancelled. The lock only holds
+        within this process.
         """
         return self._locks.of(tenant)
 
@@ -316,10 +316,10 @@ class Runs:
             raise Conflict(f"{run_id} {word}: what failed or was cancelled can be tried again")
         return await self.submit(asking, run.record.run, source=run.record.source)
 
-    # Nothing accepted is lost.
+    # Starting runs that were accepted but not started.
 
     async def sweep(self) -> None:
-        """Start every accepted run that neither ended nor is known to Temporal; index those that are not yet."""
+        """Start every accepted run that has not ended and is unknown to Temporal; add rows that are missing."""
         await self._temporal.check()
         states, prefix = await self._rows.states(), paths.run_index()
         for item in await asyncio.to_thread(lambda: list(self._store.list(prefix))):
@@ -330,25 +330,25 @@ class Runs:
                 run = await self._rows.find(run_id) or await self._states.adopt(run_id)
                 if run.is_open:
                     await self._states.refresh(run)
-            except NotFound:  # the service died before it was accepted
+            except NotFound:  # it has no record: it was not accepted
                 continue
-            except ValidationError as error:  # one record that cannot be read must not strand the others
+            except ValidationError as error:  # a record that cannot be read must not keep others from being started
                 logger.error("%s cannot be looked after: %s", run_id, error)
-            except LongshoreError:  # something is away: the sweep is done anew
+            except LongshoreError:  # store, database or Temporal are away: the sweep is repeated
                 raise
-            except Exception:  # nor may anything else that is one run's
+            except Exception:  # nor may any other error of one run
                 logger.exception("%s cannot be looked after", run_id)
         await self.start_waiting()
 
     async def start_waiting(self) -> None:
         """Start what was accepted while Temporal was away."""
         for run_id in sorted(self._states.waiting):
-            with suppress(NotFound):  # it has gone since
+            with suppress(NotFound):  # its record is missing
                 await self.make_sure(await self._states.record(run_id))
             self._states.waiting.discard(run_id)
 
     async def make_sure(self, record: RunRecord) -> None:
-        """Start an unended run unless Temporal knows it."""
+        """Start a run that has not ended, unless Temporal knows it."""
         async with self._temporal.client() as client:
             with unless_unknown():
                 await client.get_workflow_handle(record.run_id).describe(rpc_timeout=PATIENCE)
@@ -358,7 +358,7 @@ class Runs:
         # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
         leases = paths.RunKeys(record.run_id).leases
         was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
-        with suppress(Conflict):  # somebody else has just started it
+        with suppress(Conflict):  # another process has just started it
             await self._start(record, resumed=was_leased)
         logger.info("started %s, which was accepted and not known to Temporal", record.run_id)
 

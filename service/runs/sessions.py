@@ -1,4 +1,4 @@
-"""Sessions behind the API: commands taken, put into the store before they are acknowledged, and their results."""
+"""Sessions behind the API: stores commands before they are acknowledged, and reads their results."""
 
 import asyncio
 import time
@@ -21,16 +21,16 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger
 
-# Between two looks at the store for a result; between two questions whether one will come at all.
+# Pauses between reads of the store for a result; and between checks whether the session still runs.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 _ASK_EACH_S = 1.0
-# A session that had a result just now has a worker, whose host looks for commands by itself.
+# If a session had a result in this time, it has a worker, whose host finds new commands without its workflow.
 _ATTENDED_S = 0.25
 _MOST_ANSWERED = 4096
 
 
 class CommandView(Frozen):
-    """Where a command is, and its result when there is one. A `dropped` one is sent again under another number."""
+    """A command's state, and its result if there is one. A `dropped` command must be sent again with a new number."""
 
     number: int
     state: str = Field(description="waiting, done, failed or dropped")
@@ -49,13 +49,13 @@ class TrainingSessions:
         self._answered: dict[str, float] = {}  # when a session last had a result, as far as this process has seen
 
     async def send(self, tenant: str, run_id: str, number: int, asked: Asked, wait_s: float) -> CommandView:
-        """Take a command, to be done after those of lower numbers. The same one twice is the same command.
+        """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.
 
         Args:
             wait_s: how long to wait for its result.
 
         Raises:
-            InvalidInput: the number has another command.
+            InvalidInput: another command has this number.
             Conflict: the session takes no more commands, or too many wait.
             QuotaExceeded
         """
@@ -64,7 +64,7 @@ class TrainingSessions:
         await self._put(record, number, data)
         soon_s = min(wait_s, _ATTENDED_S) if self._answered.get(run_id, 0.0) > time.monotonic() - _ATTENDED_S else 0.0
         if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
-            return _view(result)  # a host is at it, and nobody else need know
+            return _view(result)  # a host has found it, so the workflow need not be told
         try:
             await update_run(
                 self._runs, self._temporal, record, "command", Sent(number=number), place="number", sure=number > 1
@@ -88,7 +88,7 @@ class TrainingSessions:
     async def close(self, tenant: str, run_id: str) -> RunView:
         """Take no more commands: the session ends after those that wait. Raises Conflict when it has ended."""
         await update_run(self._runs, self._temporal, await self._record(tenant, run_id), "finish")
-        # Whoever does its commands looks here when none is left.
+        # The host of the session's worker checks this when no command is left.
         await asyncio.to_thread(self._store.put_bytes, RunKeys(run_id).is_closed, b"")
         return await self._runs.view(tenant, run_id)
 
@@ -99,7 +99,7 @@ class TrainingSessions:
         return record
 
     async def _put(self, record: RunRecord, number: int, data: bytes) -> None:
-        """Put a command into the store, where the first with its number counts."""
+        """Put a command into the store, unless there is one with its number."""
         keys = RunKeys(record.run_id)
         async with self._quotas.reservation(record.tenant) as reserved:
             await reserved.hold(len(data))
@@ -120,7 +120,7 @@ class TrainingSessions:
                 await reserved.settle(len(data))
 
     async def _wait(self, record: RunRecord, number: int, wait_s: float) -> CommandView:
-        """Wait for a result. Of a session that has ended, what has none was not done."""
+        """Wait for a result. If the session has ended without one, the command was not done."""
         end = time.monotonic() + wait_s
         while (result := await self._result_within(record, number, min(_ASK_EACH_S, end - time.monotonic()))) is None:
             view = await self._runs.view(record.tenant, record.run_id)
@@ -152,7 +152,7 @@ class TrainingSessions:
 
 
 def _is_asked(data: bytes) -> bool:
-    """Return True for a command that a client sent, False for what stands in the place of one that never came."""
+    """Return True for a command that a client sent, False for a Gap in the place of one that never arrived."""
     return CommandHead.model_validate_json(data).kind != "gap"
 
 

@@ -1,7 +1,7 @@
-"""Refresh the status of runs: ask their workflows and the store, and write it into the index, which others read.
+"""Refreshes the status of runs: reads it from their workflows and the store, and writes it into their rows.
 
-A row is read before anybody is asked, and changed only where it is still the same: an answer that was overtaken is
-dropped.
+A row is read before the workflow is asked, and only changed if it is still the same, so that an old answer never
+replaces a newer one.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from shared.storage.store import ObjectStore
 
 logger = logging.getLogger("longshore.service")
 SHARED_S = 0.5
-"""The time for which one workflow's answer serves everybody who asks."""
+"""Seconds for which a workflow's answer is used again."""
 _RECORD_DUE_S = 60.0
 _START_DUE_S = 30.0
 _CONCURRENT = 8
@@ -38,7 +38,7 @@ _RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}", "{SESSION_WORKF
 
 
 class RunStates:
-    """Keeps rows up to date. `waiting`: accepted runs that Temporal does not know, and that must be started."""
+    """Keeps rows up to date. `waiting`: accepted runs that Temporal does not know, which have to be started."""
 
     def __init__(self, store: ObjectStore, rows: RunRows, temporal: Temporal) -> None:
         self._store = store
@@ -48,7 +48,7 @@ class RunStates:
         self.waiting: set[str] = set()
 
     async def current(self, run: IndexedRun) -> IndexedRun:
-        """Ask for a run's current status: one query at a time, whose answer serves all who ask within half a second."""
+        """Ask for a run's current status. Callers within half a second share one query."""
         since, task = self._asked.get(run.run_id, (0.0, None))
         if task is None or time.monotonic() - since > SHARED_S:
             task = asyncio.create_task(self.refresh(run))
@@ -58,15 +58,15 @@ class RunStates:
         return await asyncio.shield(task)
 
     def changed(self, run_id: str) -> None:
-        """Forget the last answer: somebody changed the run."""
+        """Forget the last answer, since the run was changed."""
         self._asked.pop(run_id, None)
 
     async def refresh(self, run: IndexedRun) -> IndexedRun:
-        """Ask for a run's status, and write it down. While Temporal is away, the status stays."""
+        """Ask for a run's status, and update its row. While Temporal is away only the end of a run is noticed."""
         try:
             status = await self._status(run)
         except TemporalUnavailable:
-            status = await self.result(run.run_id)  # it may have ended all the same
+            status = await self.result(run.run_id)  # its end may be in the store
         return run if status is None else await self._rows.change(run, status)
 
     async def _status(self, run: IndexedRun) -> RunStatus | None:
@@ -87,10 +87,10 @@ class RunStates:
             return await self.result(run.run_id) or await self._settle(handle, run, description)
 
     async def _lost(self, run: IndexedRun) -> None:
-        """Have a run started that Temporal has lost, if it is on record; drop its row otherwise."""
+        """Have a run that Temporal does not know started, if it has a record; else delete its row."""
         age_s = time.time() - run.record.created_at
         if await asyncio.to_thread(self._store.head, paths.RunKeys(run.run_id).record) is not None:
-            # A schedule's own workflow starts its run, and waits for the end of what it started.
+            # A schedule's workflow starts its run itself, to wait for its end.
             if run.record.source.schedule is None or age_s > _START_DUE_S:
                 self.waiting.add(run.run_id)
         elif age_s > _RECORD_DUE_S:
@@ -99,13 +99,13 @@ class RunStates:
     async def _settle(
         self, handle: WorkflowHandle[Any, Any], run: IndexedRun, ended: WorkflowExecutionDescription
     ) -> RunStatus:
-        """Give a run that ended without a result, as when an operator terminated it, the result that it lacks.
+        """Write a result for a run that ended without one, such as when an operator terminated its workflow.
 
-        Else it would be taken for a lost one, and started again, once Temporal has forgotten it.
+        Otherwise it would seem lost, and be started again, once Temporal has forgotten it.
         """
         status = await _query(handle) or run.status
         if (await handle.describe(rpc_timeout=PATIENCE)).run_id != ended.run_id:
-            return status  # it was resumed since: that is why its result has gone
+            return status  # it was resumed meanwhile, which moved its result away
         if status.state == "running":
             word = ended.status.name.lower().replace("_", " ") if ended.status is not None else "nothing"
             problem = Problem(
@@ -124,7 +124,7 @@ class RunStates:
         return None
 
     async def give_up(self, run: IndexedRun) -> None:
-        """Write down that a paused run was cancelled: it has no workflow to cancel."""
+        """Record that a paused run was cancelled, as it has no workflow that could do so."""
         status = run.status.model_copy(update={"state": "cancelled", "ended_at": time.time()})
         data = status.model_dump_json(indent=1).encode()
         await asyncio.to_thread(self._store.put_bytes, paths.RunKeys(run.run_id).result, data)
@@ -140,10 +140,10 @@ class RunStates:
         return RunRecord.model_validate_json(data)
 
     async def adopt(self, run_id: str) -> IndexedRun:
-        """Put a run into the index that is on record and not there: one of a lost database.
+        """Add the row of a run that has a record but no row, such as after the loss of the database.
 
         Raises:
-            NotFound: it is not on record.
+            NotFound: it has no record.
         """
         record = await self.record(run_id)
         await self._rows.add(record, await self.result(run_id) or queued(record))
@@ -153,7 +153,7 @@ class RunStates:
 
 
 async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
-    """Query a workflow's status; None without an answer, as from code that is newer than the workflow's history."""
+    """Query a workflow's status; None if it fails, such as when code is newer than the workflow's history."""
     try:
         return await query(handle, "status", result_type=RunStatus)
     except TemporalUnavailable as error:
@@ -167,9 +167,9 @@ def queued(record: RunRecord) -> RunStatus:
 
 
 class Watch:
-    """Keeps the index up to date: lists Temporal's running workflows each second, and asks those that moved.
+    """Keeps rows up to date: lists Temporal's running workflows each second, and asks those that may have changed.
 
-    Several services may watch one database: a row is changed once.
+    Several services may do so with one database.
     """
 
     def __init__(self, rows: RunRows, states: RunStates, temporal: Temporal) -> None:
@@ -180,12 +180,12 @@ class Watch:
         self._foreign: set[str] = set()  # runs of another installation in this namespace of Temporal
 
     async def refresh(self) -> None:
-        """Bring rows up to date, those first that were changed longest ago.
+        """Update rows, those first that were changed longest ago.
 
         Raises:
             TemporalUnavailable, DatabaseUnavailable: the rows stay as they are.
         """
-        running = await self._running()  # before the rows: what was submitted since is asked for, and runs
+        running = await self._running()  # before the rows: a run that is submitted in between is asked
         rows = await self._rows.open()
         moved = [run_id for run_id, phase in rows.items() if _may_have_moved(phase, run_id, running)]
         self._foreign &= running.keys()
@@ -193,7 +193,7 @@ class Watch:
         await asyncio.gather(*(self._look(run_id) for run_id in (unknown + moved)[:_MOST_A_TURN]))
 
     async def _running(self) -> dict[str, RunStatus | None]:
-        """Running workflows of runs, each with the status in its memo."""
+        """Return the runs whose workflows are running, each with the status in its memo."""
         async with self._temporal.client() as client:
             found = client.list_workflows(_RUNNING, rpc_timeout=LIST_PATIENCE)
             return {e.id: await memo_of(e, STATUS_MEMO, RunStatus) async for e in found}
@@ -208,6 +208,6 @@ class Watch:
 
 
 def _may_have_moved(phase: str, run_id: str, running: dict[str, RunStatus | None]) -> bool:
-    """True if a run must be asked: it is no longer listed, it is training, or its phase is another than the row's."""
+    """True if a run must be asked: it is not listed as running, it is training, or its phase differs from the row's."""
     memo = running.get(run_id)
     return memo is None or memo.phase == "training" or memo.phase != phase or memo.state != "running"

@@ -16,7 +16,7 @@ from shared.runs.status import StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.store import ObjectStore
 
-# Between two looks at a step that is waited for: a short step is answered soon, a long one asked about seldom.
+# Pauses between checks of a step that is waited for; they grow, so that long steps are checked less often.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 
 
@@ -29,7 +29,7 @@ class TrainSteps:
         self._temporal = temporal
 
     async def train(self, tenant: str, run_id: str, request: StepRequest, wait_s: float = 0) -> StepStatus:
-        """Hand a step to its run. The same key is the same step.
+        """Hand a step to its run. A repeated key gives the same step.
 
         Args:
             wait_s: how long to wait for the step's end; the answer is its status then.

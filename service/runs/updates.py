@@ -1,4 +1,4 @@
-"""Updates of runs' workflows: what a client sends to a run that goes on, taken once however often it is sent."""
+"""Sends updates to runs' workflows. An update may be sent repeatedly, and takes effect once."""
 
 import asyncio
 from datetime import timedelta
@@ -23,16 +23,16 @@ _TRIES, _PAUSE_S = 4, 0.2
 async def update_run(
     runs: Runs, temporal: Temporal, record: RunRecord, name: str, *messages: Frozen, place: str = "", sure: bool = False
 ) -> Any:
-    """Update a run's workflow, and send the update again when it was lost: when the run has just begun a new execution,
-    or Temporal was killed. It is no other for being sent twice.
+    """Update a run's workflow. A lost update is sent again: the run may just have moved on to a new execution, or
+    Temporal may have been killed.
 
     Args:
         place: the field that a refusal is about.
-        sure: Temporal knows the run, as far as the caller does.
+        sure: the caller assumes that Temporal knows the run, so this is not checked first.
 
     Raises:
         InvalidInput, Conflict: the run refuses it, or has ended.
-        TemporalUnavailable: nobody takes it.
+        TemporalUnavailable: no host takes it.
     """
     run_id = record.run_id
     audit.touched(run_id)
@@ -62,7 +62,7 @@ async def update_run(
 
 
 def _refusal(error: WorkflowUpdateFailedError, place: str) -> Exception | None:
-    """The refusal of a workflow's update as an error of ours; None where the update was lost."""
+    """Return a refused update's reason as an error of the service; None if the update was lost."""
     for cause in causes_of(error):
         match cause:
             case ApplicationError(type="InvalidInput"):

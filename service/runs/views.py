@@ -49,7 +49,7 @@ class RunView(RunStatus):
 
 
 def seconds_left(view: RunStatus, now: float) -> float | None:
-    """Seconds to a run's last step, by its own estimate; None while nobody can say, and behind that moment."""
+    """Return the seconds to a run's last step, by its own estimate; None without an estimate, or after that time."""
     if view.state != "running" or view.estimated_end is None or view.estimated_end <= now:
         return None
     return view.estimated_end - now
@@ -105,9 +105,9 @@ class TrainStepMetrics(Frozen):
 
 
 class Metrics(Frozen):
-    """One row an optimizer step, in order: the newest worker's, where a step was done twice.
+    """Metrics of each optimizer step, in order; of a step that was done twice, those of the last time.
 
-    `train_steps`: one row a train step of an RL run, but for steps whose key was trained before: they measured nothing.
+    `train_steps`: metrics of each train step of an RL run, except steps that repeat another one's key.
     """
 
     steps: tuple[StepMetrics, ...]
@@ -116,7 +116,7 @@ class Metrics(Frozen):
 
 
 class RunReader:
-    """Reads what a run left in the store. Events come from the control plane's own copy of the workers' logs."""
+    """Reads a run's events, steps and checkpoints in the store. Events are in copies of the workers' logs there."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -201,12 +201,12 @@ def describe(event: Event) -> str:
 
 
 def brief(metrics: dict[str, float]) -> str:
-    """The usual metrics in words, or all where there is none of those."""
+    """Format the most usual metrics; all, if there is none of those."""
     return ", ".join(in_words(name, metrics[name]) for name in looked_for(metrics))
 
 
 def glance(metrics: dict[str, float]) -> list[str]:
-    """The few most important metrics, each in words, the most important first."""
+    """Format a few metrics, the most important first."""
     return [in_words(name, metrics[name]) for name in _GLANCED_AT if name in metrics]
 
 
@@ -227,17 +227,16 @@ def in_words(name: str, value: float) -> str:
 
 
 def looked_for(names: Iterable[str]) -> list[str]:
-    """The usual metrics among these names, or all where there is none of those."""
+    """Return the usual metrics among these names; all, if there is none of those."""
     found = sorted(names)
     return [name for name in _LOOKED_FOR if name in found] or found
 
 
 @dataclass
 class RunHistory:
-    """The events and train steps of a run, read once and then as far as they have grown.
+    """The events and train steps of a run. Each `read` adds those that are new.
 
-    Events stand in order of job, then of fence, and keep it: a client asks for those behind one. A step that another
-    worker did again stands twice: the last one counts.
+    Events are in order of job, then of fence. A step that another worker has repeated occurs twice: the last counts.
     """
 
     events: list[RunEvent] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Answers to chats as they were drawn: kept in the store for a while, so that training on a conversation has its very
-token ids, which the text of an answer does not give back.
+"""Records of chat answers with their sampled token ids, kept in the store for a while so that they can be trained on:
+tokenizing an answer's text again may give other ids.
 
-Each tenant's lie below a prefix of its own, by the hour in which they were given: the hour is part of an answer's id.
+Keys consist of the tenant, the hour of the answer (which its id contains), and the answer's id.
 """
 
 import re
@@ -36,9 +36,9 @@ class DrawnChoice(Frozen):
 
 
 class AnswerRecord(Frozen):
-    """An answer as it was drawn. `name` and `version`: of the published adapter or model that gave it.
+    """An answer and its token ids. `name` and `version` are those of the published adapter or model that gave it.
 
-    `model_sha256` is the base model's: ids of another vocabulary mean something else.
+    `model_sha256` identifies the base model, whose vocabulary the ids are of.
     """
 
     answer_id: str
@@ -50,7 +50,7 @@ class AnswerRecord(Frozen):
 
 
 def new_answer_id(now: float) -> str:
-    """An id that nobody guesses, and that says when the answer was given."""
+    """Return an id of the time in seconds (8 hex digits) and 96 random bits, so that it cannot be guessed."""
     return f"chatcmpl-{int(now):08x}{secrets.token_hex(12)}"
 
 
@@ -60,7 +60,7 @@ def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
 
 
 def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | None:
-    """A tenant's own answer; None for an id that is none, that is another tenant's, or whose answer is gone."""
+    """Read a tenant's answer. Returns None if the id is malformed or another tenant's, or the record was deleted."""
     if not _ID.fullmatch(answer_id):
         return None
     try:
@@ -70,7 +70,7 @@ def recall(store: ObjectStore, tenant: str, answer_id: str) -> AnswerRecord | No
 
 
 def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None:
-    """Drop answers that are older than `kept_s`, and of each tenant's the oldest beyond `max_bytes`."""
+    """Delete answers older than `kept_s` seconds, and each tenant's oldest ones beyond `max_bytes` in total."""
     sizes: dict[str, int] = {}
     for tenant, answer_id, key, size in sorted(_all(store), key=lambda found: found[1], reverse=True):
         sizes[tenant] = sizes.get(tenant, 0) + size
@@ -79,7 +79,7 @@ def prune(store: ObjectStore, now: float, kept_s: float, max_bytes: int) -> None
 
 
 def _all(store: ObjectStore) -> Iterator[tuple[str, str, str, int]]:
-    """Tenant, answer, key and size of every record."""
+    """Yield (tenant, answer id, key, size in bytes) of every record."""
     for info in store.list(paths.ANSWER_RECORDS):
         match info.key.removeprefix(paths.ANSWER_RECORDS).split("/"):
             case [tenant, _, name] if _ID.fullmatch(answer_id := name.removesuffix(".json")):

@@ -99,7 +99,9 @@ class Answer(BaseModel):
 
 
 class TokenLogprobs(Answer):
-    """A value a token: the sampled token's text, its logprob in nats, where it begins in the text, the likeliest."""
+    """Lists with one entry for each sampled token: its text, its logprob in nats, its offset in the text, and the
+    logprobs of the likeliest tokens in its place.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -118,8 +120,8 @@ class PromptLogprob(Answer):
 class Choice(Answer):
     """One sample. `finish_reason` is "stop", or "length" where it was cut off.
 
-    `prompt_logprobs` has a value a prompt token, by token id: null for the first, the token itself for each other (and
-    whatever else another server adds).
+    `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
+    holds at least the token itself (other servers add likelier ones).
     """
 
     index: int
@@ -139,7 +141,7 @@ class Usage(Answer):
 
 
 class CompletionResponse(Answer):
-    """The choices of prompt p are those with index `p * n` to `(p + 1) * n - 1`."""
+    """The answer to a CompletionRequest. The choices of prompt p have the indices `p * n` to `(p + 1) * n - 1`."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -150,7 +152,7 @@ class CompletionResponse(Answer):
 
 
 class ModelCard(Answer):
-    """`root` is where its files are; `parent` is an adapter's base model."""
+    """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model."""
 
     id: str
     object: Literal["model"] = "model"

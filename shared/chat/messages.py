@@ -1,6 +1,6 @@
-"""The part of OpenAI's chat protocol that is answered here: strict in what is asked, complete in what is said.
+"""Requests and answers of `POST /v1/chat/completions`: the part of OpenAI's chat protocol that is supported.
 
-`POST /v1/chat/completions`. What would be ignored is refused, unless its value is the one that changes nothing.
+A field that has no effect here is refused, unless it has the value that means "off" (such as a penalty of 0).
 """
 
 from typing import Annotated, Any, Literal
@@ -155,9 +155,10 @@ class ChatAnswer(Answer):
 
 
 class ChatChoice(Answer):
-    """`token_ids`: as they were drawn, with the end token, where they were asked for.
+    """One answer of a completion. `token_ids`: the sampled ids with the end token, if the request asked for them.
 
-    `answer_id`: the completion's, under which the drawn ids are remembered; a choice in a trajectory brings it back.
+    `answer_id`: the completion's id, under which its token ids are kept. A client that trains on this choice sends it
+    back in a trajectory.
     """
 
     index: int

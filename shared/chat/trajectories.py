@@ -15,8 +15,8 @@ from shared.contract import Frozen
 class Trajectory(Frozen):
     """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
 
-    `sampled`, `logprobs` and `token_ids` are of one length L. `logprobs` are the sampler's own, in nats, of the tokens
-    that it sampled; what stands beside the others is not read.
+    `sampled`, `logprobs` and `token_ids` have one length L. `logprobs` are the sampler's, in nats; they are read only
+    where `sampled` is true.
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
@@ -44,7 +44,7 @@ class TokenLogprob(Answer):
 
 
 class ChoiceLogprobs(Answer):
-    """The tokens of an answer, in order; a refusal's stand in a list of their own."""
+    """The tokens of an answer in order: in `content`, or in `refusal` if the model refused to answer."""
 
     content: tuple[TokenLogprob, ...] | None = None
     refusal: tuple[TokenLogprob, ...] | None = None
@@ -57,7 +57,8 @@ class ChoiceLogprobs(Answer):
 class SampledTurn(Answer):
     """The record of how an assistant's turn was sampled: the fields beside the message in a chat completion's choice.
 
-    `answer_id`: of the completion of ours whose choice `index` it is: its drawn ids are remembered.
+    `answer_id`: the id of the completion of this installation that the turn was choice number `index` of. The store
+    keeps the token ids of that completion.
     """
 
     logprobs: ChoiceLogprobs | None = None
@@ -70,9 +71,9 @@ class SampledTurn(Answer):
 class ChatTrajectory(Frozen):
     """One sampled conversation, as a client of chat completions has it.
 
-    What was sampled are the assistant's turns that have `logprobs` or an `answer_id`: messages with those fields (and
-    `token_ids`) beside their own, or whole choices as the server gave them. All other messages are context. It is the
-    token form that is trained: the ids that were drawn, and what they were drawn behind.
+    Assistant turns with `logprobs` or an `answer_id` count as sampled: messages with those fields (and `token_ids`)
+    beside their own, or whole choices as the server gave them. All other messages are context. Before training the
+    conversation is turned into a token form: the sampled ids, each after the ids of the prompt it was sampled with.
     """
 
     messages: tuple[dict[str, JsonValue], ...] = Field(
@@ -104,7 +105,7 @@ def _form_of(trajectory: Any) -> str:
 
 
 FORMS = ("tokens", "chat")
-"""Tags of the two forms, in the places that pydantic's errors name."""
+"""Tags of the two kinds of trajectories. They occur in the locations of pydantic's errors."""
 SentTrajectory = Annotated[
     Annotated[Trajectory, Tag("tokens")] | Annotated[ChatTrajectory, Tag("chat")], Discriminator(_form_of)
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 MAX_EXPRESSION_CHARS = 4_000
 _MAX_DEPTH = 50
 _TOKEN = re.compile(
-    # Possessive, so that nothing is read twice.
+    # Possessive quantifiers: they do not backtrack, so matching takes linear time.
     r"\s*+(?:(?P<number>(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][+-]?\d++)?+)(?![\w.])|(?P<name>[A-Za-z_]\w*+)"
     r"|(?P<sign>[-+*/^(),]))"
 )
@@ -50,10 +50,10 @@ class _Apply:
     arity: int
 
 
-_Step = float | str | _Apply  # a number, a name, or a function of what stands before it
+_Step = float | str | _Apply  # a number, a name, or a function of the values before it
 _Token = tuple[str, str, int]  # its kind (number, name, end, or the sign itself), its text, its place
 
-# Of a sign between two operands: how tightly it binds, and how tightly its right operand's signs must.
+# By binary operator: its precedence, and the least precedence that operators within its right operand must have.
 _BINDS: Mapping[str, tuple[int, int]] = {"+": (1, 2), "-": (1, 2), "*": (3, 4), "/": (3, 4), "^": (6, 5)}
 _NEGATION_BINDS = 5
 
@@ -129,7 +129,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _Parser:
-    """Precedence climbing (Pratt 1973); `depth` bounds what recursion hostile input can cause."""
+    """A parser by precedence climbing (Pratt 1973). `depth` is the depth of nesting, which is bounded."""
 
     def __init__(self, tokens: Iterator[_Token]) -> None:
         self._tokens = tokens
@@ -137,7 +137,7 @@ class _Parser:
         self.steps: list[_Step] = []
 
     def operand_and_signs(self, binding: int, depth: int) -> None:
-        """Read an operand, and the signs behind it that bind at least so tightly, with their right operands."""
+        """Read an operand and the operators after it of precedence `binding` or higher, with their right operands."""
         self._operand(depth)
         while _BINDS.get(self._next[0], (-1, -1))[0] >= binding:
             sign = self._take()[0]

@@ -122,9 +122,10 @@ class SamplingParams(Frozen):
 
 
 class ScoreModelGrader(Frozen):
-    """A model's judgement within `range`, asked of an OpenAI-compatible server.
+    """Asks a model of an OpenAI-compatible server for a grade within `range`.
 
-    `base_url` is ours: such as `https://host/v1`; absent, the installation's own (`grading.score_model_url`).
+    `base_url`, a field that OpenAI's graders do not have, is the server's URL, such as `https://host/v1`. Without it
+    the installation's server is asked (`grading.score_model_url`).
     """
 
     type: Literal["score_model"] = "score_model"
@@ -234,7 +235,7 @@ class SampleGrade(Frozen):
 
 
 class GradeOneRequest(Frozen):
-    """`sample` is None: the grader is only made ready."""
+    """A request to grade one sample; without a sample, only to check that the grader can be used."""
 
     grader: Grader
     sample: SampledItem | None = None

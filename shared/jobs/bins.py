@@ -18,7 +18,7 @@ Indices = NDArray[np.int64]
 
 _WINDOW = 64  # a step of `batch_tokens` looks this far ahead for units that fill it
 _PART_UNITS = 2  # a part of a step holds two units of the usual length, or more
-_MAX_REPACKED_BINS = 1024  # beyond, a bin more than needed is lost in the noise
+_MAX_REPACKED_BINS = 1024  # with more bins than this, saving one of them is not worth the time
 _REPACK_PASSES = 4
 
 
@@ -76,9 +76,10 @@ def _take(window: deque[int], rest: Iterator[int], lengths: list[int], room: int
 
 
 def _fill(part: list[int], free: int, window: deque[int], lengths: list[int]) -> None:
-    """End a part well: with the one or two units of the window that fill it best, in place of up to two taken last.
+    """Fill the rest of a part: add the one or two units of the window that leave least free, in place of up to two that
+    were taken last.
 
-    The first unit stays, or it might be put off for ever.
+    The part's first unit is never replaced, since it might then be put off for ever.
     """
     by_length = sorted((lengths[u], k) for k, u in enumerate(window))
     left, num_back, chosen = free, 0, list[int]()
@@ -143,9 +144,10 @@ def best_fit_decreasing(tokens: list[int], capacity: int) -> list[list[int]]:
 
 
 def pack(tokens: list[int], capacity: int) -> list[list[int]]:
-    """Bins for a step: best fit decreasing, or a way that takes fewer bins than that where there is one.
+    """Pack a step's units into bins by best fit decreasing, or by another method if that needs fewer bins.
 
-    Steps of tokens are made of even parts, so the order they come in may do; else bins are refilled exactly.
+    The others are next fit, which does well on steps that were cut by tokens, as their parts are even; and refilling a
+    smaller number of bins by exact subset sums.
     """
     bins = best_fit_decreasing(tokens, capacity)
     fewest = -(-sum(tokens) // capacity)
@@ -172,7 +174,7 @@ def next_fit(tokens: list[int], capacity: int) -> list[list[int]]:
 
 
 def _refill(tokens: list[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Spread over `num_bins` bins, then let bins that are too full fill others to the brim. None if that fails."""
+    """Spread items over `num_bins` bins, then move items from overfull bins into others. Returns None if that fails."""
     bins = _spread(tokens, num_bins)
     load = [sum(tokens[i] for i in each) for each in bins]
     for _ in range(_REPACK_PASSES):
@@ -201,7 +203,7 @@ def _spread(tokens: list[int], num_bins: int) -> list[list[int]]:
 
 
 def _pour(tokens: list[int], bins: list[list[int]], load: list[int], full: int, other: int, capacity: int) -> None:
-    """Share two bins' items anew: as near to `capacity` as can be in `other`, the rest in `full`."""
+    """Divide two bins' items anew: those that fill `capacity` best go into `other`, the rest into `full`."""
     items = bins[full] + bins[other]
     chosen = fullest_subset([tokens[i] for i in items], capacity)
     total = sum(tokens[items[k]] for k in chosen)

@@ -1,7 +1,7 @@
-"""Commands of a session: what its client asks of the slot, one by one, and what comes of it.
+"""Commands of a session and their results: a client trains a slot by sending commands, which are done one by one.
 
-A command is a file beside the job that serves its session; its result is a file too. The same payload has the same
-effect, to the bit, whenever and wherever it is done again.
+Each command and each result is a file beside the session's job. Repeating a command from the same state has a result
+that is equal to the bit, on any worker.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Datum(Frozen):
-    """One sequence. The four lists have a number for each token but the first, which nothing comes before."""
+    """One sequence. The four lists have one number for each token but the first, which cannot be predicted."""
 
     tokens: tuple[TokenId, ...] = Field(min_length=2, description="token ids")
     weights: tuple[Finite, ...] | None = Field(
@@ -97,7 +97,7 @@ class ForwardBackward(_OnData):
 
 
 class OptimStep(Frozen):
-    """Divide the accumulated gradients, clip, step, zero."""
+    """Make one optimizer step: divide the accumulated gradients, clip them, update the weights, zero the gradients."""
 
     kind: Literal["optim_step"] = "optim_step"
     learning_rate: float = Field(ge=0, le=10)
@@ -118,13 +118,13 @@ class SaveState(Frozen):
 
 
 class Skip(Frozen):
-    """A number whose command is not done again: it changes nothing, and has its result."""
+    """Replaces a command that a new worker need not repeat, since it changes no state and its result is stored."""
 
     kind: Literal["skip"] = "skip"
 
 
 class Gap(Frozen):
-    """Stands in the place of a command that never came. It and those behind it, up to `through`, are dropped."""
+    """Replaces a command that never arrived. Its number and the following ones up to `through` are dropped."""
 
     kind: Literal["gap"] = "gap"
     through: int
@@ -132,7 +132,7 @@ class Gap(Frozen):
 
 
 class CommandHead(BaseModel):
-    """What whoever hands a stored command on must know of it, whatever else it has."""
+    """The fields of a stored command that a host reads to pass it on to a worker; all others are ignored."""
 
     kind: str
     publish: bool = False
@@ -140,7 +140,7 @@ class CommandHead(BaseModel):
 
 
 Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState, Field(discriminator="kind")]
-"""What a client may send."""
+"""The commands that a client may send; Skip and Gap are made by hosts and workflows."""
 Command = Annotated[Forward | ForwardBackward | OptimStep | SaveState | Skip | Gap, Field(discriminator="kind")]
 command: TypeAdapter[Command] = TypeAdapter(Command)
 
@@ -156,7 +156,8 @@ class TokenScores(Frozen):
 
 class CommandProblem(Frozen):
     """Why a command failed. `not_finite` and `error` drop the gradients accumulated so far; nothing else is changed.
-    One that was `dropped` was never done: it waited for another that did not come.
+
+    A `dropped` command was never done, because a command with a lower number did not arrive in time.
     """
 
     kind: Literal["invalid_input", "not_finite", "error", "dropped"]
@@ -164,7 +165,7 @@ class CommandProblem(Frozen):
 
 
 class CommandResult(Frozen):
-    """What a command came to: `metrics` of a loss or a step, `data` in the order of the command's."""
+    """The result of a command: the `metrics` of a loss or step, and scores for each datum in the command's order."""
 
     number: int
     kind: str

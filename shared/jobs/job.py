@@ -170,7 +170,7 @@ Loss = Annotated[CrossEntropy | PolicyLoss | DPO, Field(discriminator="kind")]
 
 
 def reference_of(loss: Loss) -> Reference | None:
-    """The model whose log-probabilities a loss needs beside the trained one's. Raises ValueError as `Kl.model`."""
+    """Return the reference model of a loss; None if it has none. Raises ValueError as `Kl.model` does."""
     match loss:
         case CrossEntropy():
             return None
@@ -359,7 +359,7 @@ class Job(Frozen):
 
     @property
     def needs_its_beginning(self) -> bool:
-        """True where the weights that the job begins with are needed: at its first attempt, or to score by them."""
+        """True if the weights before the job's first step are needed: at its first attempt, or to score data."""
         return self.start is None or (isinstance(self.plan, JobPlan) and scores_old(self.plan.loss))
 
     @model_validator(mode="after")

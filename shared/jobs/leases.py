@@ -10,7 +10,7 @@ from shared.jobs.layout import EngineName, Layout
 
 
 class WorkerKey(Frozen):
-    """Properties of a worker process for its life. A released worker may serve another run with an equal key."""
+    """Properties that a worker process has for life. A released worker may serve another run with an equal key."""
 
     model: Artifact
     layout: Layout
@@ -25,7 +25,7 @@ class WorkerKey(Frozen):
 
 
 class SamplerKey(Frozen):
-    """Properties of a sampler process for its life, which decide its bits on one machine."""
+    """Properties that a sampler process has for life. On one machine, equal keys give bit-identical samples."""
 
     model: Artifact
     dtype: Dtype = "float32"

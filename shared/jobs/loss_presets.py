@@ -46,7 +46,7 @@ def preset(name: Preset, max_completion_tokens: int) -> Algorithm:
 
 
 def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[str, Any]:
-    """A run's fields with the loss and the advantages of its `algorithm`. What the fields say themselves goes before.
+    """Return a run's fields with the loss and advantages of its `algorithm`. Fields that are set take precedence.
 
     Args:
         max_completion_tokens: the sampler's limit, by which Dr. GRPO divides every sequence.
@@ -67,6 +67,6 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
         raise ValueError(f"algorithm {name} has the loss {paper.loss.kind}: a loss {kind} leaves nothing of it")
     advantages = fields.get("advantages") or paper.advantages
     chosen = fields | {"loss": paper.loss.model_dump() | loss, "advantages": advantages}
-    if advantages in ("batch_normalized", "given"):  # which know no groups
+    if advantages in ("batch_normalized", "given"):  # these do not compare the rewards of a group
         return chosen
     return chosen | {"equal_rewards": fields.get("equal_rewards") or paper.equal_rewards}

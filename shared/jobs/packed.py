@@ -101,7 +101,7 @@ class UnitsWriter:
     """Streams units into a folder. Memory stays constant; the header, written by `close`, comes last."""
 
     def __init__(self, folder: Path, columns: tuple[str, ...] = _REQUIRED) -> None:
-        """`columns`: those that every unit will have; the rest keep their defaults."""
+        """Open the files of a folder. `columns`: those that are written; the others have defaults on reading."""
         assert set(_REQUIRED) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -188,7 +188,7 @@ class Units:
 
     @classmethod
     def in_memory(cls, units: Sequence[Mapping[str, NDArray]]) -> Self:
-        """Units that were never on a disk: of each the same columns, as `UnitsWriter.append` takes them."""
+        """Make units from arrays in memory: for each unit the same columns, as `UnitsWriter.append` takes them."""
         names = tuple(units[0])
         offsets = [np.cumsum([0, *(len(unit[name]) for unit in units)]) for name in ("token_id", "label")]
         made = cls.__new__(cls)
@@ -200,7 +200,7 @@ class Units:
         return made
 
     def _check(self, folder: Path) -> None:
-        """Raises CorruptArtifact unless every column is as long as the header says."""
+        """Check the length of every column against the header. Raises CorruptArtifact."""
         header = self.header
         found = {"token_offsets": len(self.token_offsets) - 1, "target_offsets": len(self.target_offsets) - 1}
         found |= {name: len(column) for name, column in self._maps.items()}
@@ -328,7 +328,7 @@ class _OffsetsWriter:
 
 
 def _as_stored(values: NDArray, dtype: np.dtype) -> NDArray:
-    """Convert values to a column's type. An integer that it cannot hold is a bug, never another integer."""
+    """Convert values to a column's type. Asserts that it can hold every integer, so that none wraps around."""
     if values.size and dtype.kind in "iu" and values.dtype != dtype:
         limits = np.iinfo(dtype)
         assert limits.min <= values.min() and values.max() <= limits.max, (dtype, values.min(), values.max())

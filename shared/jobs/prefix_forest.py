@@ -18,10 +18,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Node:
-    """Positions `begin` to `end`, which the sorted sequences `first` to `last` have in common; `num_ending` end there.
+    """A stretch of positions, `begin` to `end`, at which the sorted sequences `first` to `last` have equal tokens.
 
-    `parent` is a node's place in the list of nodes, in which a parent stands before its children and a subtree in one
-    piece; -1 at a root.
+    Both ends are excluded. `num_ending` of the sequences end at `end`. `parent` is the parent's index in the list of
+    nodes, which is in depth-first order; -1 at a root.
     """
 
     begin: int
@@ -33,9 +33,10 @@ class Node:
 
 
 def grow(ids: Sequence[NDArray[np.integer]]) -> tuple[list[int], list[Node]]:
-    """The sequences' places in lexicographic order, and the nodes of their trees, depth first.
+    """Return the sequences' indices in lexicographic order, and the nodes of their trees, depth first.
 
-    In that order all sequences that share a prefix are neighbours, and share what the two least alike neighbours do.
+    In that order sequences with a common prefix stand together, and its length is the least that any two neighbours
+    among them share.
     """
     keys = [row.astype(">u4").tobytes() for row in ids]  # compare token by token
     order = sorted(range(len(ids)), key=keys.__getitem__)

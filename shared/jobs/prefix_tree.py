@@ -40,13 +40,13 @@ class SequenceRow:
 class TreeUnit(PackedBin):
     """One unit's two tables: a forest of tokens [T], and targets [N], sequence after sequence.
 
-    `members` are the places, in the list that was given, of the sequences 0, 1, ... that `sequence_N` counts.
+    `members[s]` is the index, in the list of sequences that was given, of the sequence numbered s in `sequence_N`.
     """
 
     members: tuple[int, ...]
 
     def columns(self) -> dict[str, NDArray]:
-        """All columns, as `UnitsWriter.append` takes them."""
+        """Return all columns by name, as `UnitsWriter.append` takes them."""
         tables = [f.name for f in fields(self) if f.name != "members"]
         return {name.rsplit("_", 1)[0]: getattr(self, name) for name in tables}
 
@@ -62,11 +62,11 @@ def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
 
 
 def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUnit]:
-    """Units of at most `bin_tokens` for all sequences, none of them cut, with little repeated between units.
+    """Divide sequences over units of at most `bin_tokens`. No sequence is cut, and little is repeated between units.
 
-    A subtree that fits goes into one unit, with the way from the root to it. Where it does not, its branches are put
-    together best fit, largest first. Trees of different roots are units of their own; bins join them. Units stand in
-    the order of their first sequences.
+    A subtree that fits goes into one unit, together with the path from the root to it. The branches of one that does
+    not fit are grouped by best fit, largest first. Trees of different roots are separate units, which may share a bin.
+    Units are ordered by their first sequences.
 
     Raises:
         InvalidInput: as `build_tree`; or a sequence is longer than `bin_tokens`.
@@ -98,14 +98,14 @@ def _check(sequences: Sequence[SequenceRow]) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Sorted sequences that go into one unit, and the tokens that they take below some node."""
+    """Sequences (by index in sorted order) that go into one unit, and the number of their tokens below some node."""
 
     num_tokens: int
     members: list[int]
 
 
 def _split(nodes: list[Node], bin_tokens: int) -> list[list[int]]:
-    """Sorted sequences by unit, from the leaves up. `below_N`: parts below each node, their tokens from its end on."""
+    """Group the sorted sequences into units, from the leaves up. Returns the sequences of each unit."""
     below_N: list[list[_Part]] = [[] for _ in nodes]
     done: list[list[int]] = []
     for number in reversed(range(len(nodes))):
@@ -121,11 +121,11 @@ def _split(nodes: list[Node], bin_tokens: int) -> list[list[int]]:
 
 
 def _join(parts: list[_Part], room: int) -> list[_Part]:
-    """Parts put together into few of at most `room` tokens: best fit, largest first."""
+    """Merge parts into few parts of at most `room` tokens: best fit, largest first."""
     parts = sorted((p for p in parts if p.members), key=lambda p: (-p.num_tokens, p.members))
     costing = [p.num_tokens for p in parts if p.num_tokens]
     bins = best_fit_decreasing(costing, room) or [[]]
-    bins[0] += range(len(costing), len(parts))  # what ends at the node costs nothing below it
+    bins[0] += range(len(costing), len(parts))  # sequences that end at the node have no tokens below it
     return [_Part(sum(parts[k].num_tokens for k in each), [m for k in each for m in parts[k].members]) for each in bins]
 
 
@@ -136,7 +136,7 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
     index_of = indices(order, nodes)
     num_tokens = sum(node.end - node.begin for node in nodes)
     token_id_T, position_T, parent_T = np.zeros((3, num_tokens), dtype=np.int64)
-    for row, index_L in zip(rows, index_of, strict=True):  # a shared place gets the same from each
+    for row, index_L in zip(rows, index_of, strict=True):  # sequences that share a token write equal values there
         token_id_T[index_L] = row.token_ids
         position_T[index_L] = np.arange(len(index_L))
         parent_T[index_L] = np.concatenate([[-1], index_L[:-1]])

@@ -11,13 +11,13 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
-"""The model families that are computed, by their `model_type`; megatron_worker/families says how."""
+"""The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
 
 Size = Field(ge=1)
 
 
 class RopeConfig(BaseModel):
-    """`rope_parameters` (transformers 5) or `rope_scaling` (before), which names its kind `type` or `rope_type`."""
+    """Rotary embedding settings: `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -56,7 +56,7 @@ class DenseConfig(BaseModel):
 
 
 class MixtureConfig(DenseConfig):
-    """`num_experts` in files of transformers 4, `num_local_experts` in those of 5."""
+    """The config of a mixture of experts. Transformers 4 writes `num_experts`, 5 writes `num_local_experts`."""
 
     num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: int = Size
@@ -67,7 +67,7 @@ class MixtureConfig(DenseConfig):
 
 
 def read_model_config(values: dict[str, Any], place: str) -> DenseConfig:
-    """A `config.json`, a MixtureConfig of a model with experts.
+    """Parse a `config.json`: a MixtureConfig for a model with experts, else a DenseConfig.
 
     Raises:
         InvalidInput: it asks for what we do not compute, or lacks a size.

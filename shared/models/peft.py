@@ -15,8 +15,8 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Face name
 
 
-# Written by PEFT beside what is computed, and without a say in it once the weights are there. Dropout is of training,
-# which goes by the run's own settings; the configs of initialisations are read by those alone (see _Config).
+# Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
+# hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
 _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class _Config(BaseModel):
-    """Plain LoRA on our linears. PEFT 0.21 has three dozen fields more: those that are on are refused (_switched_on).
+    """Fields of plain LoRA. PEFT 0.21 has some 36 more, which are refused if they are switched on (_switched_on).
 
     PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
     adapter is loaded, and MiCA trains one matrix alone.
@@ -43,7 +43,7 @@ class _Config(BaseModel):
 
 
 def _switched_on(config: _Config) -> list[str]:
-    """The fields, of this PEFT or of any to come, that ask for more than plain LoRA."""
+    """Return the names of fields that ask for more than plain LoRA, including fields of future versions of PEFT."""
     more = (config.model_extra or {}).items()
     return [name for name, value in more if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, [])]
 

@@ -62,7 +62,7 @@ class RunEvent(Frozen):
 def read_run_events(
     store: ObjectStore, run_id: str, cursor: EventCursor = BEGINNING, limit: int | None = None
 ) -> tuple[list[RunEvent], EventCursor]:
-    """All events behind a cursor that stand in the store, at most `limit`, and the cursor to go on with.
+    """Return at most `limit` events after a cursor, as far as they are in the store, and the cursor after the last one.
 
     Raises:
         InvalidInput: the cursor points into a line.
@@ -73,7 +73,7 @@ def read_run_events(
     while limit is None or len(found) < limit:
         try:
             piece = _next_piece(store, attempts, cursor)
-        except NotFound:  # the whole log took the pieces' place after they were listed
+        except NotFound:  # the pieces were replaced by the whole log after they were listed
             attempts = _attempts(store, run_id)
             continue
         if piece is None:
@@ -107,7 +107,7 @@ class _Piece:
 
 @dataclass
 class _Attempt:
-    """The objects that hold one attempt's log: `whole` alone counts once it is there."""
+    """The objects that hold one attempt's log: `whole` if it exists, else the pieces in `parts`."""
 
     whole: ObjectInfo | None
     parts: list[ObjectInfo]

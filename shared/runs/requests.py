@@ -293,9 +293,7 @@ class RLRun(Frozen):
 
 
 def _completion_tokens(given: dict[str, Any]) -> int:
-    """The longest answer of a run whose fields are not checked yet; a run without rollouts knows of none but the
-    longest trajectory.
-    """
+    """Return the most tokens of an answer: the limit of `rollouts`, else `max_tokens`. Fields are not validated yet."""
     match given.get("rollouts"):
         case None:
             tokens = given.get("max_tokens", RLRun.model_fields["max_tokens"].default)
@@ -304,13 +302,13 @@ def _completion_tokens(given: dict[str, Any]) -> int:
         case rollouts:
             default = Rollouts.model_fields["max_completion_tokens"].default
             tokens = rollouts.get("max_completion_tokens", default) if isinstance(rollouts, dict) else default
-    return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else the field itself is refused in a moment
+    return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else validating the field fails
 
 
 class SessionRun(Frozen):
     """A session: a slot that a client trains itself, command by command, until it closes the session.
 
-    An idle session gives its worker back, and has another one at its next command.
+    A session without commands gives its worker back after a while, and leases another one at its next command.
     """
 
     kind: Literal["session"] = "session"

@@ -104,7 +104,7 @@ class AcceptRequest(Frozen):
 
 
 class Decision(Frozen):
-    """The workflow and input with which to start the run; or, without `start`, the reason why not."""
+    """The answer to an AcceptRequest: the workflow and input of the run to start; or why there is none."""
 
     workflow: str = ""
     start: AnyStart | None = None
@@ -119,7 +119,7 @@ class LastScheduled(Frozen):
 
 
 def data_of(run: Run) -> DatasetSource:
-    """The rows that decide whether a run has something new to learn."""
+    """Return the data of a run: a scheduled run is skipped if this has not changed since the schedule's last run."""
     if isinstance(run, RLRun):
         assert run.rollouts is not None
         return run.rollouts.prompts
@@ -128,5 +128,5 @@ def data_of(run: Run) -> DatasetSource:
 
 
 def schedule_id(tenant: str, name: str) -> str:
-    """A schedule's id in Temporal. Names have no slash, so no tenant's ids are another's."""
+    """Return a schedule's id in Temporal. Names of tenants and schedules have no slash, so ids are unambiguous."""
     return f"{tenant}/{name}"

@@ -13,7 +13,7 @@ from shared.runs.start import RunTiming
 
 
 class LeasedSampler(Frozen):
-    """The sampler of a lease: for the sampling activities of the host that granted it."""
+    """A sampler process that a run has leased. Only activities of the host that granted the lease can reach it."""
 
     kind: Literal["leased"] = "leased"
     run_id: RunId
@@ -32,10 +32,10 @@ SamplerPlace = Annotated[LeasedSampler | ServedSampler, Field(discriminator="kin
 
 
 class CompleteRequest(Frozen):
-    """A tenant's question to what was published: `adapter` beside `model`, or the model alone where there is none.
+    """A tenant's question to a published adapter (`adapter` on `model`) or, without `adapter`, to a published model.
 
-    `base`: the model as its users named it, for a server behind a URL to be known by. `name` and `version`: of what was
-    published; a version of 0 is the base model that nobody has trained yet.
+    `base`: the model as its user named it, which is compared with the models that a server behind a URL lists. `name`
+    and `version` are those of the published weights; version 0 is the untrained base model.
     """
 
     tenant: Tenant = FIRST_TENANT
@@ -50,13 +50,13 @@ class CompleteRequest(Frozen):
 
 
 class Completed(Frozen):
-    """The answer, in the shape of the question."""
+    """The answer: a ChatCompletion to a ChatRequest, a CompletionResponse to a CompletionRequest."""
 
     answer: ChatCompletion | CompletionResponse
 
 
 class CompletionStart(Frozen):
-    """`queue`: of the hosts that reach the sampler."""
+    """The input of the workflow that answers one question. `queue`: the task queue of hosts that reach the sampler."""
 
     request: CompleteRequest
     queue: str
@@ -64,7 +64,10 @@ class CompletionStart(Frozen):
 
 
 class ServingStart(Frozen):
-    """The sampler to lease, and the shape of its host. `idle_s`: without a question, until it is given back."""
+    """The input of a serving workflow: the sampler to lease, and the shape of its host.
+
+    `idle_s`: seconds without a question after which the sampler is given back.
+    """
 
     serving_id: RunId = Field(description="the workflow's own id")
     key: SamplerKey
@@ -75,6 +78,6 @@ class ServingStart(Frozen):
 
 
 class ServeRequest(Frozen):
-    """Announces a question. `patience_s`: the time that it may wait for a sampler."""
+    """Asks a serving workflow for its sampler. `patience_s`: seconds to wait until one is up."""
 
     patience_s: float = Field(gt=0)

@@ -1,4 +1,4 @@
-"""A session between service, workflow and hosts. What its commands say, and came to, is in the store alone."""
+"""Messages about a session between service, workflow and hosts. Commands and results themselves are in the store."""
 
 from pydantic import Field
 
@@ -7,12 +7,12 @@ from shared.models.shape import ModelShape
 from shared.runs.status import RunStatus
 
 MAX_WAITING = 256
-"""Commands of a session that may wait: a client that is further ahead has to come back."""
+"""The most commands of a session that may wait; further ones are refused, for the client to send again later."""
 MAX_NUMBER = 99_999_999
 
 
 class Sent(Frozen):
-    """A command is in the store, and wants to be done."""
+    """Tells a session's workflow that the command of this number has been stored."""
 
     number: int = Field(ge=1, le=MAX_NUMBER)
 

@@ -32,7 +32,7 @@ from shared.storage.store import ObjectStore
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
 SESSION_WORKFLOW = "SessionWorkflow"
-# A host that lives takes a job at once; one that has not by so many heartbeat timeouts is taken for dead.
+# A living host takes a job at once. One that has not after so many heartbeat timeouts is considered dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
 
@@ -173,7 +173,7 @@ def threads_per_rank(run: Run, settings: Settings) -> int:
 class ModelRequest(Frozen):
     """A model as a tenant's user names it, and the layout and engine that are to hold it.
 
-    `run_id`: the run that is to begin, or to go on, with it.
+    `run_id`: the run that uses the model. Its later executions must find the same files as its first one.
     """
 
     uri: str

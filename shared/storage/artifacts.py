@@ -42,10 +42,10 @@ class FileEntry(Frozen):
 
 
 class Manifest(Frozen):
-    """`manifest.json`: sorted by path and free of dates, so that equal contents have equal manifests.
+    """The content of `manifest.json`: files sorted by path, without dates, so that equal contents have equal manifests.
 
-    `root` makes the artifact a reference: its files lie below another URI, and are not ours. A model of many gigabytes
-    is used where its owner keeps it, and a change by its owner is noticed by hash.
+    With `root` the artifact is a reference: its files lie below that URI, which Longshore does not own. So a model of
+    many gigabytes is used where its owner keeps it; changes are noticed by the hashes.
     """
 
     schema_version: Literal[1] = 1
@@ -114,7 +114,7 @@ def upload(store: ObjectStore, key: str, folder: Path) -> Artifact:
 
 
 def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest) -> Artifact:
-    """Copy the files that a manifest names into the store, and the manifest last. The folder needs none of its own."""
+    """Copy the files that a manifest names into the store, and then the manifest, which need not be in the folder."""
     artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(manifest.encoded()).hexdigest())
     if find(store, key) == artifact:
         return artifact
@@ -123,7 +123,7 @@ def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest)
         _check_size(folder, entry)
         store.put_file(f"{key}/{entry.path}", folder / entry.path)
 
-    # A small file waits for its disk or its round trip; a large one has threads of its own, and buffers.
+    # Small files are put in parallel, as each mostly waits; large ones one by one, as boto3 uses threads for each.
     small = [entry for entry in manifest.files if entry.size <= _SMALL_BYTES]
     with ThreadPoolExecutor(_PUT_AT_ONCE, thread_name_prefix="put") as threads:
         list(threads.map(put, small))
@@ -167,11 +167,11 @@ def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
 
 
 def read_record(store: ObjectStore, key: str, kind: type[Record]) -> Record:
-    """A small JSON object of our own.
+    """Read a JSON object of the store as a model of this kind.
 
     Raises:
-        NotFound: nothing is there.
-        CorruptArtifact: its bytes are not what was written.
+        NotFound: there is no such object.
+        CorruptArtifact: its bytes are not a model of this kind.
     """
     try:
         return kind.model_validate_json(store.get_bytes(key))
@@ -217,7 +217,7 @@ def stage(
 
 
 def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path, check: Callable[[], None]) -> None:
-    """Copy and check, then give the folder its name: what carries the name was whole once."""
+    """Copy files into a temporary folder, check their hashes, and rename the folder. `target` is never incomplete."""
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         for entry in manifest.files:
@@ -243,7 +243,7 @@ def _fetch_file(store: ObjectStore, entry: FileEntry, path: Path, check: Callabl
 
 
 def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path, check: Callable[[], None]) -> None:
-    """Give a whole folder its name. A whole one that has it already is left alone: somebody may be reading it."""
+    """Rename a complete folder to `target`. An intact folder that is already there stays, as it may be in use."""
     try:
         new.rename(target)
         return
@@ -271,7 +271,7 @@ def _check(folder: Path, manifest: Manifest, cache: Path, check: Callable[[], No
 
 
 def remember_checked(folder: Path, manifest: Manifest, cache: Path) -> None:
-    """Spare the next `stage` on this machine the hashing: the caller has just hashed these files."""
+    """Record that a folder's files have just been hashed, so that the next `stage` here does not hash them again."""
     write_atomically(_mark(folder, manifest, cache), _stamp(folder, manifest))
 
 
@@ -293,6 +293,6 @@ def _check_size(folder: Path, entry: FileEntry) -> os.stat_result:
 
 
 def _stamp(folder: Path, manifest: Manifest) -> bytes:
-    """Return what changes when a file is written to. Raises CorruptArtifact for a missing or resized file."""
+    """Return the files' inodes, sizes and times, to detect changes. Raises CorruptArtifact if a size is wrong."""
     checked = ((entry.sha256, _check_size(folder, entry)) for entry in manifest.files)
     return "\n".join(f"{h} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for h, s in checked).encode()

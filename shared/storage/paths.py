@@ -18,7 +18,7 @@ logger = logging.getLogger("longshore.paths")
 
 MANIFEST = "manifest.json"
 
-# Prefixes of every tenant's such objects.
+# Prefixes of objects of all tenants.
 SENT_REQUESTS = "index/sent/"
 FILE_RECORDS = "records/files/"
 ANSWER_RECORDS = "answers/"
@@ -45,7 +45,7 @@ class RunKeys:
         self.steps = f"{self.prefix}/steps"
 
     def start(self, start_id: str) -> str:
-        """The workflow that a start of the run has begun."""
+        """The record of the workflow execution that used this start id, so that no start is used twice."""
         return f"{self.prefix}/starts/{start_id}.json"
 
     def began_with(self, what: str) -> str:
@@ -56,16 +56,16 @@ class RunKeys:
         return f"{self.prefix}/dataset/{split}"
 
     def command(self, number: int | None = None) -> str:
-        """A session's command as its client sent it: the first one with its number counts. The prefix of all."""
+        """A session's command as its client sent it, never overwritten; without a number, the prefix of all of them."""
         return f"{self.prefix}/commands/" + ("" if number is None else f"{number:08d}.json")
 
     def command_result(self, number: int | None = None) -> str:
-        """What a command came to. The prefix of all."""
+        """The result of a session's command; without a number, the prefix of all results."""
         return f"{self.prefix}/results/" + ("" if number is None else f"{number:08d}.json")
 
     @property
     def is_closed(self) -> str:
-        """There once a session takes no more commands."""
+        """An object that exists once a session takes no more commands."""
         return f"{self.prefix}/closed"
 
     def step(self, number: int) -> str:
@@ -152,12 +152,12 @@ def file_record(tenant: str, file_id: str = "") -> str:
 
 
 def chunked_upload(tenant: str, upload_id: str = "") -> str:
-    """A file that comes in parts."""
+    """The record of an upload that is sent in parts; without an upload or a tenant, the prefix of several."""
     return f"records/uploads/{tenant}/{upload_id}" if tenant else "records/uploads/"
 
 
 def upload_part(tenant: str, upload_id: str, part_id: str = "") -> str:
-    """The bytes of a part, until the file is complete."""
+    """The bytes of one part of an upload; they are deleted when the file is complete."""
     return f"{tenant_folder(tenant)}/parts/{upload_id}/{part_id}"
 
 
@@ -264,7 +264,7 @@ def graded_part(key: str, first: int) -> str:
 
 
 def published(tenant: str, kind: str, name: str = "") -> str:
-    """`kind` is `adapters` or `models`."""
+    """The prefix of a tenant's published versions of one name. `kind` is `adapters` or `models`."""
     return f"{tenant_folder(tenant)}/{kind}/{name}"
 
 

@@ -1,8 +1,8 @@
-"""The rule for what a tenant may read: every path, URI, link and manifest, whoever named it.
+"""The rule for what a tenant may read, applied to every path, URI, link and manifest.
 
-Of our own store a tenant has `tenants/<tenant>/` and nothing else. Of this machine's other files it has those below
-`download.file_roots`: of the root of this installation only those below a file root that itself lies in the root, and
-nothing in the service's own folders there. Paths are judged by where they really lead.
+In the installation's store a tenant may read `tenants/<tenant>/` only. On this machine it may read files below
+`download.file_roots`; within the installation's root only below a file root that itself lies in that root, and never in
+the folders of the service and the hosts. Links are resolved before a path is judged.
 """
 
 import os
@@ -27,7 +27,7 @@ _NEVER = tuple(map(Path, ("/proc", "/sys", "/dev")))
 
 
 class Places:
-    """Needs settings for the store, this installation's folders and the file roots. Blocking: paths are resolved."""
+    """Checks whether a tenant may read a path or URI, by the rule above. Blocking: paths are resolved."""
 
     def __init__(self, settings: Settings, store: ObjectStore | None = None) -> None:
         self._s3 = settings.s3
@@ -36,14 +36,14 @@ class Places:
         self._store_root = self._store.root.resolve() if isinstance(self._store, LocalStore) else None
         self._root = settings.root_path
         self._own_folders = [folder.resolve() for folder in _own_folders(self._root)]
-        # The root itself is no such file root: what the service adds there later would be open too.
+        # Only file roots strictly within the root count: otherwise everything that the service writes there were open.
         self._opened = [root for root in self._roots if self._root in root.parents]
 
     def check_named(self, tenant: str, text: str, place: str) -> None:
-        """Check a path or URI in a request, without the hosts' files: it may name nothing of ours, and nobody else's.
+        """Check a path or URI of a request, before any host opens it.
 
         Raises:
-            InvalidInput: the text is a path or URI of what is ours or another tenant's, whether that exists or not.
+            InvalidInput: it leads to files of the installation or of another tenant, whether they exist or not.
         """
         if text[:5].lower() == "s3://":
             with suppress(ValueError):  # its field says what is wrong with it
@@ -54,7 +54,7 @@ class Places:
             raise InvalidInput(_NOT_YOURS, place)
 
     def check_file(self, tenant: str, path: Path, place: str) -> Path:
-        """The path without links in it.
+        """Check a path and return it with all links resolved.
 
         Raises:
             InvalidInput: the tenant may not read there, whether it exists or not.
@@ -69,25 +69,28 @@ class Places:
         return real
 
     def check_object(self, tenant: str, store: S3Store, key: str, place: str) -> None:
-        """Raises InvalidInput when an object or a prefix of S3 holds what is ours, and not this tenant's."""
+        """Raise InvalidInput if an S3 object or prefix is in the installation's store, outside this tenant's part."""
         _check_object_name(store.bucket, key, place)
         ours = self._object_key(store, key)
         if ours is not None and not _is_of(tenant, ours):
             raise InvalidInput(_NOT_YOURS, place)
 
     def own_key(self, uri: str) -> str | None:
-        """Return the key of our store that a store's URI means; None for one that lies elsewhere."""
+        """Return the key that a URI has in the installation's store; None if it lies elsewhere."""
         store, key = open_uri(uri, self._s3)
         if isinstance(store, S3Store):
             return self._object_key(store, key) or None
         return self._store_key(Path(os.path.realpath(Path("/") / key)))
 
     def holds_artifact(self, tenant: str, key: str) -> bool:
-        """Return True where a manifest under a key was written by us for this tenant: nobody uploads there."""
+        """Return True if a manifest below this key must be Longshore's own, as users cannot upload there."""
         return is_published(tenant, key) or checkpoint_adapter_run(tenant, key) is not None
 
     def check_root(self, tenant: str, key: str, manifest: Manifest, place: str) -> None:
-        """Raises InvalidInput when the `root` of such a manifest leads where one of its kind never does."""
+        """Raise InvalidInput for a wrong `root` in a manifest of Longshore's own.
+
+        The manifest of a checkpoint's adapter leads to the checkpoints of its run; a published one has no root.
+        """
         run_id = checkpoint_adapter_run(tenant, key)
         if run_id is None:
             is_right = manifest.root is None
@@ -98,9 +101,9 @@ class Places:
             raise InvalidInput(_NOT_YOURS, place)
 
     def _key_of(self, text: str) -> str | None:
-        """The key in our store that a text names, however it does; None for anything else. "" is more than one key."""
+        """Return the key in the installation's store that a path or URI names; None if none, "" if more than one."""
         if text.startswith("/") and len(text) <= _LONGEST and "\0" not in text:
-            return self._real_key(Path(text), with_parents=False)  # of such folders none below them are read
+            return self._real_key(Path(text), with_parents=False)  # a folder that only contains the store is not read
         try:
             if urlsplit(text).scheme not in ("file", "s3"):
                 return None
@@ -144,13 +147,13 @@ class Places:
         folder = f"{full.rstrip('/')}/" if full else ""
         if folder.startswith(ours.prefix):
             return full.removeprefix(ours.prefix)
-        return "" if ours.prefix.startswith(folder) else None  # a folder's objects are those below it
+        return "" if ours.prefix.startswith(folder) else None  # a prefix that contains the whole store
 
 
 class UserFolder(LocalStore):
-    """A folder that a user named, read through no link that leads out of it, also where one is put in meanwhile.
+    """A folder that a user named. Links out of `bounds` are not followed, even if one is made while it is read.
 
-    `bounds` is the folder that links may stay in: itself; of a snapshot in the hub's cache, its repository.
+    `bounds` is the folder itself or, of a snapshot in the Hugging Face cache, the folder of its repository.
     """
 
     def __init__(self, real: Path, bounds: Path | None = None) -> None:
@@ -158,7 +161,7 @@ class UserFolder(LocalStore):
         self._bounds = bounds or _bounds_of(real)
 
     def holds(self, name: str) -> bool:
-        """Return True for a file that is where its name says."""
+        """Return True if a name, with links resolved, lies within `bounds`."""
         return Path(os.path.realpath(self.root / name)).is_relative_to(self._bounds)
 
     def _open(self, key: str) -> BinaryIO:
@@ -170,20 +173,20 @@ class UserFolder(LocalStore):
 
 
 def path_of(file: BinaryIO) -> Path:
-    """Return the real path of an open file: its name may lead elsewhere since."""
+    """Return the real path of an open file, whatever its name has been made to link to since it was opened."""
     held = Path(f"/proc/self/fd/{file.fileno()}")
     return held.readlink() if held.is_symlink() else Path(os.path.realpath(file.name))
 
 
 def _own_folders(root: Path) -> list[Path]:
-    """The service's and the hosts' own, which may be links to other disks, and which no file root opens."""
+    """Return the folders of the service and the hosts, which no file root opens. Some may be links to other disks."""
     hosts = HostPaths(root)
     own = [hosts.hosts, hosts.cache, hosts.workers, hosts.scratch, hosts.compiled]
     return own + [root / name for name in ("service", "logs", "wandb")]
 
 
 def _bounds_of(real: Path) -> Path:
-    """Files of the hub's snapshots are links to its blobs: …/models--org--name/snapshots/<commit>/."""
+    """Return the folder that links may stay in. Files of a Hugging Face snapshot link to blobs of their repository."""
     is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if is_snapshot else real
 

@@ -160,7 +160,7 @@ class LocalStore:
         return self._walk(self._path(folder) if folder else self.root, f"{folder}/" if folder else "", prefix)
 
     def _walk(self, folder: Path, folder_key: str, prefix: str) -> Iterator[ObjectInfo]:
-        """Depth first; a folder sorts as its name and a slash, so that whole keys come in the order of S3."""
+        """Yield the objects below a folder in order of key. Folders sort with a slash after their name, as in S3."""
         try:
             with os.scandir(folder) as scan:
                 entries = {entry.name + "/" * entry.is_dir(follow_symlinks=False): entry for entry in scan}
@@ -171,7 +171,7 @@ class LocalStore:
             if name.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
                 yield from self._walk(folder / name, key, prefix)
             elif key.startswith(prefix) and not _is_temporary(name):
-                with suppress(FileNotFoundError):  # deleted since
+                with suppress(FileNotFoundError):  # it was deleted meanwhile
                     if S_ISREG((status := entry.stat()).st_mode):
                         yield _object_info(key, status)
 
@@ -207,10 +207,10 @@ def _object_info(key: str, status: os.stat_result) -> ObjectInfo:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. What is no regular file is none: a pipe would wait, and a device need never end.
+    """Open a regular file to read it. Pipes and devices count as missing, since reading them might never end.
 
     Raises:
-        FileNotFoundError: also for what is there and is no regular file.
+        FileNotFoundError: there is no file, or it is not a regular one.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not S_ISREG(os.fstat(descriptor).st_mode):
@@ -261,7 +261,7 @@ class S3Store:
 
     @property
     def _client(self) -> "S3Client":
-        """Made when it is first needed, which takes boto3 a while, and once a process."""
+        """The boto3 client, created at first use, as that is slow; stores of one endpoint share it."""
         return _s3_client(self._settings.endpoint_url, self._settings.region)
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -275,9 +275,9 @@ class S3Store:
                 if refusal is None:
                     return True
                 if refusal["HTTPStatusCode"] == 412:
-                    # boto3 sends again when an answer is lost: then the object in our way may be our own.
+                    # boto3 repeats a request whose answer was lost: the object may come from this call's first try.
                     return bool(refusal.get("RetryAttempts")) and self.get_bytes(key) == data
-                time.sleep(pause_s)  # 409: another writer is at it, and who wins is not yet known
+                time.sleep(pause_s)  # 409: another write to this key is under way
         raise StoreUnavailable(f"{self.uri}/{key}: others keep writing this object")
 
     def _refusal_to_create(self, key: str, data: bytes) -> "_ResponseMetadataTypeDef | None":

@@ -1,12 +1,12 @@
-"""Counts of the bytes that a tenant stores, and of those that are being written for it.
+"""Counts the bytes that a tenant stores, and the bytes that are being written for it.
 
-What is being written is on record in the store before it is there, so that every process, of the service or of a host,
-counts the same: an entry is an empty object whose key says who writes how many bytes, and until when to believe it. It
-counts until then, or until a later count of the store has found the bytes themselves.
+Writes are recorded in the store before they begin, so that all processes of the service and the hosts count the same.
+An entry is an empty object whose key holds the writer, the number of bytes and an expiry time. It counts until it
+expires, or until a later count of the store includes the bytes themselves.
 
-Writers take no lock. Each puts an `asked` entry before it counts, so that of two at least one sees the other; the entry
-becomes `held` once there is room. Where there would be room without those that only ask, the one with the smallest id
-waits until the others are decided, and they withdraw and ask again. Blocking.
+Writers take no lock. Each puts an `asked` entry before it counts, so that of two writers at least one sees the other.
+The entry becomes `held` once there is room. If there would be room but for other `asked` entries, the writer with the
+smallest id waits until the others are decided; these withdraw and ask again. Blocking.
 """
 
 import random
@@ -25,7 +25,7 @@ from shared.storage.store import ObjectStore
 
 _BELIEVED_S = 900.0  # an entry of a process that died
 _RENEWED_S = 300.0
-_FORGOTTEN_S = 180.0  # counts are trusted for a minute (service/accounts/quotas.py)
+_FORGOTTEN_S = 180.0  # counts are trusted for a minute (service/accounts/tenants.py)
 _PATIENCE_S = 20.0  # with others that ask at the same moment
 _PAUSE_S = 0.02
 _ASKED, _HELD, _SETTLED = "asked", "held", "settled"
@@ -83,7 +83,7 @@ class Ledger:
 
 
 class Reservation:
-    """Bytes that somebody is going to write: entries of the account, which grow with what is known of them."""
+    """Bytes reserved before they are written: an entry in the store, replaced when more bytes are needed."""
 
     def __init__(self, store: ObjectStore, tenant: str) -> None:
         self._store = store
@@ -98,9 +98,9 @@ class Reservation:
         return num_bytes <= self.num_bytes and time.time() < self._renew_at
 
     def admit(self, num_bytes: int, most: int, counted: StoredCount) -> int:
-        """Hold so many bytes if with all others' they are at most `most`. Returns what they are with all others'.
+        """Reserve `num_bytes` in all if the tenant's total stays within `most`. Returns that total.
 
-        What was held before stays held if they are too many.
+        If there is no room, an earlier reservation stays as it is.
         """
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
@@ -116,7 +116,7 @@ class Reservation:
             time.sleep(_PAUSE_S * (1 + random.random()))
 
     def _decide(self, num_bytes: int, most: int, counted: StoredCount, give_up_at: float) -> int | None:
-        """Return the sum of all bytes; None where other writers ask too, and one of them comes first."""
+        """Return the tenant's total in bytes; None if another writer that asks at the same time goes first."""
         while True:
             others = self._ledger.writers_since(counted.at)
             others.pop(self._id, None)
@@ -159,12 +159,12 @@ class Reservation:
 
 
 def _decided(writer: dict[str, int]) -> int:
-    """Return the bytes that a writer has, whatever it asks for."""
+    """Return the bytes that a writer holds or has written, without those that it only asks for."""
     return max((num_bytes for kind, num_bytes in writer.items() if kind != _ASKED), default=0)
 
 
 class Room:
-    """The bytes that a host, without a database, may still write: by the quota on the tenant's record."""
+    """The bytes that a host may still write for a tenant, by the quota in its record (hosts have no database)."""
 
     def __init__(self, store: ObjectStore, tenant: str, quotas: QuotaSettings) -> None:
         self.ledger = Ledger(store, tenant)

@@ -21,9 +21,9 @@ Request = TypeVar("Request")
 
 
 class Lost(Exception):
-    """A lease ended without its process, or lost it; another lease may do better.
+    """A lease ended before its process was up, or the process was lost. A new lease may succeed.
 
-    `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), where there was one.
+    `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), if there was one.
     """
 
     def __init__(self, message: str, kind: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Lost(Exception):
 
 @dataclass
 class Leasing:
-    """A workflow's leases of processes from one queue, one at a time. Grants of an earlier epoch change nothing."""
+    """A workflow's leases of processes from one queue, one at a time. Grants of earlier epochs are ignored."""
 
     queue: str
     timing: RunTiming
@@ -58,19 +58,19 @@ class Leasing:
 
     @property
     def held_s(self) -> float:
-        """Seconds that a process was leased and up, over all leases so far; of one that others share, what was had."""
+        """Seconds that a process was leased and up, over all leases so far; of a shared one, only this run's share."""
         if self.grant is None:
             return self._held_before_s
         had_s = workflow.time() - self._granted_at if self._shared_s is None else self._shared_s
         return self._held_before_s + had_s
 
     def had(self, held_s: float) -> None:
-        """Take a host's word on how much of a shared process's time the lease has had."""
+        """Note how many seconds of a shared process's time this lease has had, as its host reports."""
         if self._shared_s is not None:
             self._shared_s = held_s
 
     def granted(self, grant: LeaseGrant) -> None:
-        """Take a host's signal that the process is up. It may come again, where the host did not hear that it came."""
+        """Take a host's signal that the process is up. A host may send it more than once; repeats are ignored."""
         if grant.fence.epoch == self.epoch and self._asked and self.grant is None:
             self._held_before_s, self._granted_at = self.held_s, workflow.time()
             self.grant = grant
@@ -79,13 +79,13 @@ class Leasing:
             self._asked = (self._asked[grant.joined],)
 
     def take(self, activity: Callable[[Any, Request], None], request: Request, epoch: int) -> None:
-        """Ask for a process, by the lease activity of its kind. A process that was held before is given back."""
+        """Start the lease activity that waits for a process. A process that is still held is given back."""
         self.release()
         self.epoch, self._shared_s = epoch, None
         self._asked = (self._ask(activity, request, self.queue),)
 
     def take_worker(self, request: LeaseRequest) -> None:
-        """Ask for a worker; a run that may share one asks to join it as well, and is served by whoever comes first."""
+        """Ask for a worker of its own and, if the run may share one, also to join another's: the first grant counts."""
         self.take(Lease.lease, request, request.epoch)
         if request.join_queue is not None:
             self._shared_s = 0.0
@@ -126,8 +126,8 @@ class Leasing:
         return self.grant
 
     def release(self) -> None:
-        """Give the process back, if there is one. Its host is told with its next heartbeat; nothing waits for that."""
-        if not workflow.in_workflow():  # this execution was evicted from its host's memory: no word of it counts
+        """Give the process back, if there is one. This does not wait: the host learns of it at its next heartbeat."""
+        if not workflow.in_workflow():  # evicted from the host's memory: the execution goes on elsewhere
             return
         for lease in self._asked:
             _leave(lease)
@@ -137,7 +137,10 @@ class Leasing:
 
 
 def _ended(asked: "tuple[workflow.ActivityHandle[None], ...]") -> workflow.ActivityHandle[None] | None:
-    """The lease activity that decides: one that failed, or the last of all. One that does not serve the run returns."""
+    """Return the activity whose end means that no grant will come: one that failed, or the last when all have ended.
+
+    A lease activity that leaves the run to the other one returns without an error.
+    """
     ended = [lease for lease in asked if lease.done()]
     failed = [lease for lease in ended if lease.cancelled() or lease.exception() is not None]
     return failed[0] if failed else ended[-1] if len(ended) == len(asked) else None
@@ -150,17 +153,17 @@ def _leave(lease: workflow.ActivityHandle[None]) -> None:
 
 
 def _take_note(lease: "asyncio.Task[None]") -> None:
-    """Retrieve the lease's exception, or asyncio warns that nobody did."""
+    """Retrieve the exception of a lease that nobody awaits, so that asyncio does not log a warning."""
     if not lease.cancelled():
         lease.exception()
 
 
 def lost(error: ActivityError) -> Lost:
-    """Turn an activity's error into the loss of its lease, where another lease may do better.
+    """Convert the error of an activity into `Lost`, if a new lease may succeed.
 
     Raises:
         ActivityError: it was cancelled.
-        RunFailed: doing it again would only fail again.
+        RunFailed: a new lease would fail in the same way.
     """
     if was_cancelled(error):
         raise error

@@ -17,13 +17,16 @@ with workflow.unsafe.imports_passed_through():
 
 # Temporal takes 2,000 updates an execution. After half of them it ends, and the next question starts another.
 _MAX_ASKED = 1000
-_ROOM_S = 15.0  # longer than a service asks a sampler without a word to its workflow
-_MAX_LOSSES = 3  # samplers that may come to nothing while somebody waits
+_ROOM_S = 15.0  # longer than a service uses a lease without asking this workflow again
+_MAX_LOSSES = 3  # samplers that may fail before a waiting question is refused
 
 
 @workflow.defn
 class ServingWorkflow:
-    """Holds one lease at a time. When it is lost, questions under way fail, and the service asks them again."""
+    """Leases a sampler of one model while questions come, one lease at a time.
+
+    When a sampler is lost, the questions that it was answering fail, and the service asks them again.
+    """
 
     @workflow.init
     def __init__(self, start: ServingStart) -> None:
@@ -33,12 +36,12 @@ class ServingWorkflow:
         self._num_waiting = 0
         self._num_lost = 0
         self._num_lost_in_a_row = 0
-        self._problem: Problem | None = None  # why the last sampler came to nothing
-        self._is_hopeless = False  # another would fare no better
+        self._problem: Problem | None = None  # why the last sampler failed
+        self._is_hopeless = False  # another sampler would fail in the same way
         self._is_over = False
         self._idle_s = start.idle_s
         self._leased_at = 0.0
-        self._due_at: float | None = None  # when this sampler is given back, whoever asks
+        self._due_at: float | None = None  # when this sampler is given back, even if there are questions
 
     @workflow.run
     async def run(self, start: ServingStart) -> None:
@@ -51,7 +54,7 @@ class ServingWorkflow:
                 self._note(Problem(kind="worker_lost", message=str(loss)))
             finally:
                 self._leasing.release()
-                self._due_at = None  # it was this sampler's
+                self._due_at = None  # it was for the sampler that has been given back
         await workflow.wait_condition(workflow.all_handlers_finished)
 
     @workflow.update
@@ -93,7 +96,7 @@ class ServingWorkflow:
                 raise ApplicationError(self._problem.message, type=self._problem.kind)
 
     async def _is_wanted(self) -> bool:
-        """Wait for a question; False when none came for the idle time."""
+        """Wait until a question needs a sampler. Returns False if none comes within the idle time."""
         if pause := policies.pause_before_lease(self._num_lost_in_a_row):
             await workflow.sleep(pause)
         if self._is_over and not self._num_waiting:
@@ -104,7 +107,7 @@ class ServingWorkflow:
         """Hold one sampler for as long as it is wanted, and this execution is not too long.
 
         Raises:
-            Lost: it came to nothing, or was lost. RunFailed: no other would fare better.
+            Lost: it did not come up, or was lost. RunFailed: another sampler would fail in the same way.
         """
         self._leasing.take_sampler(self._start.serving_id, self._start.key)
         up = asyncio.create_task(self._leasing.wait())
@@ -132,11 +135,11 @@ class ServingWorkflow:
         return self._num_asked >= _MAX_ASKED and not self._num_waiting
 
     async def _until(self, happens: Callable[[], bool]) -> bool:
-        """Wait until `happens`; False when no question waited or came for the idle time before that."""
+        """Wait until `happens()` is true. Returns False if before that no question waits or comes for the idle time."""
         while not happens():
             before = self._num_asked, self._idle_s, self._due_at
             due_s = self._due_at - workflow.time() if self._due_at is not None else 0.0
-            # A wait of no time at all does not yield: `happens` is asked of a share that is over, and not the clock.
+            # A wait with a timeout of 0 would not yield. If the share is over, `happens` says so, without a timer.
             left_s = min(self._idle_s, due_s) if due_s > 0 else self._idle_s
             try:
                 await workflow.wait_condition(

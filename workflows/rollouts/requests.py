@@ -20,7 +20,7 @@ from shared.storage.paths import content_key
 from workflows import policies as limits
 
 _EVALUATION = 0  # the number of a step where held-out prompts are sampled
-# Sequences that are drawn together. Samples are bit-identical for equal slots, so the host does not choose them.
+# Sequences that a sampler computes at a time. Samples depend on this number, so it must not vary between hosts.
 _MOST_SLOTS = 64
 
 
@@ -43,7 +43,7 @@ def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model:
 
 
 def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> RolloutData:
-    """Rendered prompts, and the train steps that they make: as many as the run says, or its epochs; one at least."""
+    """Return the rendered prompts and the number of train steps: `steps` as set, else by `epochs`, but at least one."""
     rollouts = rollouts_of(run)
     num_steps = rollouts.steps
     if num_steps is None:
@@ -58,7 +58,7 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
 
 
 def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
-    """The sampler process that a run leases: it has the cores that the run's worker has."""
+    """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker."""
     run, rollouts = start.run, rollouts_of(start.run)
     return SamplerKey(
         model=model,
@@ -70,7 +70,10 @@ def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
 
 
 def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
-    """Counted from 1, step t is sampled from the policy after step max(0, t - 1 - off_policy_steps)."""
+    """Return the policy that a step is sampled from: the one after step max(0, step - 1 - off_policy_steps).
+
+    Steps are counted from 1; the policy after step 0 is the initial one.
+    """
     after = max(0, step - 1 - rollouts_of(run).off_policy_steps)
     return next(policy for policy in policies if policy.after_step == after)
 
@@ -78,7 +81,7 @@ def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
 def step_samples(
     start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], step: int, place: SamplerPlace
 ) -> SampleRequest:
-    """The samples that a step, counted from 1, is to be trained on. `policies`: all that are still sampled from."""
+    """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from."""
     run, rollouts = start.run, rollouts_of(start.run)
     rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
     policy, size = policy_of_step(run, policies, step), rollouts.group_size
@@ -88,7 +91,7 @@ def step_samples(
 def held_out_samples(
     start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], policy: Policy, place: SamplerPlace
 ) -> SampleRequest:
-    """The samples of all held-out prompts: drawn with equal seeds whenever they are."""
+    """Ask for samples of all held-out prompts. The seeds are the same at every evaluation."""
     held_out = rollouts_of(start.run).held_out
     assert held_out is not None
     size, temperature = held_out.samples_per_prompt, held_out.temperature

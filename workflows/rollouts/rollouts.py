@@ -29,7 +29,7 @@ with workflow.unsafe.imports_passed_through():
 
 @dataclass(frozen=True)
 class Rolled:
-    """A step's groups, as a client would have sent them; in `metrics`, the seconds that sampling and grading took."""
+    """The URI of a step's trajectory groups, and metrics such as the seconds that sampling and grading took."""
 
     groups_uri: str
     metrics: dict[str, float]
@@ -53,9 +53,10 @@ async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval
 
 @dataclass
 class RolloutSource:
-    """Makes the groups of steps, a few ahead where the run allows it, each from the policy of `policy_of_step`.
+    """Makes the trajectory groups of train steps, up to `off_policy_steps` ahead of the step that is trained.
 
-    `policies` are those that steps to come may be sampled from; the run adds one with every step.
+    Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which steps to come may be
+    sampled from; `end_step` adds one.
     """
 
     start: RLStart
@@ -68,7 +69,7 @@ class RolloutSource:
     _grading: set[int] = field(default_factory=set)
 
     async def groups(self, step: int) -> Rolled:
-        """Return the groups of a step, counted from 1; begin those of the steps ahead, too."""
+        """Return the groups of a step, counted from 1, and start making those of the steps ahead."""
         ahead = rollouts_of(self.start.run).off_policy_steps
         for number in range(step, min(step + ahead, self.data.num_steps) + 1):
             if number not in self._tasks:
@@ -79,19 +80,19 @@ class RolloutSource:
             self._tasks.pop(step, None)
 
     def phase(self, step: int) -> Phase:
-        """Return the phase in which the making of a step's groups is."""
+        """Return the phase of a step whose groups are being made."""
         if step in self._grading:
             return "grading"
         return "sampling" if self.sampling.is_up else "waiting_for_sampler"
 
     @staticmethod
     def num_policies(start: RLStart) -> int:
-        """Number of the last policies that steps to come are sampled from."""
+        """Return how many of the last policies are needed, as steps to come are sampled from them."""
         rollouts = start.run.rollouts
         return 1 + (rollouts.off_policy_steps if rollouts else 0)
 
     async def stop(self) -> None:
-        """Cancel what is under way. Samples that were drawn are in the store, and are found again."""
+        """Cancel rollouts under way and give the sampler back. Finished samples are in the store, and are reused."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -100,7 +101,7 @@ class RolloutSource:
         self.sampling.leasing.release()
 
     async def _roll(self, step: int) -> Rolled:
-        """Sample, grade, group. One step is sampled at a time; it is graded while the next one is sampled."""
+        """Sample, grade and group one step. Only one step is sampled at a time; others may be graded meanwhile."""
         async with self._lock:
             began = workflow.time()
             sampled = await self._sample(

@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 class Sampling:
     """A run's sampler and its leases. Two activities may use it at a time.
 
-    `waits` is called before the run waits for a sampler, which another run may hold that waits for a worker.
+    `waits` is called before the run waits for a sampler, so that it can give up an idle worker first.
     """
 
     start: RLStart
@@ -86,7 +86,7 @@ class Sampling:
             except ActivityError as error:
                 losses.append(str(lost(error)))
             workflow.logger.warning("sampler lease %d came to nothing: %s", self.leasing.epoch, losses[-1])
-            if grant is None or self.leasing.grant is grant:  # else somebody else has taken a new lease since
+            if grant is None or self.leasing.grant is grant:  # else the other activity has taken a new lease
                 self.leasing.release()
 
     async def _leased(self, model: Artifact) -> LeaseGrant:

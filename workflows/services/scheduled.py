@@ -17,7 +17,10 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn
 class ScheduledRunWorkflow:
-    """Lasts as long as its run, so that Temporal's overlap policies apply to runs. The memo has the outcome."""
+    """Starts one run of a schedule and waits for its end, so that Temporal's overlap policies apply to runs.
+
+    The workflow's memo holds the outcome.
+    """
 
     @workflow.run
     async def run(self, action: ScheduledAction) -> Action:
@@ -59,7 +62,7 @@ async def _accepted(request: AcceptRequest) -> Decision:
 
 
 async def _start(decision: Decision, run_id: str) -> workflow.ChildWorkflowHandle[Any, Any] | None:
-    """Start the run as a child that outlives this workflow; None for one that is not ours to wait for."""
+    """Start the run as a child that outlives this workflow. Returns None if the service has started it already."""
     try:
         return await workflow.start_child_workflow(
             decision.workflow,
@@ -76,7 +79,7 @@ async def _start(decision: Decision, run_id: str) -> workflow.ChildWorkflowHandl
 
 
 async def _end_of(child: workflow.ChildWorkflowHandle[Any, Any]) -> None:
-    """Wait for the run. Its outcome is on its own record."""
+    """Wait until the run has ended, in whatever way."""
     try:
         await child
     except ChildWorkflowError:

@@ -1,4 +1,4 @@
-"""Workflows of one activity each, so that a host does what the web service must not, or cannot wait for."""
+"""Workflows of one activity each, for work that the web service must leave to a host, or cannot wait for."""
 
 from temporalio import workflow
 

@@ -21,7 +21,7 @@ from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
 
 ONLY_JOB = "000001"
-# The newest, the one that the job before left, and one for a straggler's twin of either.
+# Checkpoints kept: the newest, the one of the job before, and one for a copy of either by a host of an earlier lease.
 _KEPT_BETWEEN_JOBS = 3
 
 
@@ -76,9 +76,9 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
 
 
 def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int) -> JobPlan:
-    """The job of one train step: it goes on from what the step before left, and saves only what it leaves itself.
+    """The job of one train step. It starts from the checkpoint of the step before, and saves one at its own end.
 
-    Its number is the step's own, which is one more than that of any step before it.
+    The job's number is the step's.
     """
     run = start.run
     return JobPlan(

@@ -27,7 +27,7 @@ async def resolve_initial_adapter(start: AnyStart, shape: ModelShape) -> Artifac
     run = start.run
     if run.initial_adapter is None:
         return None
-    assert isinstance(run.trainable, Lora)  # runs take an adapter with nothing else
+    assert isinstance(run.trainable, Lora)  # the request's validation has checked this
     request = AdapterRequest(
         run_id=start.run_id, tenant=start.tenant, uri=run.initial_adapter, lora=run.trainable, shape=shape
     )
@@ -35,7 +35,7 @@ async def resolve_initial_adapter(start: AnyStart, shape: ModelShape) -> Artifac
 
 
 async def resolve_reference(start: AnyStart, uri: str, shape: ModelShape) -> Artifact:
-    """Check the adapter that the run's policy stays near."""
+    """Check the adapter that the run's loss has as its reference."""
     request = AdapterRequest(run_id=start.run_id, tenant=start.tenant, role="reference", uri=uri, shape=shape)
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
@@ -48,7 +48,7 @@ async def publish(
     metrics: dict[str, float],
     step: int | None = None,
 ) -> Published:
-    """Publish the checkpoint that a job left, of a run that publishes several as the version of a step."""
+    """Publish the checkpoint that a job left. `step`: which one, for a run that publishes several versions."""
     assert checkpoint is not None
     request = PublishRequest(
         run_id=start.run_id,

@@ -19,7 +19,7 @@ with workflow.unsafe.imports_passed_through():
 Result = TypeVar("Result")
 
 _MOST_SPANS = 64
-# Fields that a resumed run shows of its last execution until it has newer values.
+# Fields of the status that a resumed run keeps from before until it has newer values.
 _KEPT_WHEN_RESUMED = (
     *("started_at", "step", "num_steps", "metrics", "checkpoint", "dataset_report"),
     *("adapter", "adapter_sha256", "name", "version", "policy_version"),
@@ -59,8 +59,8 @@ class ActiveRun:
 
     Args:
         before: the status at the end of the execution that this one continues, if it continues one.
-        current: returns the status with what the run's jobs and leases add to it.
-        holds: keep a worker that did its job well for the next job.
+        current: returns the status, updated by the state of the run's jobs and leases.
+        holds: keep the worker between jobs.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ActiveRun:
     async def to_its_end(
         self, work: Callable[[], Awaitable[None]], leave: Callable[[], Awaitable[None]] | None = None
     ) -> RunStatus:
-        """Begin the run, do its work, and put its end on record, whatever end that is.
+        """Begin the run, do its work, and record its end in the store, however it ends.
 
         Args:
-            leave: gives back what the run holds.
+            leave: releases what the run holds; called before the end is recorded.
 
         Raises:
             asyncio.CancelledError, ApplicationError: the run was cancelled, or failed.
@@ -130,7 +130,7 @@ class ActiveRun:
             self._task.cancel()
 
     def check(self) -> None:
-        """Raise CancelledError when a pause came after the work was done."""
+        """Raise CancelledError if a pause was asked for after the work was done."""
         if self.is_pausing:
             raise asyncio.CancelledError
 
@@ -140,7 +140,7 @@ class ActiveRun:
         self._note()
 
     def with_jobs(self) -> RunStatus:
-        """The status with what the jobs and leases of every kind of run add."""
+        """Return the status, updated with phase, notices, losses, timeline and GPU seconds of the jobs and leases."""
         status, training = self.status, self.training
         is_training = status.phase == "waiting_for_worker" and training.leasing.grant is not None
         return status.model_copy(
@@ -155,7 +155,7 @@ class ActiveRun:
         )
 
     async def _begin(self) -> None:
-        """Begin; a resumed run goes on from the end on record."""
+        """Begin the run. A resumed one takes over timeline, counters and fields from its recorded end."""
         before = await control.begin(self.start)
         self._has_begun = True
         if self.start.resumed:
@@ -216,7 +216,7 @@ class RunHandlers:
 
 
 async def uninterrupted(part: Coroutine[Any, Any, Result]) -> Result:
-    """Do a part that nothing interrupts; a cancellation that comes meanwhile is raised when it is done."""
+    """Await a coroutine to its end. A cancellation that arrives meanwhile is raised only then."""
     task = asyncio.create_task(part)
     try:
         return await asyncio.shield(task)

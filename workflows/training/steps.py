@@ -12,8 +12,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training.run import ActiveRun
 
 _GRACE_S = 1.0  # for the next step, where another run waits for the worker
-_MAX_WAITING = 64  # a client that is further ahead has to come back
-_REMEMBERED = 64  # steps whose answers stay here; the store remembers every one
+_MAX_WAITING = 64  # further steps are refused, for the client to send again later
+_REMEMBERED = 64  # ended steps that are kept here; the store has a record of every one
 _ENDED_BEFORE = "the run ended before this step: send it again when {} resumed"
 
 
@@ -54,7 +54,7 @@ class Steps:
         return tuple(self._steps.values())
 
     def get(self, number: int, has_ended: bool) -> StepStatus | None:
-        """Return a step; one that the run's end left undone has failed. None: only the store remembers it, if any."""
+        """Return a step; None if it is not kept here. A step that was not done when the run ended has failed."""
         step = self._steps.get(number)
         if step is None or step.is_final or not has_ended:
             return step
@@ -62,10 +62,10 @@ class Steps:
         return step.model_copy(update={"state": "failed", "problem": problem})
 
     def check(self, request: StepRequest, makes_own: bool, is_running: bool) -> None:
-        """Refuse a request whose step cannot be taken. The key of a known step is no new step.
+        """Refuse a request for a step that cannot be taken. A request with a known step's key asks for that step.
 
         Raises:
-            ApplicationError: the key was used for other groups, or no more steps are taken (now).
+            ApplicationError: the key was used for other groups, or no more steps are taken (at the moment).
         """
         known = self._of_key(request.key)
         if known is not None:

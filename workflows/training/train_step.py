@@ -24,7 +24,7 @@ async def train_and_publish(
     """Pack a step's groups, train on them, publish the adapter.
 
     Returns:
-        The step as done, as skipped where there is nothing to learn from, or as the step that trained its key before.
+        The step: done; or skipped, if there is nothing to learn from; or the earlier step that had the same key.
     """
     run.show(phase="packing")
     request = GroupsRequest(

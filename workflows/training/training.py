@@ -23,7 +23,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 class Damaged(Exception):
-    """The checkpoint that a job was to go on from cannot be read; an older one may be sound."""
+    """The checkpoint that a job was to go on from is damaged. An older one may be intact."""
 
 
 @dataclass
@@ -56,14 +56,18 @@ class StepEta:
 
 @dataclass
 class Training:
-    """A run's jobs and leases of workers. Signals of a fence that is not the current one change nothing.
+    """A run's jobs and leases of workers. Signals with another fence than the current one are ignored.
 
-    `leasing.epoch` counts leases, those of earlier executions of the run included. `is_ending`: tells that the run was
-    paused or cancelled. `changed` is called when a lease begins, is granted, or ends. `holds`: a worker that did its
-    job well is kept for the next one, until `release`, unless `must_yield` then says that the run waits for what
-    another run may hold that waits for a worker. `notices`: messages for the run's user. `num_lost`: leases of this
-    execution that ended in a loss. `eta`: of the steps within a job. `is_tracked`: a workflow follows the run for W&B,
-    from its first worker on.
+    Attributes:
+        is_ending: tells whether the run was paused or cancelled.
+        changed: called when a lease begins, is granted, or ends.
+        holds: keep a worker after its job for the next one, until `release`.
+        must_yield: tells that it is not to be kept all the same, as the run waits for a sampler.
+        num_lost: leases of this execution that ended in a loss.
+        notices: messages for the run's user.
+        eta: of the steps within a job.
+        is_tracked: a workflow that writes the run to W&B was started, as it is with the run's first worker.
+        leasing: its `epoch` counts the leases of all executions of the run.
     """
 
     start: AnyStart
@@ -99,7 +103,7 @@ class Training:
         self.changed()
 
     def progress(self, report: ProgressReport) -> None:
-        """Take a host's report on the job, if it is of the current lease and not behind."""
+        """Take a host's report on the job, unless it is of another lease or of an earlier step than is known."""
         grant = self.leasing.grant
         if grant is not None and report.fence == grant.fence and report.step >= self.step:
             self._note(report)
@@ -113,7 +117,7 @@ class Training:
         self.leasing.had(news.held_s)
 
     async def do(self, plan: AnyPlan) -> JobResult:
-        """Do a job to its end, over as many leases as it takes while new checkpoints are made.
+        """Do a job to its end. When a worker is lost, another is leased, as long as new checkpoints are made.
 
         Raises:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
@@ -138,7 +142,7 @@ class Training:
             if pause := policies.pause_before_lease(len(losses)):
                 await workflow.sleep(pause)
             try:
-                # A worker may have died of this job: another one is not to die of it with other runs on it.
+                # The job may have killed its worker: next time it gets one that no other runs share.
                 is_suspect = len(losses) > 1 or any(loss.kind == WorkerLost.__name__ for loss in losses)
                 return await self._lease_and_run(plan, shares=not is_suspect)
             except Damaged as damaged:
@@ -147,7 +151,7 @@ class Training:
                 self._add_notices([str(damaged)])
             except Lost as loss:
                 if self.is_ending():
-                    raise RunCancelled from loss  # the worker that was to end in good order went down instead
+                    raise RunCancelled from loss  # it was lost while it was to end the job
                 losses.append(loss)
                 self.num_lost += loss.kind != HostLeft.__name__
                 workflow.logger.warning("lease %d came to nothing: %s", self.leasing.epoch, loss)
@@ -159,7 +163,7 @@ class Training:
             self.changed()
 
     def _add_notices(self, damaged: Sequence[str]) -> None:
-        """Add a notice for each damaged checkpoint that has none yet: it is passed over."""
+        """Add a notice for each damaged checkpoint that has none yet."""
         for message in damaged:
             notice = f"{message}; the run goes on from an older one"
             if not any(known.startswith(message) for known in self.notices):
@@ -167,7 +171,7 @@ class Training:
                 workflow.logger.warning("%s", notice)
 
     async def _find_checkpoint(self, plan: AnyPlan) -> bool:
-        """Find the checkpoint to go on from and the last epoch. True when there is a newer one than the last time."""
+        """Find the last epoch and the checkpoint to go on from. Returns True if there is a newer one than before."""
         request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
         find = FindCheckpoint.find_checkpoint
         point = await control.do(find, request, policies.PATIENT, policies.RECORD_TIMEOUT)
@@ -184,7 +188,7 @@ class Training:
             if not self.leasing.is_warm:
                 self._take_lease(plan, shares)
             grant = await self.leasing.wait()
-            if not self.is_tracked:  # a worker that is lost meanwhile is noticed by its job
+            if not self.is_tracked:  # if the worker is lost meanwhile, its job will fail
                 self.is_tracked = True
                 await track(self.start)
             result = await self._run_job(plan, grant)
@@ -194,7 +198,7 @@ class Training:
             return accepted
         except ActivityError as error:
             loss = lost(error)
-            # A job that finds its lease gone does not know why.
+            # A job whose lease has ended does not know the reason; the lease activity's error has it.
             raise self.leasing.failure or loss from error
         finally:
             if not keep:

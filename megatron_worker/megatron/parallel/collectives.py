@@ -1,7 +1,6 @@
-"""Linear maps with their transposes as derivatives: above all collectives over rows (the first dimension).
+"""Collectives over rows (the first dimension) as differentiable linear maps, whose gradients are their transposes.
 
-Collectives over groups of one cost nothing. Their backwards are collectives too: every rank of the group must come to
-them.
+In groups of one they cost nothing. Their backwards are collectives, too: every rank of the group must take part.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ def linear_map(
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """Gather every rank's rows. The ranks use them differently: gradients are summed over ranks."""
+    """Gather every rank's rows. Ranks may use them differently, so gradients are summed over ranks."""
     return x if group.size == 1 else linear_map(x, group.join_shares, group.sum_shares)
 
 
@@ -53,12 +52,12 @@ def own_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:
-    """Gather every rank's rows. All ranks must do the same with them: gradients are equal, and not summed."""
+    """Gather every rank's rows. All ranks must compute the same with them, as equal gradients are not summed."""
     return x if group.size == 1 else linear_map(x, group.join_shares, lambda grad: _share(grad, group))
 
 
 def sum_alike(x: Tensor, group: Group) -> Tensor:
-    """Return the sum over the group. All ranks must do the same with it: gradients are equal."""
+    """Return the sum over the group. All ranks must compute the same with it, as equal gradients are not summed."""
 
     def total(x: Tensor) -> Tensor:
         x = x.clone()

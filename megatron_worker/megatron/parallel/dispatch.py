@@ -1,12 +1,11 @@
 """Exchange of tokens with the ranks that hold their experts (all-to-all).
 
-A token goes once to each of those ranks, however many experts of one it chose, together with its choices; what comes
-back from each is already weighted and summed over that rank's experts. So no rank is sent more than if all tokens were
-gathered, and with many ranks far less. Under etp each rank that has a slice of an expert is sent the token, and what
-they bring back is added up.
+A token is sent once to each of those ranks, with its choices, however many of the rank's experts it chose. Each rank
+returns the weighted sum over its experts. So no rank is sent more than if all tokens were gathered, and with many ranks
+far less. Under etp the token is sent to each rank that has a slice of an expert, and their results are added up.
 
-Rows that stand several times over are indexed in blocks; within a block an index stands once, so that sums have one
-order on any device.
+Indices in which rows occur several times consist of blocks; within a block each row occurs once, so that sums have the
+same order on any device.
 
 Shape suffixes: s tokens of this rank, C rows that it sends, R rows that it is sent, K experts of a token, G ranks that
 share experts, E ranks of ep, B rows of all blocks, X any width.
@@ -49,7 +48,7 @@ def dispatch(expert_sK: Tensor, experts_per_rank: int, mesh: Mesh) -> Dispatch:
     """Exchange how many rows each rank sends to each. Collective."""
     chosen_sE = torch.zeros(len(expert_sK), mesh.ep.size, dtype=torch.bool, device=expert_sK.device)
     chosen_sE.scatter_(1, expert_sK // experts_per_rank, True)
-    chosen_Gs = chosen_sE.t().repeat_interleave(mesh.etp.size, dim=0)  # etp is the faster dimension
+    chosen_Gs = chosen_sE.t().repeat_interleave(mesh.etp.size, dim=0)  # etp is the dimension that varies fastest
     sent_G = chosen_Gs.sum(1)
     ones = [1] * mesh.experts.size
     received_G = mesh.experts.exchange(sent_G, ones, ones)

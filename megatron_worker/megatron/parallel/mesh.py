@@ -34,7 +34,7 @@ RankGrid = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks, this one among them. In a group of one every method is local."""
+    """A group of ranks with this one in it. In a group of one every method is local."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -93,7 +93,7 @@ class Group:
 class Mesh:
     """This process's place, by dimension. `experts`: the ranks that hold one copy of all experts of a stage.
 
-    `copies[placement]`: the ranks whose gradients of what they hold so are added up.
+    `copies[placement]`: for each placement of a tensor, the ranks over which its gradients are added up.
     """
 
     layout: Layout
@@ -148,11 +148,11 @@ class Mesh:
         return torch.cat(group.gather(local), dim=split).narrow(split, 0, tensor_slice.shape[split])
 
     def counts(self, placement: Placement) -> bool:
-        """Return True if a norm counts this rank's tensors: those that ranks hold with the same gradient count once."""
+        """Return True if a norm counts this rank's tensors. Of ranks with the same gradient only one counts it."""
         return placement != "whole" or self.tp.rank == 0
 
     def agreement(self) -> AbstractContextManager[None]:
-        """All ranks leave the block alike: when one raises, all do. No collective may be skipped by raising."""
+        """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
         return agreement(self.world.size, self.device)
 
 
@@ -173,7 +173,7 @@ def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
         "expert partial": _group_of(_groups_along(expert, 1, 3)),
     }
     pp = _group_of(_groups_along(dense, 0))
-    # NCCL wants all of a group to be there when its first two talk.
+    # NCCL needs all ranks of a group at its first communication.
     pp.sum(torch.zeros(1, device=device))
     return Mesh(
         layout=layout,

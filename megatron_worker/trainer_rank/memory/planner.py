@@ -1,7 +1,7 @@
-"""The planner: which of the next items make a micro-batch, and which rank takes which. The same on every rank.
+"""The planner: decides which of the next items form a micro-batch, and which rank gets which. Equal on every rank.
 
-A micro-batch is followed as it will go: slot after slot forward, each its backbone and then its heads; the user's loss;
-then backward, the newest first, while what has gone backward is let go of. What passes hold is measured (probes.py).
+The memory of a micro-batch is simulated: the forwards slot by slot, each of the backbone and then of its heads; the
+user's loss; then the backwards, the newest first, each freeing its memory. What passes hold is measured (probes.py).
 What a loss does is the user's: it is taken to keep one copy of each output that has a gradient until it has made that
 gradient, and to work on one input's outputs at a time in two copies more.
 """
@@ -22,12 +22,12 @@ from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 
-_MARGIN = 0.02  # on an estimate
-_LOSS_WORK = 2  # copies of one input's outputs
+_MARGIN = 0.02  # added to an estimate, as a fraction
+_LOSS_WORK = 2  # copies of one input's outputs that a loss is assumed to make
 
 
 class Rows(NamedTuple):
-    """Of one question in a pack: how many, how many of the input that has the most, labels a row at most."""
+    """Rows of one question in a pack: their number, the most of one input, and the most labels of a row."""
 
     num: int = 0
     most: int = 0
@@ -42,7 +42,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotLoad:
-    """What one slot is to do in a micro-batch of one rank."""
+    """The work of one slot in one rank's micro-batch."""
 
     size: PackSize
     rows: dict[Question, Rows] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class SlotLoad:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank does in a micro-batch: places of items, by slot what they ask, and the bytes that it will take."""
+    """One rank's share of a micro-batch: the indices of its items, their work by slot, and the estimated bytes."""
 
     items: tuple[int, ...]
     loads: dict[Slot, SlotLoad]
@@ -72,20 +72,20 @@ class Share:
 
     @property
     def num_logical_tokens(self) -> int:
-        """Without sharing prefixes."""
+        """The number of tokens if prefixes were not shared."""
         return self.num_tokens + sum(load.size.num_shared for load in self.loads.values())
 
     @cached_property
     def kind(self) -> frozenset[str]:
-        """What is asked of it."""
+        """The kinds of questions that are asked."""
         return frozenset(question.kind for load in self.loads.values() for question in load.rows)
 
 
 class Planner:
-    """Plans for the data-parallel ranks of an engine. It knows what all of them know, and keeps what it learns.
+    """Plans micro-batches for the data-parallel ranks of an engine. Its state is the same on all of them.
 
-    Every cost is measured when it is first met. `excess`: by what was asked, how many times its estimate a micro-batch
-    took that passed its budget.
+    Every cost is measured when it is first needed. `_excess`: by kinds of questions, the factor by which a micro-batch
+    that exceeded its budget took more than its estimate.
     """
 
     def __init__(self, engine: SlotEngine, min_shared_tokens: int) -> None:
@@ -95,7 +95,7 @@ class Planner:
         self._excess: dict[frozenset[str], float] = {}
 
     def measure(self, slot: Slot, requests: Sequence[Request], budget_bytes: float) -> None:
-        """Measure what these requests of the slot that is active may need, and is not known. Collective."""
+        """Measure the costs of these requests of the active slot that are not known yet. Collective."""
         load = SlotLoad(PackSize(self._min_shared)).with_requests(requests)
         for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
             backbone = slot.lora, slot.keeps_graph, branches
@@ -114,17 +114,17 @@ class Planner:
         held_bytes: float = 0.0,
         most: int | None = None,
     ) -> list[Share]:
-        """The items from `first` on that fit, in their order, each to the rank with the least to do.
+        """Divide as many items as fit, from `first` on in order, over the ranks: each goes to the one with least to do.
 
         Args:
             slots: in the order of their forwards.
             budget_bytes: what is left of the budget beside `held_bytes`.
-            most: so many items at most.
+            most: the most items to take.
 
         Raises:
-            InvalidInput: not even the first fits a rank that has nothing else.
+            InvalidInput: even the first item alone does not fit.
         """
-        # Ranks that go in step send all slots' backbones forward, if with nothing.
+        # Ranks that go in step run the backbones of all slots, if need be with an empty pack.
         nothing = {slot: SlotLoad(PackSize(self._min_shared)) for slot in slots if self._engine.in_step}
         shares = [Share((), nothing)] * self._engine.facts.dp_size
         for item in range(first, len(items) if most is None else first + most):
@@ -142,7 +142,7 @@ class Planner:
         return shares
 
     def exceeded(self, kind: frozenset[str], times: float) -> None:
-        """Learn that what was asked took so many times the bytes that were planned."""
+        """Learn that a micro-batch with these kinds of questions took so many times its estimate."""
         self._excess[kind] = self._excess.get(kind, 1.0) * times
 
     def _grown(self, share: Share, item: int, requests: Sequence[Request], slots: Sequence[Slot]) -> Share:
@@ -192,7 +192,7 @@ class Planner:
         return peak
 
     def _mask_bytes(self, size: PackSize) -> float:
-        """Of what attention sees a pack's trees under, and layers share: see `mask_elements`."""
+        """Return the bytes of the attention masks of a pack's trees, which all layers share."""
         facts = self._engine.facts
         if not size.num_shared:
             return 0.0
@@ -208,6 +208,6 @@ def _mask_elements(unit: tuple[bytes, ...], min_shared_tokens: int) -> int:
 
 
 def _head_key(question: Question, num_labels: int, keeps_graph: bool) -> tuple[Question, int, bool]:
-    """What a head's cost is found under: settings that change no byte are left out, labels rounded up."""
+    """Return the key of a head's cost: settings that do not change its memory are left out, labels are rounded up."""
     rounded = 1 << (num_labels - 1).bit_length() if num_labels and question.kind == "ranks" else 0
     return replace(question, temperature=1.0), rounded, keeps_graph

@@ -1,8 +1,8 @@
-"""The passes that a micro-batch is made of, each measured alone: a slot's backbone, and a head for each question.
+"""Measures the passes of a micro-batch one by one: a slot's backbone, and a head for each question.
 
-A backbone's size is the tokens of its pack, a head's the rows of hidden states that it meets. Losses are zero times the
-outputs, which adds nothing to any gradient. Masks, which grow with the square of small trees, are taken off a
-backbone's bytes, and counted for each pack as it is.
+A backbone's size is the tokens of its pack; a head's is the number of rows of hidden states. The loss is zero times the
+outputs, so that gradients do not change. Masks, which grow with the square of small trees, are subtracted from a
+backbone's bytes, and computed for each pack.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from megatron_worker.trainer_rank.inputs import ForwardInput, Ints, Question, Re
 from megatron_worker.trainer_rank.slot_engine import SlotEngine
 from megatron_worker.tree_attention import mask_lengths
 
-# An allocator rounds, and kernels want work; the last two sizes of heads lie beyond their chunks.
+# Large enough that an allocator's rounding does not matter. The last two sizes of heads are larger than their chunks.
 _BACKBONE_TOKENS = {"cpu": (4, 16, 64, 256), "cuda": (128, 512, 1024)}
 _HEAD_ROWS = {"cpu": (16, 256, 512), "cuda": (512, 4096, 8192)}
 _MASK_BLOCK = 128  # tokens, on CUDA
@@ -51,7 +51,7 @@ def measure_backbone(engine: SlotEngine, keeps_graph: bool, branches: bool, budg
 def measure_head(
     engine: SlotEngine, question: Question, num_labels: int, keeps_graph: bool, budget_bytes: float
 ) -> PassCost:
-    """Measure a head on hidden states of zeros, which it is taken to hold. Collective."""
+    """Measure a head on hidden states of zeros, whose memory counts as the head's. Collective."""
     device = engine.facts.device
     dtype, hidden_size = getattr(torch, engine.facts.dtype), engine.output_head[0].shape[1]
 
@@ -66,7 +66,7 @@ def measure_head(
         yield sum(tensor.nbytes for tensor in graded)
         if graded:
             torch.stack([(tensor * 0).sum() for tensor in graded]).sum().backward()
-        if not engine.in_step:  # else its gradient waits for the backbone's turn
+        if not engine.in_step:  # in step, its gradient is kept until the backbone's backward
             del rows_NH
         yield 0
 
@@ -80,17 +80,17 @@ def _request(question: Question, num_labels: int, num_rows: int) -> Request:
 
 
 def _pack(num_tokens: int, branches: bool, device: torch.device) -> Batch:
-    """Two sequences (pass_costs.py). One target."""
+    """Make a pack of two sequences (pass_costs.py) with one target."""
     position, parent, _ = two_sequences(num_tokens, branches, device)
     zero_1 = torch.zeros(1, dtype=torch.int64, device=device)
     return Batch.to_score(torch.zeros_like(position), position, parent, zero_1 + num_tokens - 1, zero_1)
 
 
 def mask_elements(parent_T: Ints) -> int:
-    """On the CPU: [L, L] for each small bushy tree."""
+    """Return the number of mask elements on the CPU: [L, L] for each small tree with many branches."""
     return sum(length**2 for length in mask_lengths(parent_T))
 
 
 def block_mask_bytes(num_tokens: int) -> int:
-    """On CUDA: lists of blocks, by rows and by columns, of those in part and of those in full."""
+    """Return the bytes of a block mask on CUDA: four lists of int32, of partial and full blocks by rows and columns."""
     return 4 * 4 * (-(-num_tokens // _MASK_BLOCK)) ** 2

@@ -1,6 +1,6 @@
-"""A job's events as ART's client follows them: its beginning, a `gradient_step` for every optimizer step, its end.
+"""A job's events in the form of ART's client: its beginning, a `gradient_step` for every optimizer step, its end.
 
-The client turns every value of a gradient step into a number, and breaks when one comes before the beginning.
+The client converts every value of a gradient step to a number, and fails if one comes before the beginning's event.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ALL_BROKEN = (
     "no trajectory can be trained: each is broken (docs/trajectories.md): an answer that nobody remembers and that has "
     "no logprobs, one that the model's tokenizer and template do not give again, or more than max_tokens"
 )
-# What ART's trainer calls them; the client renames these to its own.
+# ART's trainer's names of our metrics; the client renames these again.
 _ART_NAMES = {
     "reward_mean": "reward",
     "reward_spread_mean": "reward_std_dev",
@@ -47,7 +47,7 @@ class TrainingEvent(BaseModel):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """A train step of a model's run, as a job. `problem`: why it will never end, where its run did."""
+    """A train step of a model's run, as a job. `problem`: why it will not be done, if its run has ended before."""
 
     job_id: str
     step: StepStatus | None
@@ -91,7 +91,7 @@ class TrainStep:
 
 
 async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
-    """Return a train step as a job. Raises NotFound for one that never came."""
+    """Return a train step as a job. Raises NotFound for one that does not exist."""
     job_id = f"{view.run_id}.{number}"
     try:
         step = await backend.steps.show(view.tenant, view.run_id, number)
@@ -104,7 +104,7 @@ async def read_step(backend: Backend, view: RunView, number: int) -> TrainStep:
     view = await backend.runs.view(view.tenant, view.run_id)
     if view.state == "running":
         return TrainStep(job_id, step)
-    step = await backend.steps.show(view.tenant, view.run_id, number)  # its last step may have ended just now
+    step = await backend.steps.show(view.tenant, view.run_id, number)  # the step may have ended just before the run
     return TrainStep(job_id, step, None if step.is_final else last_lines(view)[0])
 
 
@@ -150,7 +150,7 @@ async def sft_events(backend: Backend, view: RunView, after: str | None, limit: 
 
 
 def _place(job_id: str, after: str | None) -> str | None:
-    """The part of an event's id behind the job's: the type of an event, or a cursor."""
+    """Return the part of an event's id after the job's id: the event's type, or a cursor."""
     if after is None:
         return None
     if not after.startswith(f"{job_id}:"):
@@ -159,7 +159,7 @@ def _place(job_id: str, after: str | None) -> str | None:
 
 
 def _end(view: RunView) -> TrainingEvent:
-    """The last event of a run: its id says that it ended, whatever its type."""
+    """Return the last event of a run. Its id ends with `training_ended`, whatever its type."""
     if view.state == "succeeded":
         return _event(view.run_id, "training_ended")
     failed = _event(view.run_id, "training_failed", {"error_message": error_of(view)})
@@ -167,14 +167,14 @@ def _end(view: RunView) -> TrainingEvent:
 
 
 def error_of(view: RunView) -> str | None:
-    """The reason why a run ended without success."""
+    """Return the reason why a run ended without success."""
     if view.state in ("running", "succeeded"):
         return None
     return view.problem.message if view.problem is not None else last_lines(view)[0]
 
 
 def _numbers(metrics: dict[str, float]) -> dict[str, JsonValue]:
-    """Metrics under our names, and under ART's."""
+    """Return metrics under our names and under ART's."""
     found = finite(metrics)
     return {**found, **{theirs: found[ours] for ours, theirs in _ART_NAMES.items() if ours in found}}
 

@@ -1,4 +1,4 @@
-"""Requests of ART's client for training jobs, parsed and made runs; what cannot be done as it is meant is refused."""
+"""Parses ART's requests for training jobs, and makes runs of them. Settings that have no equivalent are refused."""
 
 from typing import Any, Literal, Self
 
@@ -11,9 +11,9 @@ from shared.errors import InvalidInput
 from shared.jobs.job import CISPO, GSPO, PPO
 from shared.runs.requests import RLRun, SFTRun, Source
 
-# What its trainer does where the client says nothing: CISPO's bounds, and those of PPO.
+# The defaults of ART's trainer: the bounds of CISPO, and those of PPO.
 _CISPO_LOW, _CISPO_HIGH, _PPO = 1.0, 4.0, 0.2
-# Keys of ART 0.5.20 and later, with the values that change nothing here: their defaults. Chunks and packing are ours.
+# Keys of ART 0.5.20 and later, with the only values that are accepted: their defaults.
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "allow_training_without_logprobs": (False,),
     "kl_penalty_coef": (0,),
@@ -28,9 +28,9 @@ _NEVER_READ = ("logprob_calculation_chunk_size", "packed_sequence_length")
 _OF_A_KL = ("kl_penalty_reference_step", "kl_penalty_source", "kl_penalty_step_lag")
 # Conversations of agents are long, and ART's clients cannot say how long.
 _MAX_TOKENS = 8192
-# A conversation that does not give again what was sampled is left out: one of a thousand would refuse a client's step.
+# Broken conversations are left out, since a single one of thousands would fail the client's step.
 _BROKEN = "drop"
-# The client's own defaults, for whoever leaves them out.
+# The client's own defaults.
 _RL_RATE, _SFT_RATE, _SFT_BATCH = 5e-6, 5e-5, 2
 _LORA = {"rank", "alpha", "targets"}
 _RL_ALONE = {"temperature", "idle_s", "between_steps", "equal_rewards", "broken"}
@@ -51,10 +51,10 @@ MODEL_LABEL, NAME_LABEL = "art_model", "art_name"
 
 
 def _without_defaults(given: object, no_effect: dict[str, tuple[object, ...]]) -> object:
-    """A client's fields without nulls and without keys at their defaults.
+    """Return a client's fields without nulls, and without keys that have no effect here.
 
     Raises:
-        ValueError: such a key has another value.
+        ValueError: a key that has no effect has another value than its default.
     """
     if not isinstance(given, dict):
         return given
@@ -82,7 +82,7 @@ class ExperimentalConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _newer_keys(cls, given: object) -> object:
-        """`loss_fn` is another word for `ppo`; a KL of nothing has a reference that nobody asks."""
+        """Convert keys of newer versions: `loss_fn` becomes `ppo`; settings of a KL penalty of 0 are dropped."""
         known = _without_defaults(given, _NO_EFFECT)
         if not isinstance(known, dict):
             return known
@@ -96,10 +96,10 @@ class ExperimentalConfig(Frozen):
 
     @property
     def loss(self) -> CISPO | PPO | GSPO:
-        """ART's objective as a loss of ours: its clipped REINFORCE is CISPO, its clipped surrogate is PPO.
+        """The loss that equals ART's objective: CISPO for its clipped REINFORCE, PPO for its clipped surrogate.
 
         Raises:
-            InvalidInput: it is neither; names the field. ValidationError: a number is out of its bounds.
+            InvalidInput: no loss equals it; names the field. ValidationError: a number is out of its bounds.
         """
         for name in ("advantage_balance", "mask_prob_ratio", "kimi_k2_tau"):
             if getattr(self, name):
@@ -112,7 +112,7 @@ class ExperimentalConfig(Frozen):
             case "token", True:
                 return PPO(clip_low=low, clip_high=high, dual_clip=most, old=old)
             case "token", False:
-                # The weight is clipped from above anyhow: a bound on the ratio is another upper clip.
+                # CISPO clips the weight from above, so a bound on the ratio is just a lower value of that clip.
                 return CISPO(clip_low=low, clip_high=high if most is None else min(high, most - 1), old=old)
             case "sequence", True if most is None:
                 return GSPO(clip_low=low, clip_high=high, aggregation="token_mean", old=old)
@@ -242,7 +242,7 @@ def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
 
 
 def _named(error: ValidationError, names: dict[str, str]) -> InvalidInput:
-    """An InvalidInput with the client's name of the field; a field without one is a setting of the model's."""
+    """Return an InvalidInput with the client's name of the field, or else the name of the model's setting."""
     problem = describe(error.errors())
     place = (problem.place or "").removeprefix("trainable.")
     return InvalidInput(problem.message, names.get(place) or f"longshore.{place}".rstrip("."))

@@ -20,7 +20,7 @@ router = APIRouter(
     route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]
 )
 
-_PROJECT = "uncategorized"  # W&B's own word
+_PROJECT = "uncategorized"  # W&B's default project
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 After = Annotated[str | None, Query(max_length=256, description="the id of the last item of the page before")]

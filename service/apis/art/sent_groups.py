@@ -1,6 +1,6 @@
-"""Trajectory groups as ART's client sends them: one JSON document with all of them in it, made a file of lines.
+"""Splits a train request of ART's client, one JSON document with all trajectory groups, into a file of lines.
 
-Of such a document, megabytes of text, one group at a time is held as objects.
+The document may have many megabytes: only one group at a time is parsed into objects.
 """
 
 import json
@@ -22,7 +22,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass
 class SentJob:
-    """The fields beside the groups, and the number of groups and trajectories."""
+    """A request's other fields, and the numbers of its groups and trajectories."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     num_groups: int = 0
@@ -59,7 +59,7 @@ def split(document: bytes, lines: BinaryIO) -> SentJob:
 
 def _line(group: Any, place: str) -> bytes:
     for trajectory in _trajectories(group):
-        # ART counts a model's steps, which are the versions of its adapter; a run counts its own from 0.
+        # ART's versions are steps of the model, which are versions of its adapter; a run's own count from 0.
         trajectory.pop("final_policy_version", None)
         if (step := trajectory.pop("initial_policy_version", None)) is not None:
             trajectory["model_version"] = step
@@ -77,14 +77,14 @@ def _trajectories(group: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Reader:
-    """A JSON object read name by name, and a list in it item by item. Raises ValueError for what is none."""
+    """Reads a JSON object name by name, and a list in it item by item. Raises ValueError for malformed JSON."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
 
     def names(self) -> Iterator[str]:
-        """Every name of the object. Whoever takes one reads its value before the next."""
+        """Yield every name of the object. The caller must read its value before it takes the next name."""
         for _ in self._members("{", "}"):
             name = self.value()
             if not isinstance(name, str):
@@ -96,7 +96,7 @@ class _Reader:
             raise ValueError(f"there is more behind it, from character {self._at} on")
 
     def items(self) -> Iterator[Any]:
-        """Every item of the list that comes next."""
+        """Yield every item of the list that is the next value."""
         for _ in self._members("[", "]"):
             yield self.value()
 

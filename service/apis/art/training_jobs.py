@@ -1,8 +1,8 @@
 """`/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names.
 
-The runs of a model follow one another: each goes on from the newest version of the model. Train steps with the same
-settings are one run's, which keeps its optimizer's state. Other settings, or a supervised job in between, end that run,
-and the next job begins another.
+A model is trained by a sequence of runs, each of which starts from the model's newest version. Train steps with the
+same settings go to one run, which keeps the optimizer's state. Other settings, or a supervised job in between, end that
+run, and the next job starts another.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ def _job(view: RunView, step: TrainStep | None = None) -> JobObject:
 async def submit_step(
     backend: Backend, asking: Principal, model: ArtModel, config: ExperimentalConfig, groups: str
 ) -> tuple[str, StepStatus]:
-    """Hand a file of groups to the model's run, which is started where there is none. Returns its id, and the step.
+    """Give a file of groups to the model's run, or start a run if there is none. Returns the run's id and the step.
 
     Raises:
         InvalidInput: names the field and the rule that it breaks.
@@ -243,7 +243,7 @@ async def _open_run(backend: Backend, tenant: str, model: ArtModel) -> RunView |
 
 
 async def _end(backend: Backend, view: RunView) -> None:
-    """Let a run that takes steps end well, after those that it has. Raises Conflict when that takes long."""
+    """Finish an RL run after the steps that it has. Raises Conflict for another kind of run, or if that takes long."""
     if view.kind == "rl":
         with suppress(Conflict):  # it has just ended
             await backend.steps.finish(view.tenant, view.run_id)

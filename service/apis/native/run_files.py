@@ -28,7 +28,7 @@ async def show_overview(backend: Backed, asking: Asking) -> Overview:
 async def list_sparklines(
     backend: Backed, asking: Asking, run_id: Annotated[list[RunId], Query(max_length=200)]
 ) -> dict[RunId, Sparkline]:
-    """The loss of runs, or the reward, in a few dozen numbers each. Runs that there are not are left out."""
+    """The loss of runs, or the reward of RL runs, in a few dozen numbers each. Unknown runs are left out."""
     runs = await backend.runs.of(asking.tenant, run_id)
     lines = await asyncio.gather(*(backend.overviews.sparkline(run) for run in runs))
     return {run.run_id: line for run, line in zip(runs, lines, strict=True)}

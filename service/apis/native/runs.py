@@ -236,7 +236,7 @@ async def _events_within(
 async def _event_pages(
     backend: Backend, tenant: str, run_id: str, after: str | None, limit: int = 1000
 ) -> AsyncIterator[EventPage]:
-    """Pages as they come, until the run has ended and everything was read."""
+    """Yield pages of events as they come, until the run has ended and all were read."""
     while True:
         ended = await _has_ended(backend, tenant, run_id)  # asked first: what is read next is then complete
         page = await backend.reader.events(run_id, after, limit)

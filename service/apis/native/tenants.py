@@ -79,7 +79,7 @@ async def create_key(request: JsonBody[KeyRequest], backend: Backed, asking: Ask
 
 @router.get("/keys", dependencies=_admin)
 async def list_keys(backend: Backed, asking: Asking) -> tuple[KeyView, ...]:
-    """The tenant's keys, newest first, without what makes them keys."""
+    """The tenant's keys, newest first, without their secrets."""
     return await backend.keys.list(asking.tenant)
 
 

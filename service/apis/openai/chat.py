@@ -68,7 +68,7 @@ async def chat(
     task = asyncio.ensure_future(backend.inference.chat(asking.tenant, body))
     if not body.stream:
         return await _unless_gone(request, task)
-    with suppress(TimeoutError):  # what is refused soon is refused with a status of its own
+    with suppress(TimeoutError):  # an early refusal can still have its own status
         await _unless_gone(request, task, _KEEP_ALIVE_S)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     headers = {"cache-control": "no-store"}
@@ -114,7 +114,7 @@ async def _events(task: "asyncio.Future[ChatCompletion]", include_usage: bool) -
                 yield ": the model is answering\n\n"
         for chunk in chunks_of(task.result(), include_usage):
             yield f"data: {chunk.model_dump_json()}\n\n"
-    except LongshoreError as error:  # the status has been sent: clients look for an error among the events
+    except LongshoreError as error:  # the status has been sent, so the error is sent as an event
         body = ErrorResponse(error=ErrorDetail(message=str(error), type="server_error"))
         yield f"data: {body.model_dump_json()}\n\n"
     finally:

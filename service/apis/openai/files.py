@@ -74,7 +74,7 @@ async def create_file(request: Request, asking: Asking, backend: Backed) -> File
 
 
 def checked_purpose(purpose: str) -> str:
-    """Raises InvalidInput for a purpose that nothing here has."""
+    """Return a file's purpose. Raises InvalidInput if it is not supported."""
     if purpose not in PURPOSES:
         raise InvalidInput(f"a purpose is one of {', '.join(PURPOSES)}: nothing here reads files of another", "purpose")
     return purpose

@@ -1,4 +1,4 @@
-"""Forms with one file (multipart/form-data), read by Starlette's parser: the file is handed on as it comes."""
+"""Reads forms with one file (multipart/form-data) by Starlette's parser, and streams the file."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,13 +23,13 @@ BINARY = {"type": "string", "format": "binary"}
 
 
 def described(**fields: dict[str, Any]) -> dict[str, Any]:
-    """Describe a form of these fields, all required, for `openapi_extra`: FastAPI does not see what is read by hand."""
+    """Return the `openapi_extra` of a form with these required fields, since FastAPI does not see how it is read."""
     schema = {"type": "object", "required": list(fields), "properties": fields, "additionalProperties": False}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 class _HandedOn(UploadFile):
-    """A file whose writer waits until its reader has taken what was written."""
+    """A pipe of one piece: its writer waits until the reader has taken what was written."""
 
     def __init__(self, pieces: MemoryObjectSendStream[bytes]) -> None:
         super().__init__(BytesIO())
@@ -40,7 +40,7 @@ class _HandedOn(UploadFile):
 
 
 class FileForm(MultiPartParser):
-    """A form whose fields may stand before its file and behind it: `fields` is whole when `chunks` has ended."""
+    """A form with one file, before or after which fields may come: `fields` is complete when `chunks` has ended."""
 
     def __init__(self, content_type: str | None, body: AsyncGenerator[bytes, None], file_field: str) -> None:
         """Raises InvalidInput for a content type of another kind. `file_field`: the name of the form's one file."""
@@ -69,7 +69,7 @@ class FileForm(MultiPartParser):
         return self._filename
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The file's bytes, and behind them the rest of the form. Raises InvalidInput for a form that is cut off."""
+        """Yield the file's bytes, then read the rest of the form. Raises InvalidInput for a form that is cut off."""
         async for piece in self._pieces:
             yield piece
         await self._reading
@@ -86,7 +86,7 @@ class FileForm(MultiPartParser):
                 await self.parse()
         except MultiPartException as error:
             raise InvalidInput(f"the form cannot be read: {error.message}", self._file_field) from None
-        except BrokenResourceError:  # nobody wants the rest
+        except BrokenResourceError:  # the reader was closed
             return
         finally:
             self._has_begun.set()
@@ -109,7 +109,7 @@ class FileForm(MultiPartParser):
 
 @asynccontextmanager
 async def file_form(request: Request, file_field: str) -> AsyncIterator[FileForm]:
-    """Read a request's form as far as the block asks for. Raises InvalidInput for a body that is none."""
+    """Read a request's form, as far as the block needs it. Raises InvalidInput for a body that is not a form."""
     form = FileForm(request.headers.get("content-type"), request.stream(), file_field)
     try:
         yield form

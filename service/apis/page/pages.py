@@ -22,7 +22,7 @@ _HERE = Path(__file__).parent
 SIGN_IN = "/login"
 OPEN_PATHS = (SIGN_IN,)
 STATIC = "/static"
-# Trusted types: a script that wrote HTML would be stopped by the browser. Text is set as text everywhere.
+# Trusted types: the browser stops scripts that write HTML. The page's own scripts only set text.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -39,12 +39,12 @@ _frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=T
 
 
 def is_page(path: str) -> bool:
-    """True for a path of the page: without a session it leads to the sign-in form."""
+    """True for a path of the page, which redirects to the sign-in form if there is no session."""
     return path in ("/", "/schedules") or path.startswith("/runs/")
 
 
 def is_opened(path: str, accept: str) -> bool:
-    """True where a browser asks for HTML at an address outside the APIs."""
+    """True if a browser asks for HTML at an address outside the APIs."""
     is_api = path in ("/api", "/v1", "/health") or path.startswith(("/api/", "/v1/", f"{STATIC}/"))
     return "text/html" in accept and not is_api
 
@@ -57,7 +57,7 @@ async def unknown_address(request: Request, error: Exception) -> Response:
 
 
 class _Fresh(StaticFiles):
-    """Static files that browsers revalidate each time: scripts of two versions would not fit together."""
+    """Static files that browsers revalidate each time, so that they never mix scripts of two versions."""
 
     def file_response(self, *arguments: Any, **options: Any) -> Response:
         answer = super().file_response(*arguments, **options)
@@ -148,7 +148,7 @@ def _html(name: str, status: int = 200, **values: Any) -> Response:
 
 
 def _local(after: str) -> str:
-    """Return the path to go to after signing in: a page of ours, whatever a link said."""
+    """Return the path to go to after signing in: the requested one if it is on this site, else the start page."""
     parts = urlsplit(after)
     ours = not parts.scheme and not parts.netloc and is_page(parts.path) and "\\" not in after
     return after if ours else "/"

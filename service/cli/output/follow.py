@@ -67,7 +67,7 @@ class Lines:
                 return
             self._last_step_at = time.monotonic()
         left = ""
-        if body.event in ("step", "evaluated") and body.step >= self._view.step:  # others tell of what is past
+        if body.event in ("step", "evaluated") and body.step >= self._view.step:  # other events are old
             left_s = seconds_left(self._view, time.time())
             left = f", about {span(left_s)} left" if left_s else ""
         say(log_line(event) + left)
@@ -85,7 +85,7 @@ class Lines:
 class Bar:
     """A line with phase, bar, steps, times and metrics; events scroll above it.
 
-    Steps, time left and the first metric are whole at 80 columns: what else there is gives way to them.
+    At 80 columns, steps, time left and the first metric are shown in full, and other parts are shortened or left out.
     """
 
     def __init__(self, view: "RunView", console: "Console") -> None:
@@ -101,7 +101,7 @@ class Bar:
 
         body = event.event
         if body.event == "step":
-            if self._view.state == "running":  # else it is only told again
+            if self._view.state == "running":  # else it is a repeated event
                 self._step = body.step
                 self._metrics |= body.metrics
         elif body.event not in ("offloaded", "probed"):
@@ -109,7 +109,7 @@ class Bar:
 
     def status(self, view: "RunView") -> None:
         self._view = view
-        if view.state != "running" or view.phase != "training":  # while it trains, its events are ahead of this
+        if view.state != "running" or view.phase != "training":  # while it trains, events are newer than the status
             self._step = view.step
         self._metrics = view.metrics | self._metrics if view.state == "running" else dict(view.metrics)
 
@@ -232,10 +232,10 @@ class _Followed:
         return has_ended and not page.events
 
     def _read_steps(self) -> None:
-        """Read an RL run's train steps that came on record, to be shown behind the events of their own jobs.
+        """Read newly recorded train steps of an RL run. Each is shown after the events of its job.
 
-        Jobs are numbered as their steps are, and a step comes on record after its job's events and before the next job
-        begins: a step that was known before no more events were found has none that are still to be shown.
+        Jobs have the numbers of their steps, and a step is recorded after its job's events and before the next job
+        begins. So if a step was known when no more events were found, all events of its job have been shown.
         """
         if self.view.kind == "rl" and (found := list(self._client.steps(self.view.run_id, self._last_step))):
             self._steps += found

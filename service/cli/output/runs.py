@@ -105,8 +105,8 @@ def took(view: "RunView") -> str | None:
 def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
     """Return the phases of a run in words, with begin and end: seconds since 1970, None for the one that goes on.
 
-    A phase that only got another worker is one; a wait for a worker of a moment is none. What is done twice, for the
-    dataset and for held-out rows, says for which.
+    Spans of one phase on several workers are joined, and very short waits for a worker are left out. Phases that occur
+    for the dataset and for held-out rows are labelled so.
     """
     found: list[tuple[str, float, float | None]] = []
     times: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Values of `auto`: hyperparameters from the number of examples (docs/openai_api.md), and how these are counted."""
+"""The values of `auto`: hyperparameters from the number of examples (docs/openai_api.md); also counts examples."""
 
 import math
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ _FEW, _MANY, _VERY_MANY = 100, 10_000, 50_000
 _SEEN, _RL_STEPS, _MOST_EPOCHS = 300, 50, 25
 _EVALUATIONS = 10
 _LOOKED_AT_BYTES = 32 << 20
-# gzip, zstd, zip, Parquet: what is in them is not counted here.
+# gzip, zstd, zip and Parquet: examples in such files are not counted.
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1")
 
 
 def batch_size(num_examples: int | None) -> int:
-    """The power of two that is nearest to a quarter of the examples' square root, from 1 to 64; 8 of unknown many."""
+    """Return the power of two nearest to a quarter of the square root of the number, from 1 to 64; 8 if unknown."""
     if num_examples is None:
         return _UNKNOWN_BATCH
     return min(_LARGEST_BATCH, 2 ** max(0, round(math.log2(max(1.0, math.sqrt(num_examples) / 4)))))
 
 
 def num_epochs(num_examples: int | None) -> int:
-    """Three; of fewer than 100 examples as many as show 300, at most 25; two beyond 10,000, one beyond 50,000."""
+    """Return 3; below 100 examples as many as make 300 in all, at most 25; 2 beyond 10,000; 1 beyond 50,000."""
     match num_examples:
         case None:
             return _UNKNOWN_EPOCHS
@@ -32,7 +32,7 @@ def num_epochs(num_examples: int | None) -> int:
 
 
 def prompts_per_step(num_prompts: int | None) -> int:
-    """The largest power of two among the prompts, at most 32; 8 of unknown many."""
+    """Return the largest power of two that is at most the number of prompts, and at most 32; 8 if unknown."""
     if num_prompts is None:
         return _UNKNOWN_BATCH
     return min(_MOST_PROMPTS, 2 ** int(math.log2(max(1, num_prompts))))
@@ -53,14 +53,14 @@ def evaluation_interval(num_examples: int | None, epochs: float, per_step: int) 
 
 
 def count_examples(pieces: Iterable[bytes], num_bytes: int) -> int | None:
-    """The lines of a JSONL file that say something; beyond 32 MiB, as many as the first ones let expect.
+    """Count the lines of a JSONL file that are not blank; beyond 32 MiB the number is extrapolated.
 
     Args:
-        pieces: the file from its beginning; as many are taken as are looked at.
-        num_bytes: the size of all of it.
+        pieces: the file from its beginning; only as many as needed are taken.
+        num_bytes: the file's size.
 
     Returns:
-        None for a file that is not in lines.
+        None for a file that does not consist of lines.
     """
     seen, count, rest = 0, 0, b""
     for piece in pieces:

@@ -1,6 +1,6 @@
-"""`/v1/fine_tuning/jobs`: runs under OpenAI's names.
+"""`/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form, each of which is a run.
 
-To accept a job, its files and its model are looked up, its hyperparameters chosen, and its run submitted.
+A job is accepted by looking up its files and model, choosing its hyperparameters, and submitting its run.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ async def list_jobs(
 
 
 def _wanted_metadata(request: Request) -> dict[str, str]:
-    """`metadata[k]=v` of a query; anything else that would choose among jobs is refused."""
+    """Return the filters `metadata[k]=v` of a query. Other filters are refused."""
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name.startswith(_METADATA) and name.endswith("]"):
@@ -156,7 +156,7 @@ async def submit_job(
 
     Args:
         given_key: an Idempotency-Key.
-        retry_count: how often the client has sent this before, as it says.
+        retry_count: how often the client says that it has sent this before.
 
     Raises:
         InvalidInput: names the field and the rule that it breaks.
@@ -175,7 +175,7 @@ async def submit_job(
 
 
 async def _examples(backend: Backend, tenant: str, given: str, place: str) -> Examples:
-    """Raises InvalidInput for a file that is not there, or is no training data."""
+    """Look up a data file, and count its examples. Raises InvalidInput if it does not exist, or is not for training."""
     if not FILE_ID.fullmatch(given):
         if "/" in given:
             return Examples(given)
@@ -215,7 +215,7 @@ class _Sent(Frozen):
 
 
 async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen, retry_count: str | None) -> str:
-    """The key under which a request that has none of its own is accepted. On record before it is used."""
+    """Return the key for a request without one; the same for a client's retry. It is recorded before it is used."""
     digest = hashlib.sha256(f"{asking.key_id} {request.model_dump_json()}".encode()).hexdigest()
     place = paths.sent_request(asking.tenant, digest)
     if retry_count is not None and retry_count.isdecimal() and retry_count.strip("0"):
@@ -229,12 +229,12 @@ async def idempotency_key(store: ObjectStore, asking: Principal, request: Frozen
 
 
 def prune(store: ObjectStore) -> None:
-    """Drop what is on record of requests that nobody sends again any more. Blocking."""
+    """Delete the records of requests that are too old to be retried. Blocking."""
     for item in list(store.list(paths.SENT_REQUESTS)):
         try:
             sent = _Sent.model_validate_json(store.get_bytes(item.key))
-        except NotFound:  # another service was faster
+        except NotFound:  # another service process has deleted it
             continue
-        # The same request may have come anew meanwhile, and its mark is another.
+        # If the same request has been sent anew meanwhile, its record is another one.
         if time.time() - sent.at >= WINDOW_S and store.head(item.key) == item:
             store.delete(item.key)

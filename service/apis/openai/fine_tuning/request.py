@@ -1,6 +1,6 @@
 """The request of a fine-tuning job: OpenAI's fields, and ours under `longshore`. `runs.py` makes a run of it.
 
-A field that nobody here knows is refused: one that was ignored would make another model than was asked for.
+Unknown fields are refused, since ignoring one would train another model than was asked for.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -33,7 +33,7 @@ AutoFloat = Annotated[float | None, BeforeValidator(_automatic), _auto("number")
 
 
 def _few_epochs(given: int | None) -> int | None:
-    """OpenAI's own bound."""
+    """Check the number of epochs against OpenAI's bound."""
     if given is not None and given > _MOST_EPOCHS:
         raise ValueError(f"n_epochs is at most {_MOST_EPOCHS}, as at OpenAI: for more, give steps in `longshore`")
     return given
@@ -101,7 +101,7 @@ class WandbIntegration(Frozen):
 class LongshoreSettings(OwnSettings):
     """Our own settings, by their native names (docs/api.md); those that are absent have their native defaults.
 
-    Which of them a method has is checked with the job: none is ignored.
+    Settings that the job's method does not have are refused.
     """
 
     full: bool | None = Field(default=None, description="train every weight, and not a LoRA adapter")
@@ -170,7 +170,7 @@ class JobRequest(Frozen):
 
     @property
     def how(self) -> Supervised | Dpo | Reinforcement:
-        """The method with its settings, wherever they stood."""
+        """The method with its settings, from `method` or from the older field for hyperparameters."""
         match self.method:
             case None:
                 return Supervised(hyperparameters=self.hyperparameters or Hyperparameters())

@@ -1,4 +1,4 @@
-"""The files that a job made: its metrics as CSV, and what it published as a tar. Made when they are read."""
+"""The result files of a job: its metrics as CSV, and what it published as a tar. They are made when they are read."""
 
 import asyncio
 import csv
@@ -39,7 +39,7 @@ def is_result(file_id: str) -> bool:
 
 
 async def find(backend: Backend, tenant: str, file_id: str) -> ResultFile:
-    """Raises NotFound unless it is of a job of this tenant's that succeeded."""
+    """Find a result file by its id. Raises NotFound unless it is of a job of this tenant that succeeded."""
     run_id = file_id.removeprefix(_METRICS).removeprefix(_MODEL)
     if not re.fullmatch(RUN_ID, run_id):
         raise NotFound(f"there is no file {file_id[:64]}")

@@ -59,7 +59,7 @@ class StartingPoint:
 
 @dataclass
 class _Draft:
-    """A run's fields as they come together, and the client's names of those that have another there."""
+    """A run's fields while they are collected, and the client's names of those that it names differently."""
 
     fields: dict[str, Any]
     names: dict[str, str]
@@ -72,7 +72,7 @@ class _Draft:
 def run_of(
     request: JobRequest, start: StartingPoint, training: Examples, validation: Examples | None
 ) -> tuple[Run, dict[str, JsonValue]]:
-    """The run of a job, and the hyperparameters that were chosen for it, as clients read them.
+    """Make the run of a job. Returns it, and the hyperparameters that were chosen, in the form for clients.
 
     Raises:
         InvalidInput: names the client's field and the rule that it breaks.
@@ -97,7 +97,7 @@ def run_of(
 
 
 def published_name(suffix: str | None) -> str | None:
-    """The name of a suffix: lower case, with a dash for what names may not have.
+    """Make the name of published adapters from a job's suffix: in lower case, with dashes for other characters.
 
     Raises:
         InvalidInput: nothing is left of it.
@@ -266,7 +266,7 @@ def _rate(
 
 
 def _given(value: Any, automatic_value: Any) -> Any:
-    """Return a value, or the automatic one in place of None; 0 is a value."""
+    """Return a value; if it is None, the automatic one (0 is a value)."""
     return automatic_value if value is None else value
 
 

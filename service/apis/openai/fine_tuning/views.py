@@ -47,7 +47,7 @@ class Progress(BaseModel):
 
 
 class JobObject(BaseModel):
-    """A job as clients see it. `paused` is no status of OpenAI's list, and is what its API says."""
+    """A job as clients see it. OpenAI's API returns the status `paused`, though its documentation does not list it."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -96,7 +96,7 @@ def status_of(view: RunView) -> Status:
 
 
 def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
-    """`trained_tokens`: of a job that has ended."""
+    """Return a run as a job. `trained_tokens`: the number of trained tokens, if the job has ended."""
     sent: dict[str, Any] = view.source.request or {}
     wandb, now = view.source.wandb, time.time()
     left_s = seconds_left(view, now)
