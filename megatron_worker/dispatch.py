@@ -79,7 +79,7 @@ class Dispatcher:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.slots: set[Slot] = set()
-        self._pass_costs: dict[Slot, dict[tuple[int, bool], PassCost]] = {}
+        self._pass_costs: dict[Slot, dict[tuple[int, bool, int | None], PassCost]] = {}
 
     @property
     def facts(self) -> Facts:
@@ -163,17 +163,21 @@ class Dispatcher:
         tokens = None if checkpoint is None else read_state(checkpoint).micro_batch_tokens
         if tokens is None:
             masks = most_mask_bytes(data.units, getattr(torch, self.facts.dtype).itemsize)
-            tokens = tokens_that_fit(self._pass_cost(slot, loss, budget_bytes, masks > 0), budget_bytes, masks)
+            tokens = tokens_that_fit(
+                self._pass_cost(slot, loss, budget_bytes, masks > 0, data.most_step_tokens), budget_bytes, masks
+            )
             tokens = min(tokens, most_tokens or tokens)
         data.cut_to(tokens, self.facts.layout.dp)
 
-    def _pass_cost(self, slot: Slot, loss: LossFunction, budget_bytes: int, has_branches: bool) -> PassCost:
+    def _pass_cost(
+        self, slot: Slot, loss: LossFunction, budget_bytes: int, has_branches: bool, most_tokens: int | None
+    ) -> PassCost:
         """Measure what a pass of a slot holds in memory. Done once for a slot, also if later jobs go on with it."""
         known = self._pass_costs.setdefault(slot, {})
-        if (kind := (budget_bytes, has_branches)) not in known:
+        if (kind := (budget_bytes, has_branches, most_tokens)) not in known:
             drawn = random_state()
             with self.resident(slot):
-                known[kind] = measure_passes(self.engine, loss, budget_bytes, has_branches)
+                known[kind] = measure_passes(self.engine, loss, budget_bytes, has_branches, most_tokens)
             set_random_state(drawn)
         return known[kind]
 

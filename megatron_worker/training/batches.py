@@ -52,6 +52,7 @@ class PackedBatches:
         self._plan = plan
         self._scored: dict[Scored, NDArray[np.float32]] = {}
         self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
+        self.most_step_tokens: int | None = None  # a bound on the tokens of any step, where it is known
         self._num_parts = 1
         self.num_steps = num_steps
 
@@ -59,7 +60,9 @@ class PackedBatches:
     def open(cls, units: Path, plan: Path) -> Self:
         """Map the files of two folders."""
         steps = Plan(plan)
-        return cls(Units(units), steps, steps.header.num_steps)
+        opened = cls(Units(units), steps, steps.header.num_steps)
+        opened.most_step_tokens = steps.most_bins * steps.header.bin_tokens
+        return opened
 
     def bins(self, step: int) -> list[Ints]:
         """Return the units of each of a step's bins: the plan's, or those of `cut_to`."""

@@ -16,11 +16,14 @@ from shared.jobs.packed import Ints, Units
 
 _FIRST_TOKENS = {"cpu": 8, "cuda": 512}
 _TOKENS = {device: tuple(int(first * 1.5**n) for n in range(24)) for device, first in _FIRST_TOKENS.items()}
+_MOST_TOKENS = 1 << 40
 _MARGIN = 0.08  # many short sequences take somewhat more memory than a probe's two
 
 
-def measure_passes(engine: Engine, loss: LossFunction, budget_bytes: int, has_branches: bool) -> PassCost:
-    """Measure what forward_backward of so many tokens holds, if all of them are targets.
+def measure_passes(
+    engine: Engine, loss: LossFunction, budget_bytes: int, has_branches: bool, most_tokens: int | None = None
+) -> PassCost:
+    """Measure what forward_backward of so many tokens holds, if all of them are targets; of `most_tokens` at most.
 
     The slot that is active must hold no gradients: those of the passes that measure are dropped. Collective.
     """
@@ -33,7 +36,9 @@ def measure_passes(engine: Engine, loss: LossFunction, budget_bytes: int, has_br
         yield 0
         yield 0
 
-    cost = measure(probe, _TOKENS[device.type], device, world_size, budget_bytes)
+    rising = _TOKENS[device.type]
+    sizes = rising[:1] + tuple(size for size in rising[1:] if most_tokens is None or size <= most_tokens)
+    cost = measure(probe, sizes, device, world_size, budget_bytes)
     engine.zero_grad()
     return cost
 
@@ -45,7 +50,7 @@ def tokens_that_fit(cost: PassCost, budget_bytes: float, mask_bytes: float = 0.0
         return (cost.at(num_tokens).forward + num_tokens * mask_bytes) * (1 + _MARGIN) <= budget_bytes
 
     too_many = 1
-    while fits(too_many):
+    while too_many < _MOST_TOKENS and fits(too_many):
         too_many *= 2
     fit = too_many // 2
     while too_many - fit > 1:

@@ -291,6 +291,11 @@ class Plan:
         bounds = self._bin_offsets[first : last + 1]
         return [np.array(self._bin_units[a:b]) for a, b in pairwise(bounds)]
 
+    @property
+    def most_bins(self) -> int:
+        """The bins of the step that has the most."""
+        return int(np.diff(self._step_offsets).max(initial=0))
+
     def close(self) -> None:
         self._bin_units = self._bin_offsets = self._step_offsets = np.zeros(0, dtype=_OFFSETS)
 
