@@ -18,7 +18,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.rollouts import RolloutSource
     from workflows.rollouts.sampling import Sampling
     from workflows.training import models
-    from workflows.training.run import ActiveRun, RunHandlers, changed
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
     from workflows.training.steps import Steps
     from workflows.training.train_step import after, train_and_publish, unchanged
     from workflows.training.training import StepEta
@@ -31,7 +31,7 @@ _SAMPLER_FIRST = "a run that waits for a sampler holds no idle worker"
 
 
 @workflow.defn
-class RLWorkflow(RunHandlers):
+class RLWorkflow(ClientDrivenHandlers):
     """One RL run. A train step that succeeds makes the policy's next version; one that fails does not change it."""
 
     @workflow.init
@@ -43,7 +43,6 @@ class RLWorkflow(RunHandlers):
         self._sampling = Sampling(start, self._yield_worker)
         self._source: RolloutSource | None = None
         self._eta = StepEta()  # of whole train steps: sampling, grading and training
-        self._wanted_epoch: int | None = None  # the lease whose worker another run waits for
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
         self._run.training.must_yield = lambda: self._sampling.is_awaited and workflow.patched(_SAMPLER_FIRST)
@@ -213,20 +212,9 @@ class RLWorkflow(RunHandlers):
         """Take a host's signal that a sampler is up for this run."""
         self._sampling.leasing.granted(grant)
 
-    @workflow.signal
-    def make_room(self) -> None:
-        """Give the worker back as soon as no step waits: another run waits for it. The next step leases another one."""
-        self._wanted_epoch = self._run.training.leasing.epoch
-
     def _yield_worker(self) -> None:
         if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
             self._run.training.release()
-
-    def _is_wanted(self) -> bool:
-        return self._wanted_epoch == self._run.training.leasing.epoch
-
-    def _has_ended(self) -> bool:
-        return self._run.status.ended_at is not None
 
     def _current(self) -> RunStatus:
         status, training, known = self._run.with_jobs(), self._run.training, self._run.status

@@ -28,7 +28,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of, was_cancelled
     from workflows.training import models
     from workflows.training.job_plan import ONLY_JOB
-    from workflows.training.run import ActiveRun, RunHandlers, changed
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
 
 # For `apply_commands`: repeating it while the session's job goes on does no command twice.
 _APPLY_RETRY = RetryPolicy(
@@ -40,7 +40,7 @@ _MOST_AT_ONCE = 2000  # commands of one call: the workflow may continue as a new
 
 
 @workflow.defn
-class SessionWorkflow(RunHandlers):
+class SessionWorkflow(ClientDrivenHandlers):
     """One session. The service puts commands into the store, and the host of the session's worker reads them there.
 
     This workflow leases a worker while commands come, and drops commands that wait for one that never arrives.
@@ -62,7 +62,6 @@ class SessionWorkflow(RunHandlers):
         self._training.is_ending = lambda: self._run.is_ending or self._is_giving_back
         self._is_giving_back = False
         self._is_idle = False
-        self._wanted_epoch: int | None = None
 
     @workflow.run
     async def run(self, start: SessionStart) -> RunStatus:
@@ -155,9 +154,8 @@ class SessionWorkflow(RunHandlers):
         try:
             await workflow.wait([job, feeding], return_when=asyncio.FIRST_COMPLETED)
             self._is_giving_back = feeding.done()
-        except (
-            asyncio.CancelledError
-        ) as raised:  # not `finally`: an execution that leaves a host's memory must not wait
+        # Not `finally`: an execution that leaves a host's memory must not wait.
+        except asyncio.CancelledError as raised:
             cancelled = raised
         feeding.cancel()
         job.cancel()
@@ -324,17 +322,6 @@ class SessionWorkflow(RunHandlers):
         """Accept no more commands; the session succeeds after those that wait."""
         self._is_closing = True
         return self._current()
-
-    @workflow.signal
-    def make_room(self) -> None:
-        """Give the worker back as soon as no command comes for a while: another run waits for one."""
-        self._wanted_epoch = self._training.leasing.epoch
-
-    def _is_wanted(self) -> bool:
-        return self._wanted_epoch == self._training.leasing.epoch
-
-    def _has_ended(self) -> bool:
-        return self._run.status.ended_at is not None
 
     def _current(self) -> RunStatus:
         status, known, training = self._run.with_jobs(), self._run.status, self._training

@@ -10,7 +10,7 @@ from temporalio import activity
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
-from activities.records.checkpoints import stored_checkpoints
+from activities.records.checkpoints import newest_first
 from shared.contract import Fence, Frozen
 from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
 from shared.field_rules import first_error
@@ -20,7 +20,6 @@ from shared.jobs.leases import LeaseMark
 from shared.runs.requests import RunId
 from shared.runs.sessions import MAX_NUMBER
 from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import find
 from shared.storage.paths import RunKeys, write_atomically
 from shared.storage.store import ObjectStore
 
@@ -213,30 +212,29 @@ class _Applying:
             # (A state to be published is the newest, as no commands are given to the worker after it.)
             while (checkpoint := self._checkpoint()) is None or checkpoint.step < result.step:
                 self._pause(_SAVED_POLL_S)
-            self._saved(self._publishes and self._next == self._through, checkpoint, result.step)
-            return True
+            if self._publishes and self._next == self._through:
+                self._to_publish, self._next = checkpoint, self._next + 1
+                return True
         self._put(self._next, data)
         self._next += 1
         self._publishes = self._publishes and self._next <= self._through
         return True
 
-    def _saved(self, publish: bool, checkpoint: CheckpointRef | None, step: int | None = None) -> None:
-        """Finish the next command, a `save_state`, whose state is in the store: store its result, or ask to publish."""
+    def _saved(self, publish: bool, checkpoint: CheckpointRef | None) -> None:
+        """Finish the next command, a `save_state` whose result was lost: store it, or ask to publish its state."""
         if checkpoint is None:
             raise CorruptArtifact("the state that was saved has gone", self._keys.checkpoints)
         if publish:
             self._to_publish = checkpoint
         else:
-            result = CommandResult(number=self._next, kind="save_state", step=checkpoint.step if step is None else step)
+            result = CommandResult(number=self._next, kind="save_state", step=checkpoint.step)
             self._put(self._next, result.model_dump_json().encode())
         self._next += 1
 
     def _checkpoint(self, most: int = MAX_NUMBER) -> CheckpointRef | None:
         """Return the newest state in the store that is after command `most` or an earlier one."""
-        for stored in reversed(stored_checkpoints(self._store, self._request.run_id)):
-            if stored.step <= most and (artifact := find(self._store, stored.key)) is not None:
-                return CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
-        return None
+        found = newest_first(self._store, self._request.run_id)
+        return next((checkpoint for checkpoint in found if checkpoint.step <= most), None)
 
     def _command(self, number: int) -> bytes | None:
         with suppress(NotFound):

@@ -1,6 +1,6 @@
 """The checkpoints of a run in the store, of all its leases."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from temporalio import activity
@@ -31,6 +31,14 @@ def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint
     return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
 
+def newest_first(store: ObjectStore, run_id: str) -> Iterator[CheckpointRef]:
+    """Yield the checkpoints that are in the store."""
+    for stored in reversed(stored_checkpoints(store, run_id)):
+        artifact = find(store, stored.key)
+        if artifact is not None:  # else it was pruned since it was listed
+            yield CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
+
+
 @dataclass(frozen=True)
 class Found:
     """The newest intact checkpoint, and messages on newer ones that are damaged, the newest first."""
@@ -46,15 +54,11 @@ def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = 
         passed_over: URIs of checkpoints in which a worker found damage.
     """
     damaged: list[str] = []
-    for stored in reversed(stored_checkpoints(store, run_id)):
-        artifact = find(store, stored.key)
-        if artifact is None:
-            continue  # pruned since it was listed
-        found = CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
+    for found in newest_first(store, run_id):
         if found.artifact.uri in passed_over:
             damaged.append(f"the checkpoint of step {found.step} is damaged")
             continue
-        why = _what_is_wrong(store, stored.key)
+        why = _what_is_wrong(store, RunKeys(run_id).checkpoint(found.fence, found.step))
         if why is None:
             return Found(found, tuple(damaged))
         if why:

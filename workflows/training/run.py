@@ -215,6 +215,23 @@ class RunHandlers:
         self._run.training.progress(report)
 
 
+class ClientDrivenHandlers(RunHandlers):
+    """The handlers of a workflow whose client sends work at any time, and that may hold an idle worker meanwhile."""
+
+    _wanted_epoch: int | None = None  # the lease whose worker another run waits for
+
+    @workflow.signal
+    def make_room(self) -> None:
+        """Give the worker back as soon as no work waits: another run waits for it. The next work leases another one."""
+        self._wanted_epoch = self._run.training.leasing.epoch
+
+    def _is_wanted(self) -> bool:
+        return self._wanted_epoch == self._run.training.leasing.epoch
+
+    def _has_ended(self) -> bool:
+        return self._run.status.ended_at is not None
+
+
 async def uninterrupted(part: Coroutine[Any, Any, Result]) -> Result:
     """Await a coroutine to its end. A cancellation that arrives meanwhile is raised only then."""
     task = asyncio.create_task(part)
