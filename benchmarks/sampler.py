@@ -1,6 +1,6 @@
 """What the sampler draws a second: over HTTP, as runs use it, beside transformers' `generate` on the same model.
 
-    python -m benchmarks.sampler [--hidden 64 256] [--slots 32 64] [--groups 8] [--group-size 16] [--out FILE.json]
+    python -m benchmarks.sampler [--family qwen3_moe] [--hidden 64 256] [--slots 32 64] [--groups 8] [--out FILE.json]
 
 A 4-layer model (2 layers at hidden 64, the tests' size) with random weights in float32 on one thread. `--groups`
 prompts of 64 tokens, asked for at once, `--group-size` samples of 128 tokens each, temperature 1, no end token.
@@ -19,23 +19,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 
 from activities.sampling.client import Sampler
-from examples.tiny_model import make_tiny_model
+from examples.tiny_model import Family, make_tiny_model
 from shared.chat.completions import SamplerReady, Sampling
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
 
-def make_model(folder: Path, hidden: int) -> Path:
+def make_model(folder: Path, family: Family, hidden: int) -> Path:
     layers, head_dim = (2, 16) if hidden == 64 else (4, 64)
     heads = hidden // head_dim
     return make_tiny_model(
         folder,
         ["a benchmark"],
+        family=family,
         vocab_size=512,
         hidden_size=hidden,
         num_layers=layers,
@@ -121,6 +122,7 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=get_args(Family), default="qwen3")
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--slots", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--groups", type=int, default=8)
@@ -131,15 +133,15 @@ def main() -> None:
     figures = []
     for hidden in arguments.hidden:
         with ExitStack() as stack:
-            model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), hidden)
+            model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), arguments.family, hidden)
             contestants: dict[str, Ours | Theirs] = {f"ours_{n}": Ours(model, n, stack) for n in arguments.slots}
             contestants["transformers"] = Theirs(model)
             speed = measure(contestants, arguments.groups, arguments.group_size, arguments.rounds)
         figures.append({"hidden": hidden, "tokens_per_s": speed})
         print(json.dumps(figures[-1]), flush=True)
     hardware = {"machine": platform.machine(), "cpus": os.cpu_count()}
-    result: dict[str, Any] = {"benchmark": "sampler", "commit": commit(), "hardware": hardware}
-    result |= {"groups": arguments.groups, "group_size": arguments.group_size, "figures": figures}
+    result: dict[str, Any] = {"benchmark": "sampler", "family": arguments.family, "commit": commit()}
+    result |= {"hardware": hardware, "groups": arguments.groups, "group_size": arguments.group_size, "figures": figures}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

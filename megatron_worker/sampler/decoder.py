@@ -2,9 +2,9 @@
 
 **Why batching cannot change a result.** Products round differently for differently shaped matrices, so shapes here
 never depend on what else is going on: a prompt is read alone, whatever waits; a step always computes every slot, empty
-or not; attention goes over blocks of BLOCK positions, and blocks behind a sequence's end add exactly nothing (a weight
-of exp(-inf) = 0, a rescaling by exp(0) = 1). What is left is that a product gives equal rows for equal inputs in every
-row; `reliable_width` (generation.py) checks that.
+or not, with experts too (experts.py); attention goes over blocks of BLOCK positions, and blocks behind a sequence's
+end add exactly nothing (a weight of exp(-inf) = 0, a rescaling by exp(0) = 1). What is left is that a product gives
+equal rows for equal inputs in every row; `reliable_width` (generation.py) checks that.
 
 Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G key/value heads, P query heads for each
 of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
@@ -21,46 +21,14 @@ from torch import Tensor
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture, rotary_frequencies
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
+from megatron_worker.sampler.experts import Experts, fuse_experts
+from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse, fuse_mlp
 from megatron_worker.tensors.safetensors_files import TensorFiles, check_names, model_files, refuse_unknown, single_file
-from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
 BLOCK = 128
 _SCORED = 64  # prompt tokens whose logits are held at a time
-_FUSED = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-
-
-@dataclass(frozen=True)
-class LoraWeights:
-    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks."""
-
-    a_RI: Tensor
-    b_OR: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
-class FusedLinear:
-    """Hugging Face linears of the same input, stacked by rows."""
-
-    name: str
-    parts: tuple[TensorSlice, ...]
-    weight_OI: Tensor
-    bias_O: Tensor | None
-
-    def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
-        y = F.linear(x, self.weight_OI, self.bias_O)
-        extra = lora_weights.get(self.name)
-        if extra is not None:
-            low = F.linear(x, extra.a_RI).mul_(extra.scale)
-            y += F.linear(low, extra.b_OR)
-        return y
 
 
 @dataclass(frozen=True)
@@ -71,8 +39,7 @@ class Layer:
     key_norm_D: Tensor | None
     output: FusedLinear
     mlp_norm_H: Tensor
-    gate_up: FusedLinear
-    down: FusedLinear
+    mlp: Mlp | Experts
 
 
 @dataclass(frozen=True)
@@ -114,16 +81,13 @@ class Cache:
 
 
 class Decoder:
-    """A dense decoder of one of our families, whole on one device.
+    """A decoder of one of our families, whole on one device.
 
     Raises InvalidInput when the folder cannot be used.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        if self.architecture.num_experts:
-            message = "this sampler computes no experts: sample models with them elsewhere, and send trajectories in"
-            raise InvalidInput(message, str(folder / "config.json"))
         self.dtype, self.device = dtype, device
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
@@ -136,7 +100,7 @@ class Decoder:
 
     @property
     def linears(self) -> list[FusedLinear]:
-        return [x for layer in self._layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [x for layer in self._layers for x in (layer.qkv, layer.output, *layer.mlp.linears)]
 
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self.architecture, num_slots, self.dtype, self.device)
@@ -153,7 +117,8 @@ class Decoder:
             query, key, value = (t.transpose(0, 1).contiguous() for t in (query_TQD, key_TGD, value_TGD))
             key_1QTD, value_1QTD = (t.repeat_interleave(a.heads_per_group, dim=0)[None] for t in (key, value))
             attended_1QTD = F.scaled_dot_product_attention(query[None], key_1QTD, value_1QTD, is_causal=True)
-            x_TH = self._rest(layer, x_TH, attended_1QTD[0].transpose(0, 1).flatten(1), lora_weights)
+            attended_TX = attended_1QTD[0].transpose(0, 1).flatten(1)
+            x_TH = self._rest(layer, x_TH, attended_TX, lora_weights, fixed_shapes=False)
             keys.append(key)
             values.append(value)
         last_1H = x_TH[-1:]
@@ -198,7 +163,7 @@ class Decoder:
             cache.keys[number][block_B, cache.slots_B, :, offset_B] = key_BGD
             cache.values[number][block_B, cache.slots_B, :, offset_B] = value_BGD
             attended_BX = _attend(query_BQD, cache.keys[number], cache.values[number], masks)
-            x_BH = self._rest(layer, x_BH, attended_BX, lora_weights)
+            x_BH = self._rest(layer, x_BH, attended_BX, lora_weights, fixed_shapes=True)
         return self._norm(x_BH, self._final_norm_H)
 
     @torch.inference_mode()
@@ -218,11 +183,23 @@ class Decoder:
             query, key = self._norm(query, layer.query_norm_D), self._norm(key, layer.key_norm_D)
         return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value
 
-    def _rest(self, layer: Layer, x_TH: Tensor, attended_TX: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
-        """Return the residual stream after a layer's attention and MLP."""
+    def _rest(
+        self,
+        layer: Layer,
+        x_TH: Tensor,
+        attended_TX: Tensor,
+        lora_weights: Mapping[str, LoraWeights],
+        *,
+        fixed_shapes: bool,
+    ) -> Tensor:
+        """Return the residual stream after a layer's attention and MLP. `fixed_shapes`: see Experts."""
         x_TH = x_TH + layer.output(attended_TX, lora_weights)
-        gate, up = layer.gate_up(self._norm(x_TH, layer.mlp_norm_H), lora_weights).chunk(2, dim=-1)
-        return x_TH + layer.down(F.silu(gate) * up, lora_weights)
+        normed_TH = self._norm(x_TH, layer.mlp_norm_H)
+        match layer.mlp:
+            case Mlp() as mlp:
+                return x_TH + mlp(normed_TH, lora_weights)
+            case Experts() as experts:
+                return x_TH + experts(normed_TH, lora_weights, fixed_shapes=fixed_shapes)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
@@ -285,25 +262,17 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
 
 def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
     prefix = f"model.layers.{number}"
-    fused = {name: _fused(f"{prefix}.{name}", prefix, parts, weights, slices) for name, parts in _FUSED.items()}
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    qkv = [f"{attention}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
     return Layer(
         input_norm_H=weights[f"{prefix}.input_layernorm.weight"],
-        query_norm_D=weights.get(f"{prefix}.self_attn.q_norm.weight"),
-        key_norm_D=weights.get(f"{prefix}.self_attn.k_norm.weight"),
+        qkv=fuse(f"{attention}.qkv", qkv, weights, slices),
+        query_norm_D=weights.get(f"{attention}.q_norm.weight"),
+        key_norm_D=weights.get(f"{attention}.k_norm.weight"),
+        output=fuse(f"{attention}.output", [f"{attention}.o_proj"], weights, slices),
         mlp_norm_H=weights[f"{prefix}.post_attention_layernorm.weight"],
-        **fused,
+        mlp=fuse_experts(mlp, a, weights, slices) if a.num_experts else fuse_mlp(mlp, weights, slices),
     )
-
-
-def _fused(
-    name: str, prefix: str, parts: tuple[str, ...], weights: dict[str, Tensor], slices: dict[str, TensorSlice]
-) -> FusedLinear:
-    """Fuse linears. The parts are taken out of `weights`, so that none is held twice."""
-    modules = [f"{prefix}.{part}" for part in parts]
-    own = tuple(slices[f"{module}.weight"] for module in modules)
-    weight_OI = torch.cat([weights.pop(f"{module}.weight") for module in modules])
-    biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
-    return FusedLinear(name, own, weight_OI, torch.cat(biases) if biases else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, LoraWeights, Prefilled
+from megatron_worker.sampler.decoder import BLOCK, Adapter, Cache, Decoder, Prefilled
 from megatron_worker.sampler.drawing import Drawn, draw, uniform
+from megatron_worker.sampler.linears import LoraWeights
 from shared.chat.completions import Sampling
 
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots

@@ -1,14 +1,17 @@
-"""The loop without Temporal beside a server: the same run gives the same steps, metrics and weights."""
+"""The loop without Temporal beside a server: the same run gives the same steps, metrics and weights. With experts."""
 
 import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from examples import demo, local_rl
+from examples.tiny_model import make_tiny_model
 from shared.runs.requests import RLRun, RunRecord
 from shared.runs.status import StepStatus
 from shared.storage.artifacts import sha256_file
+from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS
 from tests.end_to_end.stack import Stack
 
@@ -16,14 +19,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def record(stack: Stack, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
-    """A run that a server has ended: sampled a step ahead, with two optimizer steps a train step."""
+def record(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    """A run that a server has ended: experts, sampled a step ahead, with two optimizer steps a train step."""
     folder = tmp_path_factory.mktemp("prompts")
+    model = make_tiny_model(folder / "model", CORPUS, family="qwen3_moe")
     for name, numbers in (("train", range(20)), ("eval", range(20, 24))):
         rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in numbers)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answer = stack.cli(
-        *("submit", "rl", "--json", "--model", str(tiny_model), "--grader", json.dumps(LETTERS)),
+        *("submit", "rl", "--json", "--model", str(model), "--grader", json.dumps(LETTERS)),
         *("--prompts", f"{folder}/train.jsonl", "--eval-prompts", f"{folder}/eval.jsonl", "--eval-every", "2"),
         *("--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
         *("--off-policy-steps", "1", "--mini-batches", "2", "--algorithm", "grpo", "--temperature", "0.8"),
@@ -43,7 +47,11 @@ def test_steps_are_the_servers(stack: Stack, record: RunRecord, tmp_path: Path) 
     for ours, theirs in zip(local, server, strict=True):
         assert ours.state == theirs.state == "done"
         assert _told(ours) == _told(theirs)
+        assert ours.step == 0 or ours.metrics["probe_difference_max"] < 1e-4
     assert _weights_sha256(local[-1]) == _weights_sha256(server[-1])
+    weights = load_file(_weights(local[-1]))
+    trained = [name for name, weight in weights.items() if ".lora_B." in name and weight.any()]
+    assert {name.split(".mlp.experts.")[1][0] for name in trained if ".mlp.experts." in name} == set("0123")
 
 
 def test_the_api_tells_every_step_from_the_beginning(
@@ -65,5 +73,9 @@ def _told(step: StepStatus) -> dict[str, float]:
 
 
 def _weights_sha256(step: StepStatus) -> str:
+    return sha256_file(_weights(step))
+
+
+def _weights(step: StepStatus) -> Path:
     assert step.adapter is not None
-    return sha256_file(Path(step.adapter.removeprefix("file://"), "adapter_model.safetensors"))
+    return Path(step.adapter.removeprefix("file://"), "adapter_model.safetensors")

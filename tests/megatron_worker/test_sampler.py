@@ -62,7 +62,7 @@ def sampler(ours, place):
 # Against others.
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False), ("qwen2", True), ("llama", False)])
 def test_greedy_is_transformers_generate(tmp_path, family, tied):
     from transformers import AutoModelForCausalLM
 

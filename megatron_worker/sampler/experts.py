@@ -1,0 +1,71 @@
+"""A mixture of experts in a layer of the decoder: a router, and an MLP for each expert.
+
+**Why batching cannot change a result, and what that costs.** In a step, each expert that any slot chose computes all
+slots, and what it makes of the others is dropped. So a slot's products have the same shapes, and the slot the same row
+in them, whatever other slots choose. Each expert's weights are read at most once a step, and those that nobody chose
+not at all; of the arithmetic, most is in vain. Two other ways were not taken: products over just the slots that chose
+an expert have other heights, and give other bits, when other slots choose otherwise; a product for each slot with
+weights gathered for it reads an expert once for every slot that chose it. A prompt is read alone, so there each expert
+computes just the tokens that chose it.
+
+The formula is the trainer's (megatron_worker/megatron/experts.py): softmax in float32, products in the weights' dtype,
+outputs added up in the order of the experts' numbers.
+
+Shape suffixes: T tokens or slots, M those that chose one expert, H hidden size, E experts, K experts of a token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_worker.families.architecture import Architecture
+from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse_mlp
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Takes the place of a layer's MLP. The router has no adapter: no trainer of ours trains one."""
+
+    router_EH: Tensor
+    mlps: tuple[Mlp, ...]
+    num_chosen: int
+    normalised: bool
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        return [linear for mlp in self.mlps for linear in mlp.linears]
+
+    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights], *, fixed_shapes: bool) -> Tensor:
+        """Return each token's weighted sum of its experts' outputs.
+
+        Args:
+            fixed_shapes: the shape of no product depends on what is chosen, as a step needs it.
+        """
+        weight_TK, expert_TK = self._route(x_TH)
+        total_TH = torch.zeros_like(x_TH)
+        for number in expert_TK.unique().tolist():
+            token_M, choice_M = (expert_TK == number).nonzero(as_tuple=True)
+            mlp = self.mlps[number]
+            y_MH = mlp(x_TH, lora_weights)[token_M] if fixed_shapes else mlp(x_TH[token_M], lora_weights)
+            total_TH.index_add_(0, token_M, y_MH * weight_TK[token_M, choice_M, None])
+        return total_TH
+
+    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights in the tokens' dtype, and expert numbers: both [T, K]."""
+        probability_TE = F.linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
+        weight_TK, expert_TK = probability_TE.topk(self.num_chosen, dim=-1)
+        if self.normalised:
+            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+        return weight_TK.to(x_TH.dtype), expert_TK
+
+
+def fuse_experts(
+    module: str, a: Architecture, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
+) -> Experts:
+    """Fuse the linears of each expert of the MLP with this Hugging Face name. The router stays in `weights`."""
+    mlps = tuple(fuse_mlp(f"{module}.experts.{number}", weights, slices) for number in range(a.num_experts))
+    return Experts(weights[f"{module}.gate.weight"], mlps, a.experts_per_token, a.normalised_experts)

@@ -1,0 +1,72 @@
+"""Linears of the decoder with the adapters beside them, and the MLP made of them.
+
+Shape suffixes: T tokens or slots, O outputs and I inputs of a linear, R ranks of an adapter, H hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_worker.families.tensor_slices import TensorSlice
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Hugging Face linears of the same input, stacked by rows."""
+
+    name: str
+    parts: tuple[TensorSlice, ...]
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+    def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
+        y = F.linear(x, self.weight_OI, self.bias_O)
+        extra = lora_weights.get(self.name)
+        if extra is not None:
+            low = F.linear(x, extra.a_RI).mul_(extra.scale)
+            y += F.linear(low, extra.b_OR)
+        return y
+
+
+def fuse(
+    name: str, modules: Sequence[str], weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
+) -> FusedLinear:
+    """Fuse linears, by their Hugging Face names. They are taken out of `weights`, so that none is held twice."""
+    own = tuple(slices[f"{module}.weight"] for module in modules)
+    weight_OI = torch.cat([weights.pop(f"{module}.weight") for module in modules])
+    biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
+    return FusedLinear(name, own, weight_OI, torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A SwiGLU MLP: a layer's only one, or one of its experts."""
+
+    gate_up: FusedLinear
+    down: FusedLinear
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        return [self.gate_up, self.down]
+
+    def __call__(self, x_TH: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
+        gate, up = self.gate_up(x_TH, lora_weights).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, lora_weights)
+
+
+def fuse_mlp(module: str, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]) -> Mlp:
+    """Fuse the linears of the MLP with this Hugging Face name, as `fuse` does."""
+    gate_up = fuse(f"{module}.gate_up", (f"{module}.gate_proj", f"{module}.up_proj"), weights, slices)
+    return Mlp(gate_up, fuse(f"{module}.down", (f"{module}.down_proj",), weights, slices))
