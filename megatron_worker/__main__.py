@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.watchdog import start_watchdog
 from shared.errors import InvalidInput
 from shared.jobs.job import Job
@@ -42,11 +43,12 @@ def main(arguments: list[str] | None = None, build: "BuildEngine | None" = None)
 def _work(paths: WorkerPaths | None, job: Job | None, settings: Settings, build: "BuildEngine | None") -> int:
     """Join the group, then serve a folder or do one job."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
-    from megatron_worker.head.kernel_choice import set_policy
-    from megatron_worker.process.ranks import connect
-    from megatron_worker.process.staging import Staging
-    from megatron_worker.warm_engine import build_engine
-    from megatron_worker.worker import Worker
+    with slow_imports():
+        from megatron_worker.head.kernel_choice import set_policy
+        from megatron_worker.process.ranks import connect
+        from megatron_worker.process.staging import Staging
+        from megatron_worker.warm_engine import build_engine
+        from megatron_worker.worker import Worker
 
     set_policy(settings.kernels)
     with connect() as control:

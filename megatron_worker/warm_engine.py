@@ -1,6 +1,5 @@
 """Keeps the engine between jobs, to use it again if the next job needs an equal one."""
 
-import atexit
 import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 
 from megatron_worker.dispatch import Dispatcher, Slot
 from megatron_worker.engine import Engine
+from megatron_worker.process.imports import slow_imports
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
 from shared.jobs.job import Full, Job, JobPlan, Lora, WorkerPlan, reference_of
@@ -23,15 +23,12 @@ def build_engine(plan: WorkerPlan, model: Path) -> Engine:
     """Build the engine that a plan names, for a staged model folder. Its module is imported here, as that is slow."""
     match plan.engine:
         case "megatron":
-            from megatron_worker.megatron.engine import MegatronEngine
-
-            # The modules' objects live for ever: frozen, they save the collection at each job's end 0.2 s.
-            gc.freeze()
-            atexit.register(gc.unfreeze)
+            with slow_imports():
+                from megatron_worker.megatron.engine import MegatronEngine
             return MegatronEngine(model, plan.layout, plan.dtype)
         case "fsdp":
-            from megatron_worker.fsdp.engine import FsdpEngine
-
+            with slow_imports():
+                from megatron_worker.fsdp.engine import FsdpEngine
             return FsdpEngine(model, plan.layout, plan.dtype)
 
 

@@ -1,6 +1,7 @@
 """What all tests share: one Temporal dev server, one S3 server and one tiny model a session. Real ones, on loopback."""
 
 import asyncio
+import gc
 import os
 import random
 import socket
@@ -23,6 +24,8 @@ from tests.leftovers import watch_over
 from tests.order import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks of pytest's)
 from tests.progress import pytest_configure  # noqa: F401 (a hook of pytest's)
 
+# Imports and the collection of tests make objects that live for ever: pytest_collection_finish freezes them.
+gc.disable()
 # Tensors here are small: a second thread costs more than it brings, most of all where two tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may reach a real account: of W&B, of the hub, of AWS, or of the developer's own Longshore.
@@ -54,6 +57,11 @@ CORPUS = [
     "A ship of 1200 tonnes waits for the tide; the pilot climbs aboard at 06:30.",
     "What does the docker carry? He carries a sack of grain, then another.",
 ] * 8
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 For tests of what a program does. Where it matters how it is started, a test starts it as users and hosts do.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -31,6 +32,7 @@ class Program:
     stderr: Path
 
     def __call__(self) -> None:
+        gc.freeze()  # a collection of what was imported would copy its pages
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.cwd)

@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import get_args
 
+from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.watchdog import start_watchdog
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
@@ -39,14 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT. This thread computes; others do HTTP."""
-    import torch
-    from tokenizers import Tokenizer
+    with slow_imports():
+        import torch
+        from tokenizers import Tokenizer
 
-    from megatron_worker.sampler.answers import Answers, Limits
-    from megatron_worker.sampler.decoder import Decoder
-    from megatron_worker.sampler.generation import Generator
-    from megatron_worker.sampler.server import Server
-    from megatron_worker.training.evaluation import read_stop_ids
+        from megatron_worker.sampler.answers import Answers, Limits
+        from megatron_worker.sampler.decoder import Decoder
+        from megatron_worker.sampler.generation import Generator
+        from megatron_worker.sampler.server import Server
+        from megatron_worker.training.evaluation import read_stop_ids
 
     torch.set_num_threads(options.threads)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
