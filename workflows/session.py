@@ -25,6 +25,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.start import SessionStart
     from shared.runs.status import CheckpointRef, RunStatus
     from workflows import control, policies
+    from workflows.leases.leasing import on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of, was_cancelled
     from workflows.training import models
     from workflows.training.job_plan import ONLY_JOB
@@ -182,6 +183,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             seed=run.seed,
             max_tokens=run.max_tokens,
             save_after_s=run.save_after_s,
+            keep_states=run.keep_states,
         )
 
     async def _feed(self) -> None:
@@ -251,16 +253,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             most=1 if self._is_idle else _MOST_AT_ONCE,  # return after one, to show that it is no longer idle
             idle_s=min(self._start.run.idle_s, self._start.run.gap_s, _IDLE_CALL_S),
         )
-        timing = self._start.timing
-        return await workflow.execute_activity_method(
-            ApplyCommands.apply_commands,
-            request,
-            task_queue=grant.host_queue,
-            schedule_to_start_timeout=policies.pickup_timeout(timing),
-            start_to_close_timeout=policies.LEASE_TIMEOUT,
-            heartbeat_timeout=policies.heartbeat_timeout(timing),
-            retry_policy=_APPLY_RETRY,
-        )
+        return await on_leased_host(ApplyCommands.apply_commands, request, grant, self._start.timing, _APPLY_RETRY)
 
     async def _publish(self, number: int, checkpoint: CheckpointRef) -> None:
         """Publish the state that a command saved, and record the command's result."""

@@ -7,6 +7,7 @@ a bounded number of times: a seeded completion is the same however often it is a
 import math
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -97,6 +98,7 @@ class Sampler:
         self._attempts = attempts
         self._confined = confinement
         self._sockets: list[socket.socket] = []
+        self._sockets_lock = threading.Lock()
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -108,14 +110,17 @@ class Sampler:
     def close(self) -> None:
         """Close all connections, also those of other threads' requests, so that the server stops sampling for them."""
         self._is_closed = True
-        for connection in self._sockets:
-            _hang_up(connection)
+        with self._sockets_lock:
+            for connection in self._sockets:
+                _hang_up(connection)
         self._client.close()
 
     def _note(self, event: str, info: dict[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             connection = info["return_value"].get_extra_info("socket")
-            self._sockets.append(connection)
+            with self._sockets_lock:
+                self._sockets = [each for each in self._sockets if each.fileno() >= 0]  # those still open
+                self._sockets.append(connection)
             if self._is_closed:  # by another thread while this one connected
                 _hang_up(connection)
 

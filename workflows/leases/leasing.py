@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from temporalio import workflow
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
@@ -18,6 +19,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 
 class Lost(Exception):
@@ -134,6 +136,28 @@ class Leasing:
         self._held_before_s = self.held_s
         self.grant = None
         self._asked = ()
+
+
+async def on_leased_host(
+    activity: Callable[[Any, Request], Answer],
+    request: Request,
+    grant: LeaseGrant,
+    timing: RunTiming,
+    retry: RetryPolicy,
+    cancellation: workflow.ActivityCancellationType = workflow.ActivityCancellationType.TRY_CANCEL,
+) -> Answer:
+    """Execute an activity on the host that holds a lease, for as long as it takes. Raises ActivityError."""
+    answer: Answer = await workflow.execute_activity_method(
+        activity,
+        request,
+        task_queue=grant.host_queue,
+        schedule_to_start_timeout=policies.pickup_timeout(timing),
+        start_to_close_timeout=policies.LEASE_TIMEOUT,
+        heartbeat_timeout=policies.heartbeat_timeout(timing),
+        retry_policy=retry,
+        cancellation_type=cancellation,
+    )
+    return answer
 
 
 def _ended(asked: "tuple[workflow.ActivityHandle[None], ...]") -> workflow.ActivityHandle[None] | None:

@@ -17,7 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.start import AnyStart
     from shared.runs.status import CheckpointRef, Problem
     from workflows import control, policies
-    from workflows.leases.leasing import Leasing, Lost, lost
+    from workflows.leases.leasing import Leasing, Lost, lost, on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed
     from workflows.services.single_activity import track
 
@@ -218,24 +218,16 @@ class Training:
         self.changed()
 
     async def _run_job(self, plan: AnyPlan, grant: LeaseGrant) -> JobResult:
-        timing = self.start.timing
-        return await workflow.execute_activity_method(
-            RunJob.run_job,
-            JobRequest(
-                plan=plan,
-                fence=grant.fence,
-                worker_id=grant.worker_id,
-                cancel_grace_s=timing.cancel_grace_s,
-                passed_over=self._passed_over,
-                tenant=self.start.tenant,
-            ),
-            task_queue=grant.host_queue,
-            schedule_to_start_timeout=policies.pickup_timeout(timing),
-            start_to_close_timeout=policies.LEASE_TIMEOUT,
-            heartbeat_timeout=policies.heartbeat_timeout(timing),
-            retry_policy=policies.ONCE,
-            cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+        request = JobRequest(
+            plan=plan,
+            fence=grant.fence,
+            worker_id=grant.worker_id,
+            cancel_grace_s=self.start.timing.cancel_grace_s,
+            passed_over=self._passed_over,
+            tenant=self.start.tenant,
         )
+        cancellation = workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
+        return await on_leased_host(RunJob.run_job, request, grant, self.start.timing, policies.ONCE, cancellation)
 
 
 def _accepted(result: JobResult) -> JobResult:

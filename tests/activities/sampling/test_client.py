@@ -203,6 +203,14 @@ def test_closing_hangs_up_on_a_request_of_another_thread():
     assert not asking.is_alive()
 
 
+def test_connections_that_were_closed_are_forgotten(scripted):
+    """A server that hangs up after each answer, as this one does, is asked for as long as a host lives."""
+    client = scripted(*[(200, GOOD)] * 20).client()
+    for _ in range(20):
+        sample(client)
+    assert len(client._sockets) <= 2
+
+
 class Flood:
     """A server that answers everything with zeros, packed or without end, and counts how often it is asked."""
 
