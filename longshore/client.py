@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import httpx
 
-from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, LoadState, OptimStep, SaveState
 from shared.jobs.job import Adam, CrossEntropy, PolicyLoss
 from shared.runs.requests import SessionRun
 
@@ -202,6 +202,14 @@ class Session:
     def save_state(self, publish: bool = False) -> Pending:
         """Make the state as of the last step durable. With `publish` also publish it, as `result().adapter`."""
         return self.send(SaveState(publish=publish))
+
+    def load_state(self, state: str, optimizer: bool = True) -> Pending:
+        """Go on from a saved state, `<session or run>:step-<n>`, in place of the session's own.
+
+        `n` is the `step` of a `save_state`'s result, or of a run's checkpoint. Accumulated gradients are dropped.
+        `optimizer`: False to begin with moments of zero.
+        """
+        return self.send(LoadState(state=state, optimizer=optimizer))
 
     def send(self, asked: Asked) -> Pending:
         with self._lock:

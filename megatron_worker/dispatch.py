@@ -124,10 +124,15 @@ class Dispatcher:
         else:
             self.engine.drop_adapter(slot)
 
-    def load_state(self, slot: Slot, folder: Path) -> None:
-        """Go on from what `save_state` wrote, under any layout. Raises InvalidInput where it does not fit."""
+    def load_state(self, slot: Slot, folder: Path, optimizer: bool = True) -> None:
+        """Go on from what `save_state` wrote, under any layout. Raises InvalidInput where it does not fit.
+
+        `optimizer`: False to begin with moments and a step count of zero.
+        """
         with self.resident(slot):
             self.engine.load(folder)
+            if not optimizer:
+                self.engine.reset_moments()
 
     def save_state(self, slot: Slot, folder: Path) -> None:
         """Write `weights/` and `optimizer/`; rank 0 writes."""

@@ -280,6 +280,10 @@ class Engine(Protocol):
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
         ...
 
+    def reset_moments(self) -> None:
+        """Set the moments and the step count of what is being trained to zero."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors of the base, one at a time, on every rank."""
         ...

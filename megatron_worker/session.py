@@ -26,7 +26,12 @@ from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.runner import Outcome, Passes, make_deterministic, make_trainable, take_engine
 from megatron_worker.sums import MAX, reported
-from megatron_worker.training.checkpoint import load_checkpoint, load_initial_checkpoint, save_checkpoint
+from megatron_worker.training.checkpoint import (
+    check_fits,
+    load_checkpoint,
+    load_initial_checkpoint,
+    save_checkpoint,
+)
 from megatron_worker.training.command_data import CommandData, pack_data
 from megatron_worker.warm_engine import WarmEngine, slots_of
 from shared.errors import InvalidInput
@@ -38,13 +43,14 @@ from shared.jobs.commands import (
     Forward,
     ForwardBackward,
     Gap,
+    LoadStored,
     OptimStep,
     SaveState,
     Skip,
     check_data,
     command,
 )
-from shared.jobs.events import Applied, Saved, Started, Step
+from shared.jobs.events import Applied, Kept, Saved, Started, Step
 from shared.jobs.job import Job, SessionPlan
 from shared.storage.paths import write_atomically
 
@@ -54,7 +60,7 @@ accumulated, when none can be saved."""
 _DROPPED = "the gradients accumulated since the last optim_step are dropped"
 _OFFLOAD = b"offload"
 _NAN_BITS = 0x7FC00000
-Doing = Generator[None, None, CommandResult]
+Doing = Generator[Awaited | None, None, CommandResult]
 
 
 def run_session(
@@ -79,7 +85,8 @@ def run_session(
     except CancelledEarly:
         return Outcome("cancelled", plan.first_step)
     try:
-        yield from session.serve(cancelled, by_hand)
+        with suppress(CancelledEarly):
+            yield from session.serve(by_hand)
         session.save()
     except JobFailed as failed:
         return Outcome("failed", session.clean, failed.fault)
@@ -119,7 +126,7 @@ def _open(
         device=dispatcher.facts.device_name,
         world_size=ranks.world_size,
     )
-    return Session(job, plan, model_sha256, dispatcher, slot, report, ranks, clean)
+    return Session(job, plan, model_sha256, dispatcher, slot, staging, report, ranks, cancelled, clean)
 
 
 @dataclass
@@ -139,8 +146,10 @@ class Session:
     model_sha256: str
     dispatcher: Dispatcher
     slot: str | None
+    staging: Staging
     report: Report
     ranks: WorkerRanks
+    cancelled: Callable[[], bool]
     clean: int
     last: int = field(init=False)
     saved: int = field(init=False)
@@ -153,10 +162,10 @@ class Session:
     def __post_init__(self) -> None:
         self.last, self.saved = self.clean, -1 if self.job.start is None else self.clean
 
-    def serve(self, cancelled: Callable[[], bool], by_hand: bool) -> Generator[Awaited | None, None, None]:
+    def serve(self, by_hand: bool) -> Generator[Awaited | None, None, None]:
         """Do commands as they come. After some time without any, the slot is moved off the device."""
         idle_since = time.monotonic()
-        while not cancelled():
+        while not self.cancelled():
             order = self.ranks.broadcast(self._order(idle_since) if self.ranks.rank == 0 else None)
             if order == _OFFLOAD:
                 self._place("host")
@@ -192,13 +201,20 @@ class Session:
 
     # Commands.
 
-    def _do(self, number: int, data: bytes) -> Iterator[None]:
-        """Do a command and write its result. An error of it becomes its result, and the session goes on."""
+    def _do(self, number: int, data: bytes) -> Iterator[Awaited | None]:
+        """Do a command and write its result. An error of it becomes its result, and the session goes on.
+
+        Raises:
+            JobFailed: the slot may have lost its state, so that the session must go on from a saved one.
+            CancelledEarly: the session was cancelled before the command changed anything.
+        """
         began, self._is_touched = time.perf_counter(), False
         asked: Command | None = None
         try:
             asked = _parsed(data)
             result = yield from self._result(number, asked)
+        except (_SlotLost, CancelledEarly):
+            raise
         except Exception as error:
             fault = self.ranks.agree_on(error).fault
             result = CommandResult(number=number, kind=asked.kind if asked else "", problem=self._problem(fault))
@@ -241,8 +257,11 @@ class Session:
             case SaveState():
                 if not self.sums:
                     self.clean = number
+                self.report.emit(Kept, step=self.clean)
                 self.save()
                 return CommandResult(number=number, kind=asked.kind, step=self.clean)
+            case LoadStored():
+                return (yield from self._load_state(number, asked))
 
     def _forward(self, number: int, asked: Forward) -> Doing:
         if not asked.adapter and self.slot is None:
@@ -293,6 +312,19 @@ class Session:
         self.report.emit(Step, step=number, metrics=metrics)
         return CommandResult(number=number, kind=asked.kind, metrics=metrics)
 
+    def _load_state(self, number: int, asked: LoadStored) -> Doing:
+        """Load a state in place of the session's own, and save it at once: so a new worker need not load it again."""
+        folder = yield from self.staging.fetch_one(asked.checkpoint, self.cancelled)
+        self.ranks.agree(lambda: check_fits(self.plan, self.model_sha256, folder))
+        try:
+            self.ranks.agree(lambda: self.dispatcher.load_state(self.slot, folder, asked.optimizer))
+            self.dispatcher.zero_grad(self.slot)
+            self.sums, self._step_s, self.clean = {}, 0.0, number
+            self.save()
+        except Exception as error:
+            raise _SlotLost(self.ranks.agree_on(error).fault) from None
+        return CommandResult(number=number, kind=asked.kind, step=number)
+
     def _packed(self, asked: Forward | ForwardBackward) -> CommandData:
         check_data(asked.data, self.dispatcher.facts.vocab_size, self.plan.max_tokens)
         return pack_data(asked.data, self.plan.max_tokens, asked.share_prefixes)
@@ -321,6 +353,10 @@ class Session:
         written = save_checkpoint(save, self.ranks, self.job, self.model_sha256, self.clean)
         self.saved, self.unsaved_s = self.clean, 0.0
         self.report.emit(Saved, step=self.clean, path=str(written.path), manifest_sha256=written.sha256)
+
+
+class _SlotLost(JobFailed):
+    """An error left the slot with a part of another state."""
 
 
 def _parsed(data: bytes) -> Command:

@@ -17,7 +17,7 @@ from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, own
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, WorkerLost
-from shared.jobs.events import Applied, Cancelled, Failed, Probed, Saved, Step, Succeeded, Terminal
+from shared.jobs.events import Applied, Cancelled, Failed, Kept, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
 from shared.runs.events import EventCursor, read_run_events
@@ -172,9 +172,11 @@ class _Attempt:
         self.heard_at = time.monotonic()
         if isinstance(event, Saved):
             self.uploader.checkpoint(event)
+        if isinstance(event, Kept):
+            self.uploader.keep(event)
         if isinstance(event, Probed):
             self.probe = event.logprobs
-        self.uploader.line(line, at_once=not isinstance(event, Step | Applied))
+        self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept))
         self.progress.take(event)
 
     def _obey(self) -> None:

@@ -3,15 +3,16 @@
 import time
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ConfigDict, ValidationError
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import newest_first
-from shared.contract import Fence, Frozen
+from shared.contract import Artifact, Fence, Frozen
 from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
 from shared.field_rules import first_error
 from shared.jobs.commands import CommandHead, CommandProblem, CommandResult, Skip
@@ -20,7 +21,7 @@ from shared.jobs.leases import LeaseMark
 from shared.runs.requests import RunId
 from shared.runs.sessions import MAX_NUMBER
 from shared.runs.status import CheckpointRef
-from shared.storage.paths import RunKeys, write_atomically
+from shared.storage.paths import MANIFEST, RunKeys, write_atomically
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002
@@ -29,6 +30,7 @@ _CLOSED_POLL_S = 0.1
 _SAVED_POLL_S = 0.02
 _MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
 _SKIP = Skip().model_dump_json().encode()
+_SAVES = ("save_state", "load_state")  # kinds of commands whose result waits for the state that they save
 
 
 class ApplyRequest(Frozen):
@@ -81,8 +83,10 @@ class ApplyCommands:
             return _Applying(worker, request, self._store).run()
 
 
-class _ResultHead(BaseModel):
+class _ResultHead(Frozen):
     """The fields of a result that are needed to pass it on; all others are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     kind: str
     step: int | None
@@ -156,7 +160,7 @@ class _Applying:
             if head.kind == "gap":
                 self._next = head.through + 1
             else:
-                self._saved(head.publish, self._checkpoint(self._next) or self._checkpoint(command))
+                self._saved(head, self._checkpoint(self._next) or self._checkpoint(command))
         while self._has_result():
             self._next += 1
         self._through = command
@@ -167,7 +171,22 @@ class _Applying:
                 message = f"the session goes on after command {command}, and command {number} has gone"
                 raise CorruptArtifact(message, self._keys.command(number))
             head = self._head(number, data)
+            self._check_is_repeatable(number, head)
             self._write(number, _SKIP if head.kind == "forward" else data, head.through)
+
+    def _check_is_repeatable(self, number: int, head: CommandHead) -> None:
+        """Raise CorruptArtifact if a `load_state` that succeeded cannot be repeated, because its state has gone.
+
+        This is only needed where the state that it saved itself was damaged.
+        """
+        if head.checkpoint is None or self._store.head(f"{self._key_of(head.checkpoint)}/{MANIFEST}") is not None:
+            return
+        result = _ResultHead.model_validate_json(self._store.get_bytes(self._keys.command_result(number)))
+        if result.problem is None:
+            raise CorruptArtifact(f"the state that command {number} loaded has gone", head.checkpoint.uri)
+
+    def _key_of(self, artifact: Artifact) -> str:
+        return unquote(artifact.uri.removeprefix(f"{self._store.uri}/"))
 
     def _has_result(self) -> bool:
         return self._store.head(self._keys.command_result(self._next)) is not None
@@ -207,7 +226,7 @@ class _Applying:
         except FileNotFoundError:
             return False
         result = _ResultHead.model_validate_json(data)
-        if result.kind == "save_state" and result.step is not None:
+        if result.kind in _SAVES and result.step is not None:
             # A newer state counts as well: with a slow store, the uploader skips states that newer ones wait behind.
             # (A state to be published is the newest, as no commands are given to the worker after it.)
             while (checkpoint := self._checkpoint()) is None or checkpoint.step < result.step:
@@ -220,14 +239,15 @@ class _Applying:
         self._publishes = self._publishes and self._next <= self._through
         return True
 
-    def _saved(self, publish: bool, checkpoint: CheckpointRef | None) -> None:
-        """Finish the next command, a `save_state` whose result was lost: store it, or ask to publish its state."""
+    def _saved(self, head: CommandHead, checkpoint: CheckpointRef | None) -> None:
+        """Finish the next command, which saved a state and lost its result: store it, or ask to publish the state."""
         if checkpoint is None:
             raise CorruptArtifact("the state that was saved has gone", self._keys.checkpoints)
-        if publish:
+        if head.publish:
             self._to_publish = checkpoint
         else:
-            result = CommandResult(number=self._next, kind="save_state", step=checkpoint.step)
+            step = self._next if head.kind == "load_state" else checkpoint.step
+            result = CommandResult(number=self._next, kind=head.kind, step=step)
             self._put(self._next, result.model_dump_json().encode())
         self._next += 1
 
@@ -271,7 +291,7 @@ def carry_results(store: ObjectStore, run_id: str, folder: Path, through: int) -
     """Put results that are not in the store yet there, before a state that includes their commands is uploaded.
 
     A worker that goes on from that state does not repeat the commands, so the results would be lost. Results of
-    `save_state` are left out, as they wait for the state.
+    commands that save a state are left out, as they wait for it.
     """
     keys = RunKeys(run_id)
     missing = []
@@ -282,5 +302,5 @@ def carry_results(store: ObjectStore, run_id: str, folder: Path, through: int) -
         missing.append((number, path.read_bytes()))
     for number, data in reversed(missing):
         result = _ResultHead.model_validate_json(data)
-        if result.kind not in ("save_state", "skip") or result.problem is not None:
+        if result.kind not in (*_SAVES, "skip") or result.problem is not None:
             store.put_bytes(keys.command_result(number), data)

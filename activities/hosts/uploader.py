@@ -12,8 +12,8 @@ from activities.hosts.session import carry_results
 from activities.hosts.worker_process import tail
 from activities.records.checkpoints import prune
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
-from shared.jobs.events import Event, Saved, parse_event
-from shared.jobs.job import Job
+from shared.jobs.events import Event, Kept, Saved, parse_event
+from shared.jobs.job import Job, SessionPlan
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import upload
 from shared.storage.paths import RunKeys
@@ -77,6 +77,8 @@ class Uploader:
         self._job = job
         self._keys = RunKeys(job.plan.run_id)
         self._keep = job.plan.checkpointing.keep
+        self._keep_states = job.plan.keep_states if isinstance(job.plan, SessionPlan) else 0
+        self._kept: set[int] = set()
         self._begun_at = time.monotonic()
         self._uploaded_at = 0.0
         self._lines: list[LogLine] = []
@@ -103,6 +105,11 @@ class Uploader:
         self._num_saved += 1
         number = self._num_saved
         self._begin(lambda: self._checkpoint(saved, number))
+
+    def keep(self, kept: Kept) -> None:
+        """Mark the state of a step, which a session's client has asked for, before it is uploaded."""
+        self._kept.add(kept.step)
+        self._begin(lambda: self._store.put_bytes(f"{self._keys.kept_states}{kept.step:08d}", b""))
 
     def line(self, line: LogLine, at_once: bool) -> None:
         """Take a line of the log, to be uploaded at once or with the next piece."""
@@ -146,10 +153,11 @@ class Uploader:
     def _checkpoint(self, saved: Saved, number: int) -> bool:
         """Upload a checkpoint, its manifest last; then delete the local copy, and prune older ones in the store.
 
-        If `keep` newer ones are waiting already, delete it without uploading: a slow store must not fill the disk.
+        If `keep` newer ones are waiting already, delete it without uploading, unless a client asked for it: a slow
+        store must not fill the disk.
         """
         folder = Path(saved.path)
-        if self._num_saved - number >= self._keep:
+        if self._num_saved - number >= self._keep and saved.step not in self._kept:
             shutil.rmtree(folder, ignore_errors=True)
             return False
         if self._job.commands_dir is not None:
@@ -159,7 +167,7 @@ class Uploader:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
         self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
         shutil.rmtree(folder, ignore_errors=True)
-        prune(self._store, self._job.plan.run_id, self._keep, self._job.fence)
+        prune(self._store, self._job.plan.run_id, self._keep, self._job.fence, self._keep_states)
         return True
 
     def _whole_log(self, output: Path | None) -> None:

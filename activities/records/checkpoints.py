@@ -95,8 +95,10 @@ def last_epoch(store: ObjectStore, run_id: str) -> int:
     return max((Fence.from_label(label).epoch for label in labels), default=0)
 
 
-def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
+def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence, keep_states: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`. Manifests go first, so that no incomplete one seems complete.
+
+    Of a session also the newest `keep_states` that its client asked for stay.
 
     A checkpoint of an older lease with a later step than this lease has saved was damaged, or uploaded too late for
     this lease to go on from it. It is not among those that are kept.
@@ -113,6 +115,9 @@ def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
     found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
     whole = [c for c in found_by_now if c.fence_label >= fence.label or _what_is_wrong(store, c.key) is None]
     kept = {checkpoint.key for checkpoint in whole[-keep:]}
+    if keep_states:
+        asked = _asked_for(store, RunKeys(run_id), keep_states)
+        kept.update({c.step: c.key for c in whole if c.step in asked}.values())  # of two leases the later one's
     marked = {checkpoint.key for checkpoint in found}
     for checkpoint in found:
         if checkpoint.key not in kept:
@@ -122,6 +127,14 @@ def prune(store: ObjectStore, run_id: str, keep: int, fence: Fence) -> None:
         folder = f"{RunKeys(run_id).checkpoints}/{label}/{step}"
         if folder not in kept and (folder in marked or label < fence.label):
             store.delete(key)
+
+
+def _asked_for(store: ObjectStore, keys: RunKeys, most: int) -> set[int]:
+    """Return the steps of the newest `most` states that a session's client asked for; marks of older ones go."""
+    marks = sorted(info.key for info in store.list(keys.kept_states))
+    for key in marks[:-most]:
+        store.delete(key)
+    return {int(key.removeprefix(keys.kept_states)) for key in marks[-most:]}
 
 
 def discard_after(store: ObjectStore, run_id: str, step: int) -> None:

@@ -145,6 +145,9 @@ class MegatronEngine:
     def load(self, folder: Path) -> None:
         self._slots.load(folder)
 
+    def reset_moments(self) -> None:
+        self._slots.reset_moments()
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._slots.named_weights()
 

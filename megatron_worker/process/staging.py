@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from megatron_worker.process.background import Awaited, Check, in_background
@@ -14,6 +14,7 @@ from shared.jobs.job import Job, JobPlan, reference_of
 from shared.settings import S3Settings
 from shared.storage.artifacts import files_of, stage
 
+T = TypeVar("T")
 Folders = dict[Artifact, Path]
 
 
@@ -49,10 +50,17 @@ class Staging:
             folders = {artifact: self._stage(artifact, check) for artifact in wanted}
             return Inputs(folders, files_of(job.plan.model, self.s3)[1].contents_sha256)
 
+        return (yield from self._fetch(fetch_all, cancelled))
+
+    def fetch_one(self, artifact: Artifact, cancelled: Callable[[], bool]) -> Generator[Awaited, None, Path]:
+        """Return an artifact as a folder. Yields and raises as `fetch`."""
+        return (yield from self._fetch(lambda check: self._stage(artifact, check), cancelled))
+
+    def _fetch(self, fetch: Callable[[Check], T], cancelled: Callable[[], bool]) -> Generator[Awaited, None, T]:
         if self.ranks.world_size > 1:
             is_first = self.ranks.local_rank == 0
-            yield from in_background(lambda check: fetch_all(check) if is_first else None, self.ranks, cancelled)
-        return (yield from in_background(fetch_all, self.ranks, cancelled))
+            yield from in_background(lambda check: fetch(check) if is_first else None, self.ranks, cancelled)
+        return (yield from in_background(fetch, self.ranks, cancelled))
 
     def _stage(self, artifact: Artifact, check: Check) -> Path:
         """Stage an artifact, after any other job that is staging it, so that it is fetched once."""

@@ -230,6 +230,14 @@ class Slots(Generic[AdapterT, OptimizerT]):
             read_optimizer(folder / "optimizer", training.optimizer, training.slices, ranks, training.keeps_masters)
         training.optimizer.refresh_working()
 
+    def reset_moments(self) -> None:
+        """Set moments and step count to zero, as where training begins."""
+        optimizer = self.training.optimizer
+        zeros = optimizer.grad.like(torch.float32)
+        optimizer.put("exp_avg", zeros)
+        optimizer.put("exp_avg_sq", zeros)
+        optimizer.step_count = 0
+
     def _load_base(self, folder: Path) -> None:
         if read_architecture(folder) != self._base.architecture:
             raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))

@@ -18,7 +18,8 @@ from megatron_worker.process.ranks import WorkerRanks
 from shared.contract import Frozen, Sha256
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_rule
-from shared.jobs.job import Job, JobPlan, WorkerPlan
+from shared.jobs.job import Job, JobPlan, Lora, WorkerPlan
+from shared.models import peft as peft_format
 from shared.storage.artifacts import seal
 from shared.storage.paths import fsync_folder, write_atomically
 
@@ -130,6 +131,17 @@ def load_initial_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str
     _check_beginning(state, plan, model_sha256, folder)
     load(folder)
     _load_random_state(folder / "rng.safetensors")
+
+
+def check_fits(plan: WorkerPlan, model_sha256: str, folder: Path) -> None:
+    """Raise InvalidInput if a staged checkpoint, of whatever run, is of another base model or another shape."""
+    _check_model(read_state(folder), model_sha256, folder)
+    is_adapter = (folder / "weights" / peft_format.CONFIG).exists()
+    if is_adapter != isinstance(plan.trainable, Lora):
+        theirs, ours = ("an adapter", "the whole model") if is_adapter else ("the whole model", "an adapter")
+        raise InvalidInput(f"the checkpoint is of {theirs}, and this trains {ours}", str(folder))
+    if isinstance(plan.trainable, Lora):
+        peft_format.read_config(folder / "weights", plan.trainable)
 
 
 def go_on_from(written: Written, plan: WorkerPlan, model_sha256: str) -> None:

@@ -14,13 +14,13 @@ from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Dtype, Job
 from shared.runs.requests import RunRecord
 from shared.storage.artifacts import Manifest, find, read_manifest, refer
+from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, published, published_version, version_claim
 from shared.storage.store import ObjectStore, uri_of
 
 Kind = Literal["adapters", "models", "checkpoints"]
 _KINDS: tuple[Kind, ...] = ("adapters", "models")  # if an adapter and a model have the same name, it means the adapter
 _ID = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
-_CHECKPOINT_ID = re.compile(r"(?P<run>[a-z0-9][a-z0-9-]{0,62}):step-(?P<step>[0-9]{1,8})")
 _WEIGHTS = "weights/"
 _VERSION = re.compile(rf"(?P<name>[^/]+)/v(?P<version>[0-9]{{6}})/{re.escape(MANIFEST)}")
 
@@ -63,43 +63,22 @@ class Target:
     version: int | None = None
 
 
-@dataclass(frozen=True)
-class CheckpointName:
-    run_id: str
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.run_id}:step-{self.step}"
-
-    @classmethod
-    def parse(cls, text: str) -> "CheckpointName | None":
-        match = _CHECKPOINT_ID.fullmatch(text)
-        return cls(match["run"], int(match["step"])) if match else None
-
-
 def adapter_of(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
     """Return the adapter in the newest checkpoint of a step. A manifest of its own refers to the checkpoint's files.
 
     Raises:
         NotFound: there is no such checkpoint, or none any more; or the run trains no adapter.
     """
-    keys = RunKeys(record.run_id)
-    missing = NotFound(f"there is no published model {CheckpointName(record.run_id, step)}")
-    if record.run.trainable.kind != "lora":
+    name = CheckpointName(record.run_id, step)
+    missing = NotFound(f"there is no published model {name}")
+    if record.run.trainable.kind != "lora" or (found := checkpoint_of_step(store, name)) is None:
         raise missing
-    found = [
-        key.removesuffix(f"/{MANIFEST}")
-        for key in (item.key for item in store.list(f"{keys.checkpoints}/"))
-        if (place := keys.checkpoint_of(key)) is not None and place[1] == step
-    ]
-    checkpoint = find(store, max(found)) if found else None
-    if checkpoint is None:
-        raise missing
-    manifest = read_manifest(store, max(found), checkpoint.sha256)
+    key, checkpoint = found
+    manifest = read_manifest(store, key, checkpoint.sha256)
     files = [entry for entry in manifest.files if entry.path.startswith(_WEIGHTS)]
     weights = Manifest(
         files=tuple(entry.model_copy(update={"path": entry.path.removeprefix(_WEIGHTS)}) for entry in files),
-        root=uri_of(store, f"{max(found)}/{_WEIGHTS.rstrip('/')}"),
+        root=uri_of(store, f"{key}/{_WEIGHTS.rstrip('/')}"),
     )
     return refer(store, checkpoint_adapter(record.tenant, record.run_id, checkpoint.sha256), weights)
 

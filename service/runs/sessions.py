@@ -4,7 +4,7 @@ import asyncio
 import time
 from contextlib import suppress
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
@@ -12,11 +12,14 @@ from service.runs.runs import Runs
 from service.runs.updates import update_run
 from service.runs.views import RunView
 from service.temporal import Temporal
-from shared.contract import Frozen
+from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import Asked, CommandHead, CommandResult
+from shared.jobs.commands import Asked, CommandHead, CommandResult, LoadState, LoadStored
+from shared.jobs.job import Full, Lora
+from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.sessions import MAX_WAITING, Sent
+from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger
@@ -55,12 +58,13 @@ class TrainingSessions:
             wait_s: how long to wait for its result.
 
         Raises:
-            InvalidInput: another command has this number.
+            InvalidInput: another command has this number, or a state to load is of another shape.
+            NotFound: there is no such session, or no such state to load.
             Conflict: the session takes no more commands, or too many wait.
             QuotaExceeded
         """
         record = await self._record(tenant, run_id)
-        data = await asyncio.to_thread(lambda: asked.model_dump_json().encode())
+        data = await self._stored_form(record, number, asked)
         await self._put(record, number, data)
         soon_s = min(wait_s, _ATTENDED_S) if self._answered.get(run_id, 0.0) > time.monotonic() - _ATTENDED_S else 0.0
         if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
@@ -72,7 +76,7 @@ class TrainingSessions:
         except Conflict:
             if (result := await self._result_within(record, number, 0)) is not None:
                 return _view(result)
-            await asyncio.to_thread(self._store.delete, RunKeys(run_id).command(number))
+            await asyncio.to_thread(self._take_back, RunKeys(run_id).command(number), data)
             raise
         return await self._wait(record, number, wait_s)
 
@@ -98,6 +102,36 @@ class TrainingSessions:
             raise Conflict(f"{run_id} is no session")
         return record
 
+    async def _stored_form(self, record: RunRecord, number: int, asked: Asked) -> bytes:
+        """Return a command as it is stored. The checkpoint that a `load_state` names is looked up once."""
+        if not isinstance(asked, LoadState):
+            return await asyncio.to_thread(lambda: asked.model_dump_json().encode())
+        before = await asyncio.to_thread(self._read, RunKeys(record.run_id).command(number))
+        if before is not None and _asks_for(before, asked):
+            return before
+        checkpoint = await self._checkpoint(record, asked.state)
+        return (
+            LoadStored(state=asked.state, optimizer=asked.optimizer, checkpoint=checkpoint).model_dump_json().encode()
+        )
+
+    async def _checkpoint(self, record: RunRecord, state: str) -> Artifact:
+        """Find the state of a run of the same tenant, which trains the same shape."""
+        name = CheckpointName.parse(state)
+        assert name is not None
+        source = await self._runs.record(record.tenant, name.run_id)
+        match source.run.trainable, record.run.trainable:
+            case Lora() as theirs, Lora() as ours:
+                check_same(theirs, ours, "state")
+            case Full(), Full() if source.run.dtype == record.run.dtype:
+                pass
+            case theirs, ours:
+                message = f"{state} is of a {theirs.kind} training in {source.run.dtype}, this session is"
+                raise InvalidInput(f"{message} a {ours.kind} training in {record.run.dtype}", "state")
+        found = await asyncio.to_thread(checkpoint_of_step, self._store, name)
+        if found is None:
+            raise NotFound(f"there is no saved state {state}: the `step` of a save_state's result names one")
+        return found[1]
+
     async def _put(self, record: RunRecord, number: int, data: bytes) -> None:
         """Put a command into the store, unless there is one with its number."""
         keys = RunKeys(record.run_id)
@@ -118,6 +152,11 @@ class TrainingSessions:
 
             if await asyncio.to_thread(put):
                 await reserved.settle(len(data))
+
+    def _take_back(self, key: str, data: bytes) -> None:
+        """Delete a command that the session does not take, unless something else lies under its number (a Gap)."""
+        if self._read(key) == data:
+            self._store.delete(key)
 
     async def _wait(self, record: RunRecord, number: int, wait_s: float) -> CommandView:
         """Wait for a result. If the session has ended without one, the command was not done."""
@@ -149,6 +188,15 @@ class TrainingSessions:
         with suppress(NotFound):
             return self._store.get_bytes(key)
         return None
+
+
+def _asks_for(data: bytes, asked: LoadState) -> bool:
+    """Return True if a stored command is this `load_state`, whatever checkpoint was found for it."""
+    try:
+        stored = LoadStored.model_validate_json(data)
+    except ValidationError:
+        return False
+    return (stored.state, stored.optimizer) == (asked.state, asked.optimizer)
 
 
 def _is_asked(data: bytes) -> bool:

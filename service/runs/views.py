@@ -12,6 +12,7 @@ from shared.jobs.events import (
     Evaluated,
     Event,
     Failed,
+    Kept,
     Offloaded,
     Probed,
     Sample,
@@ -182,6 +183,8 @@ def describe(event: Event) -> str:
             return f"step {event.step}: {brief(event.metrics)}"
         case Saved():
             return f"checkpoint of step {event.step} saved"
+        case Kept():
+            return f"state of command {event.step} kept"
         case Evaluated():
             samples = f", {len(event.samples)} samples" if event.samples else ""
             return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"

@@ -7,11 +7,13 @@ that is equal to the bit, on any worker.
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, TypeAdapter, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, model_validator
 
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput
+from shared.field_rules import pattern
 from shared.jobs.job import Adam, CrossEntropy, PolicyLoss, reference_of, scores_old
+from shared.storage.checkpoints import CHECKPOINT_NAME
 
 MAX_DATA = 65_536
 MAX_TOP_K = 128
@@ -117,6 +119,24 @@ class SaveState(Frozen):
     publish: bool = Field(default=False, description="publish what is trained, as the session's next version")
 
 
+class LoadState(Frozen):
+    """Go on from a saved state in place of the session's own: weights, and with `optimizer` its moments and step count.
+
+    Gradients accumulated so far are dropped. The state is one of this session, or of another session or run of the
+    tenant, that trains the same shape on the same base. `save_state` says in `step` which state it saved.
+    """
+
+    kind: Literal["load_state"] = "load_state"
+    state: Annotated[str, pattern(f"^{CHECKPOINT_NAME}$", "a state's name: <session or run>:step-<n>")]
+    optimizer: bool = Field(default=True, description="false: moments and step count begin at zero")
+
+
+class LoadStored(LoadState):
+    """A `load_state` as the service stores it: with the checkpoint that its name stood for when it was accepted."""
+
+    checkpoint: Artifact
+
+
 class Skip(Frozen):
     """Replaces a command that a new worker need not repeat, since it changes no state and its result is stored."""
 
@@ -131,17 +151,22 @@ class Gap(Frozen):
     message: str
 
 
-class CommandHead(BaseModel):
+class CommandHead(Frozen):
     """The fields of a stored command that a host reads to pass it on to a worker; all others are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     kind: str
     publish: bool = False
     through: int = 0
+    checkpoint: Artifact | None = None
 
 
-Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState, Field(discriminator="kind")]
-"""The commands that a client may send; Skip and Gap are made by hosts and workflows."""
-Command = Annotated[Forward | ForwardBackward | OptimStep | SaveState | Skip | Gap, Field(discriminator="kind")]
+Asked = Annotated[Forward | ForwardBackward | OptimStep | SaveState | LoadState, Field(discriminator="kind")]
+"""The commands that a client may send. The service stores LoadState as LoadStored; the rest others make."""
+Command = Annotated[
+    Forward | ForwardBackward | OptimStep | SaveState | LoadStored | Skip | Gap, Field(discriminator="kind")
+]
 command: TypeAdapter[Command] = TypeAdapter(Command)
 
 
@@ -172,7 +197,9 @@ class CommandResult(Frozen):
     problem: CommandProblem | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     data: tuple[TokenScores, ...] | None = None
-    step: int | None = Field(default=None, description="of save_state: the number of the last command in the state")
+    step: int | None = Field(
+        default=None, description="of save_state and load_state: the number of the last command in the state"
+    )
     adapter: Artifact | None = Field(default=None, description="what was published: a model after `full`")
     version: int | None = Field(default=None, description="of the session's name")
 

@@ -44,6 +44,13 @@ class Saved(_Event):
     manifest_sha256: Sha256
 
 
+class Kept(_Event):
+    """A session's client has asked for the state after command `step`: its checkpoint stays beside the newest ones."""
+
+    event: Literal["kept"] = "kept"
+    step: int
+
+
 class Sample(Frozen):
     """One greedy completion of a prompt."""
 
@@ -116,7 +123,7 @@ class Cancelled(_Event):
 
 Terminal = Succeeded | Failed | Cancelled
 Event = Annotated[
-    Started | Step | Saved | Evaluated | Probed | Applied | Offloaded | Succeeded | Failed | Cancelled,
+    Started | Step | Saved | Kept | Evaluated | Probed | Applied | Offloaded | Succeeded | Failed | Cancelled,
     Field(discriminator="event"),
 ]
 _event: TypeAdapter[Event] = TypeAdapter(Event)

@@ -278,6 +278,7 @@ class SessionPlan(WorkerPlan):
     kind: Literal["session"] = "session"
     max_tokens: int = Field(ge=2, description="longest sequence, and tokens of a micro-batch")
     save_after_s: float = Field(default=30.0, gt=0, description="seconds of commands after which the state is saved")
+    keep_states: int = Field(default=32, ge=1, description="states of save_state that stay, the newest")
     offload_after_s: float = Field(default=10.0, gt=0, description="seconds without a command until the slot is moved")
 
 

@@ -326,6 +326,9 @@ class SessionRun(Frozen):
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
     )
+    keep_states: int = Field(
+        default=32, ge=1, le=1000, description="so many states of save_state stay, the newest; load_state names one"
+    )
     gap_s: float = Field(
         default=600.0, gt=0, le=86_400, description="how long a command waits for those before it, until it fails"
     )

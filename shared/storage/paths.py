@@ -43,6 +43,7 @@ class RunKeys:
         self.logs = f"{self.prefix}/logs"
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
+        self.kept_states = f"{self.prefix}/kept_states/"  # a mark for each state that a session's client asked for
 
     def start(self, start_id: str) -> str:
         """The record of the workflow execution that used this start id, so that no start is used twice."""
@@ -56,7 +57,7 @@ class RunKeys:
         return f"{self.prefix}/dataset/{split}"
 
     def command(self, number: int | None = None) -> str:
-        """A session's command as its client sent it, never overwritten; without a number, the prefix of all of them."""
+        """A session's command as it was accepted, never overwritten; without a number, the prefix of all of them."""
         return f"{self.prefix}/commands/" + ("" if number is None else f"{number:08d}.json")
 
     def command_result(self, number: int | None = None) -> str:

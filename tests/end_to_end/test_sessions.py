@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
 from service.dev.connection import Connection
-from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, Gap, OptimStep, SaveState
 from shared.jobs.job import Full, Job, Lora
 from shared.runs.requests import SessionRun
 from shared.storage.artifacts import sha256_file
@@ -186,6 +186,56 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     assert by_hand.read_bytes() == weights.read_bytes()
 
 
+def test_a_loaded_state_gives_the_same_bits_whatever_is_killed(stack: Stack, client: Client, tiny_model: Path) -> None:
+    """Of another session, of its own past, with moments and without; and what cannot be loaded is refused."""
+    print(f"seed {SEED}")
+    before, behind = commands_of(11, 6), commands_of(12, 8)
+    source = opened(client, tiny_model, name="source")
+    for asked in before:
+        source.send(asked)
+    saved = source.save_state(publish=True).result(600)
+    state, adapter = f"{source.id}:step-{saved.step}", saved.adapter
+    sent = [source.send(asked) for asked in behind]
+    went_on = [told(each.result(600))[2:] for each in sent]
+    source.load_state(state).result(600)  # back to its own past
+    assert [told(source.send(asked).result(600))[2:] for asked in behind] == went_on
+    final = final_state(source, client)
+    assert adapter is not None
+
+    begun = opened(client, tiny_model, initial_adapter=adapter.uri, seed=6)
+    without_moments = [told(begun.send(asked).result(600))[2:] for asked in behind]
+    begun.close()
+    other = opened(client, tiny_model, save_after_s=0.5, seed=7)
+    waiting = [other.send(asked) for asked in before]
+    loaded = other.load_state(state)
+    waiting += [other.send(asked) for asked in behind]
+    loaded.result(600)
+    kill(stack, a_rank, 120)
+    assert [told(each.result(600))[2:] for each in waiting[len(before) :]] == went_on
+    other.load_state(state, optimizer=False)
+    sent = [other.send(asked) for asked in behind]
+    kill(stack, gpu_host, 120)
+    assert [told(each.result(600))[2:] for each in sent] == without_moments
+    other.load_state(state)
+    for asked in behind:
+        other.send(asked)
+    assert final_state(other, client) == final
+
+    narrow = opened(client, tiny_model, trainable=Lora(rank=2))
+    for name, status, rule in (
+        (state, 422, "rank is 4, 2 is asked for"),
+        (f"{narrow.id}:step-7", 404, "no saved state"),
+        ("session-none:step-3", 404, "no run session-none"),
+        ("the last one", 422, "a state's name"),
+    ):
+        body = {"kind": "load_state", "state": name}
+        with pytest.raises(ServiceError, match=rule) as caught:
+            client.call("PUT", f"/sessions/{narrow.id}/commands/1", json=body)
+        assert caught.value.status == status
+    narrow.forward([Datum(tokens=(5, 6, 7))]).result(600)
+    narrow.close()
+
+
 def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tiny_model: Path) -> None:
     session = opened(client, tiny_model, gap_s=1.0)
     data = [Datum(tokens=(5, 6, 7))]
@@ -218,6 +268,11 @@ def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tin
     wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
     refused(lambda: client.call("PUT", f"{path}/7", json={"kind": "save_state"}), 409, "ended")
     refused(lambda: client.call("GET", f"{path}/7"), 404, "no command 7")
+    # What a workflow has put under the number stays when a client's command is refused there.
+    gap, key = Gap(through=7, message="it never came").model_dump_json(), RunKeys(session.id).command(7)
+    (stack.host_paths.root / "store" / key).write_text(gap)
+    refused(lambda: client.call("PUT", f"{path}/7", json={"kind": "save_state"}), 409, "ended")
+    assert (stack.host_paths.root / "store" / key).read_text() == gap
     assert [client.call("GET", f"{path}/{number}")["state"] for number in (2, 4, 6)] == ["failed", "dropped", "done"]
 
 

@@ -18,11 +18,12 @@ from shared.jobs.commands import (
     Forward,
     ForwardBackward,
     Gap,
+    LoadStored,
     OptimStep,
     SaveState,
     Skip,
 )
-from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
+from shared.jobs.events import Applied, Cancelled, Failed, Kept, Saved, Started, Step, Succeeded
 from shared.jobs.job import PPO, Full, Job, Kl, Lora, PackedData, SessionPlan
 from shared.jobs.packed import Units
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, new_worker
@@ -314,3 +315,72 @@ def test_a_cancelled_session_leaves_its_state(workshop: Workshop, tmp_path: Path
     assert isinstance(events[-1], Cancelled | Succeeded)
     assert [e.step for e in events if isinstance(e, Saved)] == [2]
     assert not any(isinstance(e, Failed) for e in events)
+
+
+def load(job: Job, step: int, optimizer: bool = True) -> LoadStored:
+    """The command that goes on from a state of another session's job."""
+    return LoadStored(state=f"run-1:step-{step}", optimizer=optimizer, checkpoint=checkpoint(job, step))
+
+
+def state_of(job: Job, step: int) -> tuple[bytes, bytes]:
+    """Weights and optimizer state of a checkpoint, as bytes."""
+    folder = Path(job.checkpoint_dir) / f"step-{step:08d}"
+    return (
+        (folder / "weights" / "adapter_model.safetensors").read_bytes(),
+        (folder / "optimizer" / "optimizer.safetensors").read_bytes(),
+    )
+
+
+def test_a_loaded_state_goes_on_as_in_the_session_that_saved_it(workshop: Workshop, tmp_path: Path) -> None:
+    """Whatever was trained before, and with gradients that nobody stepped."""
+    commands = sft_commands(workshop)
+    source = do_all(workshop, tmp_path / "source", [*commands[:4], SaveState(), *commands[4:8], SaveState()])
+    others = [*commands[6:8], SaveState(), commands[0], load(source, 5), *commands[4:8], SaveState()]
+    job = do_all(workshop, tmp_path / "other", others, seed=11)
+    assert result(job, 5).problem is None and result(job, 5).step == 5
+    assert state_of(job, 5) == state_of(source, 5)
+    assert state_of(job, 10) == state_of(source, 10)
+    assert [e.step for e in read_log(job.log_path) if isinstance(e, Kept)] == [3, 10], "a load keeps no state"
+    for start in (3, 5):  # as a new worker does, before the load or behind it
+        again = session_job(workshop, tmp_path / f"from-{start}", others, start=checkpoint(job, start), seed=11)
+        new_worker(workshop.root).do_one(again)
+        assert state_of(again, 10) == state_of(job, 10), start
+
+
+def test_a_state_without_its_optimizer_is_a_published_adapter(workshop: Workshop, tmp_path: Path) -> None:
+    """A session that begins with the adapter makes the same steps."""
+    commands = sft_commands(workshop)
+    source = do_all(workshop, tmp_path / "source", [*commands[:4], SaveState()])
+    adapter = sealed(Path(source.checkpoint_dir) / "step-00000005" / "weights")
+    begun = do_all(workshop, tmp_path / "begun", commands[4:8], initial_adapter=adapter)
+    loading = [*commands[6:8], load(source, 5, optimizer=False), *commands[4:8]]
+    job = do_all(workshop, tmp_path / "loading", loading)
+    assert state_of(job, 7) == state_of(begun, 4)
+    with_moments = do_all(workshop, tmp_path / "moments", [load(source, 5), *commands[4:8]])
+    assert state_of(with_moments, 5) != state_of(begun, 4)
+
+
+@pytest.mark.parametrize("bad", ["missing", "rank", "base", "damaged"])
+def test_a_state_that_does_not_fit_changes_nothing(workshop: Workshop, tmp_path: Path, bad: str) -> None:
+    commands = sft_commands(workshop)[:4]
+    lora = Lora(rank=8, alpha=8) if bad == "rank" else Lora(rank=4, alpha=8)
+    source = do_all(workshop, tmp_path / "source", commands[:2], trainable=lora)
+    asked = load(source, 2)
+    folder = Path(source.checkpoint_dir) / "step-00000002"
+    match bad:
+        case "missing":
+            (folder / "manifest.json").unlink()
+        case "base":
+            state = json.loads((folder / "state.json").read_bytes())
+            (folder / "state.json").write_text(json.dumps(state | {"model_sha256": "0" * 64}))
+            asked = asked.model_copy(update={"checkpoint": sealed(folder)})
+        case "damaged":
+            with (folder / "optimizer" / "optimizer.safetensors").open("r+b") as file:
+                file.seek(-1, 2)
+                file.write(b"\x7f")
+    rules = {"missing": "missing", "rank": "rank is 8, 4 is asked for", "base": "another base", "damaged": "SHA-256"}
+    job = do_all(workshop, tmp_path / "bad", [commands[0], asked, *commands[1:]])
+    problem = result(job, 2).problem
+    assert problem is not None and rules[bad] in problem.message
+    plain = do_all(workshop, tmp_path / "plain", [commands[0], Skip(), *commands[1:]])
+    assert state_of(job, 5) == state_of(plain, 5)

@@ -26,6 +26,7 @@ from megatron_worker.sums import over_ranks
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.job import Adam, Full, JobPlan, Lora
 from shared.jobs.layout import Layout
+from shared.models import peft as peft_format
 
 VOCAB_SIZE, HIDDEN_SIZE = 64, 16
 SINGLE = Layout()
@@ -178,6 +179,8 @@ class TinyEngine:
         (folder / "optimizer").mkdir()
         tensors = {n: t.detach().contiguous() for n, t in slot.tensors.items()}
         save_file(tensors, folder / "weights" / _file_of(slot))
+        if slot.lora is not None:
+            peft_format.write_config(folder / "weights", slot.lora)
         assert slot.optimizer is not None
         moments = {
             f"{moment}.{n}": slot.optimizer.state[t][moment]
@@ -191,9 +194,14 @@ class TinyEngine:
         slot = self._trained
         self._fill(_read(folder / "weights" / _file_of(slot)), folder)
         assert slot.optimizer is not None
+        self.reset_moments()
         for key, value in _read(folder / "optimizer" / "optimizer.safetensors").items():
             moment, name = key.split(".", 1)
             slot.optimizer.state[slot.tensors[name]][moment] = value
+
+    def reset_moments(self) -> None:
+        assert self._trained.optimizer is not None
+        self._trained.optimizer.state.clear()
 
     def _fill(self, tensors: dict[str, Tensor], folder: Path) -> None:
         for name, tensor in self._trained.tensors.items():

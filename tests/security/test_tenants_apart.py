@@ -1,10 +1,14 @@
 """No route of any surface tells one tenant of another, by id, URI or cursor. New routes are taken in by the walk."""
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from shared.contract import Fence
+from shared.storage.artifacts import Manifest
+from shared.storage.paths import MANIFEST, RunKeys
 from tests.security.belongings import (
     BODIES,
     NOBODYS,
@@ -211,3 +215,25 @@ def test_what_was_kept_apart_is_there(service: Service, belongings: Belongings, 
     """The same URI in its owner's hands is accepted: what is refused above is refused for whose it is."""
     answer = owner.post("/api/v1/runs/sft", json=sft(dataset={"uri": belongings.file_uri}))
     assert answer.status_code == 201, answer.text
+
+
+def test_a_saved_state_is_loaded_by_its_tenant_alone(
+    belongings: Belongings, service: Service, owner: httpx.Client, stranger: httpx.Client, tiny_model: Path
+) -> None:
+    """A state that nobody has, one of another tenant's session, and a checkpoint by its URI."""
+    key = RunKeys(belongings.session).checkpoint(Fence(epoch=1), 1)
+    service.store.put_bytes(f"{key}/{MANIFEST}", Manifest(files=()).encoded())
+    state = {"kind": "load_state", "state": f"{belongings.session}:step-1"}
+    told = {}
+    for name, asking in (("owner", owner), ("stranger", stranger)):
+        session = asking.post("/api/v1/sessions", json={"model": tiny_model.as_uri()}).json()["run_id"]
+        told[name] = asking.put(f"/api/v1/sessions/{session}/commands/1", json=state)
+        nobodys = asking.put(f"/api/v1/sessions/{session}/commands/2", json=state | {"state": "session-0:step-1"})
+        assert nobodys.status_code == 404 and "no run session-0" in nobodys.text
+        smuggled = state | {"checkpoint": {"uri": f"{service.store.uri}/{key}", "sha256": "0" * 64}}
+        refused = asking.put(f"/api/v1/sessions/{session}/commands/3", json=smuggled)
+        assert refused.status_code == 422 and "checkpoint" in refused.text
+        asking.post(f"/api/v1/runs/{session}/cancel")
+    assert told["owner"].status_code == 202, told["owner"].text
+    assert told["stranger"].status_code == 404
+    assert told["stranger"].text.replace(belongings.session, "session-0") == nobodys.text

@@ -19,7 +19,6 @@ from service.apis.openai.files import plain_name
 from service.database.engine import Database, open_database
 from service.database.migrate import upgrade
 from service.files.files import FilePage, Files
-from service.inference.published_models import CheckpointName
 from service.runs.rows import RunRows
 from shared.contract import Fence, Frozen
 from shared.errors import InvalidInput, NotFound
@@ -30,6 +29,7 @@ from shared.runs.schedules import ScheduledRun
 from shared.runs.status import RunStatus
 from shared.runs.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret
 from shared.settings import QuotaSettings, Settings
+from shared.storage.checkpoints import CheckpointName
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store
 

@@ -334,6 +334,19 @@ def test_a_checkpoint_that_was_passed_over_takes_no_sound_ones_place(
     assert [(one.step, Fence.from_label(one.fence_label).epoch) for one in found] == left
 
 
+def test_states_that_a_client_asked_for_stay_the_newest_of_them(host: Host, tmp_path: Path) -> None:
+    for step, epoch in ((3, 1), (5, 1), (7, 1), (5, 2), (9, 2), (11, 2)):
+        key = KEYS.checkpoint(Fence(epoch=epoch), step)
+        artifact(host.store, tmp_path / f"{epoch}-{step}", key, state_json="{}")
+    for step in (3, 5, 7):
+        host.store.put_bytes(f"{KEYS.kept_states}{step:08d}", b"")
+    prune(host.store, "r1", 1, Fence(epoch=2), keep_states=2)
+    found = stored_checkpoints(host.store, "r1")
+    assert [(c.step, c.fence_label) for c in found] == [(5, "e000002-a01"), (7, "e000001-a01"), (11, "e000002-a01")]
+    prune(host.store, "r1", 1, Fence(epoch=2), keep_states=1)
+    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [7, 11]
+
+
 def test_a_broken_checkpoint_of_a_straggler_pushes_out_no_whole_one(host: Host, tmp_path: Path) -> None:
     broken = KEYS.checkpoint(Fence(epoch=1), 20)
     artifact(host.store, tmp_path / "broken", broken, state_json="{}")

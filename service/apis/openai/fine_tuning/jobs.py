@@ -21,13 +21,13 @@ from service.apis.openai.fine_tuning.results import FILE_ID
 from service.apis.openai.fine_tuning.runs import Examples, StartingPoint, run_of, source_of
 from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
 from service.backend import Backed, Backend, IdempotencyKey
-from service.inference.published_models import CheckpointName
 from service.runs.views import RunView
 from shared.contract import Frozen
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.job import Lora
 from shared.runs.requests import MAX_METADATA, RunId
 from shared.storage import paths
+from shared.storage.checkpoints import CheckpointName
 from shared.storage.store import ObjectStore
 
 router = APIRouter(

@@ -1,0 +1,39 @@
+"""Checkpoints of runs by name: `<run>:step-<n>`, the state of a run after step n, or of a session after command n."""
+
+import re
+from dataclasses import dataclass
+
+from shared.contract import Artifact
+from shared.storage.artifacts import find
+from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.store import ObjectStore
+
+CHECKPOINT_NAME = r"[a-z0-9][a-z0-9-]{0,62}:step-[0-9]{1,8}"
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    run_id: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run_id}:step-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "CheckpointName | None":
+        if not re.fullmatch(CHECKPOINT_NAME, text):
+            return None
+        run_id, _, step = text.partition(":step-")
+        return cls(run_id, int(step))
+
+
+def checkpoint_of_step(store: ObjectStore, name: CheckpointName) -> tuple[str, Artifact] | None:
+    """Return the key and the artifact of a checkpoint, of the newest lease that saved it; None if there is none."""
+    keys = RunKeys(name.run_id)
+    found = [
+        key.removesuffix(f"/{MANIFEST}")
+        for key in (item.key for item in store.list(f"{keys.checkpoints}/"))
+        if (place := keys.checkpoint_of(key)) is not None and place[1] == name.step
+    ]
+    artifact = find(store, max(found)) if found else None
+    return None if artifact is None else (max(found), artifact)
