@@ -26,6 +26,7 @@ from shared.jobs.packed import Ints
 
 T = TypeVar("T")
 BINS_A_PASS = 8
+LOGPROBS = Outputs()
 Slot = str | None
 """The name of an adapter with its gradients and optimizer state; None: the base model, trained itself or frozen."""
 
@@ -38,10 +39,16 @@ class TargetScores:
             `top_logprobs` [N, K].
     """
 
-    def __init__(self, data: PackedBatches) -> None:
+    def __init__(self, data: PackedBatches, outputs: Outputs = LOGPROBS) -> None:
+        """Columns are made here, for all outputs: a rank that has no bin must have them, too."""
         self._data = data
-        num_targets = data.units.header.num_targets
-        self.found: dict[str, NDArray] = {"logprobs": np.full(num_targets, np.nan, dtype=np.float32)}
+        shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.top_k)
+        self.found: dict[str, NDArray] = {"logprobs": np.full(shape_N, np.nan, dtype=np.float32)}
+        if outputs.entropy:
+            self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
+        if outputs.top_k:
+            self.found["top_ids"] = np.full(shape_NK, -1, dtype=np.int64)
+            self.found["top_logprobs"] = np.full(shape_NK, np.nan, dtype=np.float32)
 
     def put(self, units: Ints, scores: Scores) -> None:
         """Store the scores of a bin's targets."""
@@ -52,14 +59,10 @@ class TargetScores:
             "top_logprobs": scores.top_logprob_NK,
         }
         places = self._data.units.target_indices(units)
-        for name, tensor in columns.items():
-            if tensor is not None:
-                values = (tensor if name == "top_ids" else tensor.detach().float()).cpu().numpy()
-                if name not in self.found:
-                    empty = -1 if name == "top_ids" else np.nan
-                    shape = (self._data.units.header.num_targets, *values.shape[1:])
-                    self.found[name] = np.full(shape, empty, dtype=values.dtype)
-                self.found[name][places] = values
+        for name, column in self.found.items():
+            tensor = columns[name]
+            assert tensor is not None, name
+            column[places] = (tensor if name == "top_ids" else tensor.detach().float()).cpu().numpy()
 
     def recorded(self, loss: LossFunction, bins: list[Ints]) -> LossFunction:
         """Return a loss that also stores here the log-probabilities of each bin, given in the order of `bins`."""

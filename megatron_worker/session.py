@@ -267,10 +267,10 @@ class Session:
         if not asked.adapter and self.slot is None:
             raise InvalidInput("the base is what this session trains: there is none as it was", "adapter")
         packed = self._packed(asked)
-        scores, outputs = (
-            TargetScores(packed.batches),
-            Outputs(True, asked.entropy, False, asked.temperature, asked.top_k),
-        )
+        if asked.top_k > self.dispatcher.facts.vocab_size:
+            raise InvalidInput(f"the vocabulary has {self.dispatcher.facts.vocab_size} tokens", "top_k")
+        outputs = Outputs(True, asked.entropy, False, asked.temperature, asked.top_k)
+        scores = TargetScores(packed.batches, outputs)
         slot = self.slot if asked.adapter else None
         yield from self.dispatcher.forward(slot, packed.batches, range(1), outputs, scores)
         return CommandResult(number=number, kind=asked.kind, data=packed.scores(self._of_all_ranks(scores)))

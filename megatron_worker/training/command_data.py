@@ -5,6 +5,7 @@ Shape suffixes: L tokens of a sequence, P those but the first, N targets of all 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +34,15 @@ class CommandData:
 
 def pack_data(data: Sequence[Datum], max_tokens: int, share_prefixes: bool) -> CommandData:
     """Pack a command's data into units and bins. A unit is one sequence or, with `share_prefixes`, a tree of them."""
-    rows = [_row(datum) for datum in data]
     if share_prefixes:
-        trees = split_tree(rows, max_tokens)
+        trees = split_tree([_row(datum) for datum in data], max_tokens)
         units, members = [tree.columns() for tree in trees], [tree.members for tree in trees]
     else:
-        units, members = [_chain(row) for row in rows], [(number,) for number in range(len(rows))]
+        units = [_chain(_row(datum)) if datum.labels is None else _labelled(datum) for datum in data]
+        members = [(number,) for number in range(len(data))]
     sizes = [len(unit["token_id"]) for unit in units]
     bins = [np.array(each, dtype=np.int64) for each in packing.pack(sizes, max_tokens)]
-    return CommandData(PackedBatches(Units.in_memory(units), OneStep(bins)), _places(units, members, len(rows)))
+    return CommandData(PackedBatches(Units.in_memory(units), OneStep(bins)), _places(units, members, len(data)))
 
 
 def _row(datum: Datum) -> SequenceRow:
@@ -76,6 +77,27 @@ def _chain(row: SequenceRow) -> dict[str, NDArray]:
         "advantage": row.advantage[target_N],
         "old_logprob": row.old_logprob[target_N],
         "ref_logprob": row.ref_logprob[target_N],
+    }
+
+
+def _labelled(datum: Datum) -> dict[str, NDArray]:
+    """Return the columns of a unit of one sequence that is scored on labels of its own, several of them in a place."""
+    assert datum.labels is not None
+    label_N = np.fromiter(chain.from_iterable(datum.labels), dtype=np.int64)
+    weight_N = np.ones(len(label_N), dtype=np.float32)
+    if datum.label_weights is not None:
+        weight_N[:] = np.fromiter(chain.from_iterable(datum.label_weights), dtype=np.float32)
+    hidden_index_N = np.repeat(np.arange(len(datum.labels)), [len(labels) for labels in datum.labels])
+    scored_N = weight_N != 0
+    zeros_N = np.zeros(int(scored_N.sum()), dtype=np.float32)
+    return {
+        "token_id": np.array(datum.tokens, dtype=np.int64),
+        "hidden_index": hidden_index_N[scored_N],
+        "label": label_N[scored_N],
+        "weight": weight_N[scored_N],
+        "advantage": zeros_N,
+        "old_logprob": np.full_like(zeros_N, np.nan),
+        "ref_logprob": zeros_N,
     }
 
 

@@ -23,7 +23,11 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Datum(Frozen):
-    """One sequence. The four lists have one number for each token but the first, which cannot be predicted."""
+    """One sequence. The lists have one entry for each token but the first, which cannot be predicted.
+
+    What is scored are the tokens themselves, or with `labels` other ids in their places: another token than the one
+    that follows, or the likeliest ones of a teacher with its probabilities as weights.
+    """
 
     tokens: tuple[TokenId, ...] = Field(min_length=2, description="token ids")
     weights: tuple[Finite, ...] | None = Field(
@@ -33,13 +37,39 @@ class Datum(Frozen):
     logprobs: tuple[Finite, ...] | None = Field(default=None, description="the sampler's log-probabilities, in nats")
     ref_logprobs: tuple[Finite, ...] | None = Field(default=None, description="the reference's, for a KL term")
 
+    labels: tuple[Annotated[tuple[TokenId, ...], Field(max_length=MAX_TOP_K)], ...] | None = Field(
+        default=None, description="ids that are scored in the place of each token but the first: none, one, or several"
+    )
+    label_weights: tuple[tuple[Finite, ...], ...] | None = Field(
+        default=None, description="of each label; 0: not scored. 1 each if absent"
+    )
+
+    @property
+    def num_scored(self) -> int:
+        """The most that can be scored: the labels, or the tokens but the first."""
+        return len(self.tokens) - 1 if self.labels is None else sum(map(len, self.labels))
+
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        for name in ("weights", "advantages", "logprobs", "ref_logprobs"):
+        for name in ("weights", "advantages", "logprobs", "ref_logprobs", "labels"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.tokens) - 1:
                 wanted = f"{len(self.tokens) - 1} for {len(self.tokens)} tokens: one for each but the first"
-                raise ValueError(f"{name} has {len(given)} numbers, it must have {wanted}")
+                raise ValueError(f"{name} has {len(given)} entries, it must have {wanted}")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_have_their_own_weights(self) -> Self:
+        if self.labels is None:
+            if self.label_weights is not None:
+                raise ValueError("label_weights belong to labels: the tokens themselves have weights")
+            return self
+        for name in ("weights", "advantages", "logprobs", "ref_logprobs"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is of the tokens themselves: a datum with labels has label_weights alone")
+        sizes = [len(each) for each in self.labels]
+        if self.label_weights is not None and [len(each) for each in self.label_weights] != sizes:
+            raise ValueError("label_weights must have one number for each label, nested as labels are")
         return self
 
 
@@ -53,6 +83,12 @@ class _OnData(Frozen):
     )
     temperature: float = Field(default=1.0, gt=0, le=10, description="logits are divided by it")
 
+    @model_validator(mode="after")
+    def _trees_score_their_tokens(self) -> Self:
+        if self.share_prefixes and any(datum.labels is not None for datum in self.data):
+            raise ValueError("share_prefixes: sequences with labels are not computed as trees")
+        return self
+
 
 class Forward(_OnData):
     """Score the tokens that have a weight. Changes nothing."""
@@ -64,7 +100,7 @@ class Forward(_OnData):
 
     @model_validator(mode="after")
     def _answer_is_bounded(self) -> Self:
-        numbers = sum(len(datum.tokens) for datum in self.data) * 2 * self.top_k
+        numbers = sum(datum.num_scored for datum in self.data) * 2 * self.top_k
         if numbers > MAX_ANSWER:
             raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
         return self
@@ -90,6 +126,8 @@ class ForwardBackward(_OnData):
             raise ValueError("loss.kl.reference: send the reference's log-probabilities as ref_logprobs")
         needed = ["advantages", "logprobs", *(["ref_logprobs"] if self.loss.kl else [])]
         for number, datum in enumerate(self.data):
+            if datum.labels is not None:
+                raise ValueError(f"data[{number}].labels: a policy loss is of the tokens themselves; use cross_entropy")
             for name in needed:
                 if getattr(datum, name) is None:
                     raise ValueError(f"data[{number}].{name}: the loss {self.loss.kind} needs it")
@@ -171,7 +209,7 @@ command: TypeAdapter[Command] = TypeAdapter(Command)
 
 
 class TokenScores(Frozen):
-    """The scores of one datum's tokens that have a weight, in their order: float32, in nats; null: not a number."""
+    """The scores of one datum's tokens, or labels, that have a weight: in their order, float32 in nats; null: NaN."""
 
     logprobs: tuple[float | None, ...]
     entropies: tuple[float | None, ...] | None = None
@@ -213,3 +251,7 @@ def check_data(data: Sequence[Datum], vocab_size: int, max_tokens: int) -> None:
         if (largest := max(datum.tokens)) >= vocab_size:
             place = f"data[{number}].tokens[{datum.tokens.index(largest)}]"
             raise InvalidInput(f"token {largest} is outside the vocabulary of {vocab_size}", place)
+        for index, labels in enumerate(datum.labels or ()):
+            if labels and (largest := max(labels)) >= vocab_size:
+                place = f"data[{number}].labels[{index}][{labels.index(largest)}]"
+                raise InvalidInput(f"label {largest} is outside the vocabulary of {vocab_size}", place)

@@ -20,6 +20,7 @@ from longshore.client import Client, CommandFailed, Pending, ServiceError, Sessi
 from service.dev.connection import Connection
 from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, Gap, OptimStep, SaveState
 from shared.jobs.job import Full, Job, Lora
+from shared.jobs.layout import Layout
 from shared.runs.requests import SessionRun
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
@@ -236,6 +237,23 @@ def test_a_loaded_state_gives_the_same_bits_whatever_is_killed(stack: Stack, cli
     narrow.close()
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=["dp2", "tp2"])
+def test_a_session_on_two_ranks_survives_the_loss_of_one(
+    stack: Stack, client: Client, tiny_model: Path, layout: Layout
+) -> None:
+    commands = commands_of(13, 10)
+    whole, cut = (opened(client, tiny_model, layout=layout, save_after_s=0.2) for _ in range(2))
+    undisturbed = [told(each.result(600)) for each in [whole.send(asked) for asked in commands]]
+    state = final_state(whole, client)
+    sent = [cut.send(asked) for asked in commands[:6]]
+    sent[3].result(600)
+    kill(stack, a_rank, 120)
+    sent += [cut.send(asked) for asked in commands[6:]]
+    assert [told(each.result(600)) for each in sent] == undisturbed
+    assert cut.status()["epoch"] > 1, "it was lost"
+    assert final_state(cut, client) == state
+
+
 def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tiny_model: Path) -> None:
     session = opened(client, tiny_model, gap_s=1.0)
     data = [Datum(tokens=(5, 6, 7))]
@@ -253,6 +271,10 @@ def test_bad_input_is_said_and_nothing_is_lost(stack: Stack, client: Client, tin
     refused(lambda: client.call("PUT", f"{path}/0", json={"kind": "save_state"}), 422, "number")
     refused(lambda: client.call("PUT", f"{path}/9999", json={"kind": "save_state"}), 409, "256 commands may wait")
     refused(lambda: client.call("PUT", f"{path}/1", json={"kind": "save_state"}), 422, "another one")
+    large, many = b" " * (1 << 20) + b"{}", {"kind": "forward", "data": [{"tokens": [1] * 200_001}]}
+    json_type = {"content-type": "application/json"}
+    refused(lambda: client.call("PUT", f"{path}/2", content=large, headers=json_type), 413, "at most 1048576")
+    refused(lambda: client.call("PUT", f"{path}/2", json=many), 422, "200,000 values")
     refused(lambda: client.call("GET", f"{path}/77"), 404, "no command 77")
     refused(lambda: client.call("PUT", "/sessions/session-none/commands/1", json={"kind": "save_state"}), 404, "no run")
     with pytest.raises(CommandFailed, match=r"data\[0\].tokens\[1\]: token 99999 is outside the vocabulary"):

@@ -1,117 +1,49 @@
 """Sessions on a worker: commands one by one, in the bits of a job, whatever is lost in between."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
+from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
 from megatron_worker.process.event_log import Report
-from megatron_worker.training.schedule import learning_rate
-from megatron_worker.worker import Worker
-from shared.contract import Artifact
-from shared.jobs import bins as packing
 from shared.jobs.commands import (
     Command,
-    CommandResult,
     Datum,
     Forward,
     ForwardBackward,
     Gap,
-    LoadStored,
     OptimStep,
     SaveState,
     Skip,
 )
-from shared.jobs.events import Applied, Cancelled, Failed, Kept, Saved, Started, Step, Succeeded
-from shared.jobs.job import PPO, Full, Job, Kl, Lora, PackedData, SessionPlan
-from shared.jobs.packed import Units
+from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
+from shared.jobs.job import DPO, PPO, Full, Kl, Lora, PackedData, Schedule
+from shared.jobs.packed import UnitsWriter
+from tests.megatron_worker.session_jobs import (
+    data_of,
+    do_all,
+    packed_alike,
+    result,
+    session_job,
+    sft_commands,
+)
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, new_worker
-from tests.megatron_worker.workshop import FIRST, Workshop, make_workshop, read_log, sealed, write_plan
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
-MAX_TOKENS = 24
+
+def write_unit(folder: Path, columns: dict[str, NDArray]) -> None:
+    writer = UnitsWriter(folder, tuple(columns))
+    writer.append(**columns)
+    writer.close()
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return make_workshop(tmp_path_factory.mktemp("session"))
-
-
-def session_plan(workshop: Workshop, **changes: object) -> SessionPlan:
-    fields: dict[str, object] = {
-        "run_id": "run-1",
-        "job_id": "000001",
-        "model": workshop.model,
-        "trainable": Lora(rank=4, alpha=8),
-        "max_tokens": MAX_TOKENS,
-        "seed": 7,
-    }
-    return SessionPlan.model_validate(fields | changes)
-
-
-def session_job(
-    workshop: Workshop,
-    folder: Path,
-    commands: Sequence[Command | str],
-    start: Artifact | None = None,
-    **changes: object,
-) -> Job:
-    """A session whose commands, from number 1 on, stand in its folder."""
-    (folder / "commands").mkdir(parents=True)
-    for number, each in enumerate(commands, start=1):
-        data = each if isinstance(each, str) else each.model_dump_json()
-        (folder / "commands" / f"{number:08d}.json").write_text(data)
-    return Job(
-        plan=session_plan(workshop, **changes),
-        fence=FIRST,
-        log_path=str(folder / "log.jsonl"),
-        checkpoint_dir=str(folder / "checkpoints"),
-        scratch_dir=str(folder / "scratch"),
-        commands_dir=str(folder / "commands"),
-        start=start,
-    )
-
-
-def result(job: Job, number: int) -> CommandResult:
-    assert job.commands_dir is not None
-    return CommandResult.model_validate_json((Path(job.commands_dir) / f"{number:08d}.result.json").read_bytes())
-
-
-def do_all(
-    workshop: Workshop, folder: Path, commands: Sequence[Command | str], worker: Worker | None = None, **changes: object
-) -> Job:
-    job = session_job(workshop, folder, commands, **changes)
-    (worker or new_worker(workshop.root)).do_one(job)
-    return job
-
-
-def data_of(workshop: Workshop, step: int) -> tuple[Datum, ...]:
-    """The six units of a step as a client would send them."""
-    with Units(workshop.root / "units") as units:
-        read = [units.read_bin([unit]) for unit in range(6 * step, 6 * step + 6)]
-    return tuple(Datum(tokens=tuple(b.token_id_T.tolist()), weights=tuple(b.weight_N.tolist())) for b in read)
-
-
-def sft_commands(workshop: Workshop) -> list[Command]:
-    """What the workshop's job does, a command at a time."""
-    schedule = workshop.plan().schedule
-    commands: list[Command] = []
-    for step in range(workshop.num_steps):
-        commands.append(ForwardBackward(data=data_of(workshop, step)))
-        commands.append(OptimStep(learning_rate=learning_rate(schedule, step, workshop.num_steps)))
-    return commands
-
-
-def packed_alike(workshop: Workshop) -> PackedData:
-    """The workshop's data with the bins that a session makes."""
-    with Units(workshop.root / "units") as units:
-        sizes = [int(n) for n in units.token_offsets[1:] - units.token_offsets[:-1]]
-    steps = [range(6 * step, 6 * step + 6) for step in range(workshop.num_steps)]
-    bins = [[[step[i] for i in b] for b in packing.pack([sizes[u] for u in step], MAX_TOKENS)] for step in steps]
-    folder = workshop.root / "plan-alike"
-    if not folder.exists():
-        write_plan(folder, workshop.root / "units", bins, MAX_TOKENS)
-    return PackedData(units=workshop.data.units, plan=sealed(folder))
 
 
 @pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()])
@@ -194,6 +126,52 @@ def test_a_loss_of_the_client_s_own_has_the_gradients_of_the_built_in_one(worksh
     assert forward is not None and forward == backward
 
 
+def test_a_preference_loss_of_the_client_s_own_has_the_gradients_of_dpo(workshop: Workshop, tmp_path: Path) -> None:
+    """Scores by policy and base, then the derivatives of -log sigmoid(beta * margin) by each log-probability.
+
+    Against the job whose loss is dpo, also where the margin is no longer 0.
+    """
+    beta, prompt = 0.5, (3, 5, 8)
+    data = tuple(
+        Datum(tokens=(*prompt, *answer), weights=(0.0, 0.0, *(1.0 for _ in answer)))
+        for answer in ((13, 21), (34, 55, 2))
+    )
+    commands: list[Command] = []
+    margins = []
+    for step in range(2):
+        commands += [Forward(data=data), Forward(data=data, adapter=False)]
+        scored = do_all(workshop, tmp_path / f"scored-{step}", commands)
+        policy, base = (result(scored, len(commands) - 1 + which).data for which in (0, 1))
+        assert policy is not None and base is not None
+        logprobs, reference = (
+            torch.tensor([sum(filter(None, scores.logprobs)) for scores in each], dtype=torch.float64)
+            for each in (policy, base)
+        )
+        logprobs.requires_grad_(True)
+        chosen, rejected = logprobs - reference
+        margins.append(float((beta * (chosen - rejected)).detach()))
+        torch.nn.functional.logsigmoid(beta * (chosen - rejected)).neg().backward()
+        assert logprobs.grad is not None
+        own = tuple(
+            Datum(tokens=datum.tokens, weights=tuple(-float(slope) * weight for weight in datum.weights or ()))
+            for datum, slope in zip(data, logprobs.grad, strict=True)
+        )
+        commands += [ForwardBackward(data=own), OptimStep(learning_rate=0.05, denominator=1)]
+    job = do_all(workshop, tmp_path / "whole", commands)
+    folder = tmp_path / "pairs"
+    columns = pair_unit(*(each for d in data for each in (np.array(d.tokens), np.arange(len(d.tokens)) >= 3))).columns()
+    write_unit(folder / "units", {name: columns[name] for name in PAIR_COLUMNS})
+    write_plan(folder / "plan", folder / "units", [[[0]], [[0]]])
+    pairs = PackedData(units=sealed(folder / "units"), plan=sealed(folder / "plan"))
+    schedule = Schedule(kind="constant", learning_rate=0.05)
+    dpo = do(workshop, "dpo", workshop.plan(data=pairs, num_steps=2, loss=DPO(beta=beta), schedule=schedule))
+    steps = [e.metrics for e in read_log(dpo.log_path) if isinstance(e, Step)]
+    assert margins[0] == pytest.approx(0, abs=1e-6) and margins[1] > 0.01
+    assert [step["reward_margin"] for step in steps] == pytest.approx(margins, abs=1e-5)
+    norms = [result(job, number).metrics["grad_norm"] for number in (4, 8)]
+    assert norms == pytest.approx([step["grad_norm"] for step in steps], rel=1e-4)
+
+
 def test_sequences_that_begin_alike_share_it(workshop: Workshop, tmp_path: Path) -> None:
     prompt = tuple(range(3, 15))
     data = tuple(Datum(tokens=(*prompt, 20 + n, 30 + n, 40 + n)) for n in range(4))
@@ -240,6 +218,23 @@ def test_a_policy_loss_learns_from_advantages(workshop: Workshop, tmp_path: Path
         ('{"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": [1, 1]}]}', "data.0", "weights has 2"),
         ('{"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": ["NaN"]}]}', "weights", "finite"),
         ('{"kind": "forward", "data": [{"tokens": [1, 64]}]}', "data[0].tokens[1]", "vocabulary of 64"),
+        ('{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3, 64]]}]}', "labels[0][1]", "vocabulary of 64"),
+        ('{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3], [4]]}]}', "data.0", "labels has 2"),
+        (
+            '{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3, 4]], "label_weights": [[1]]}]}',
+            "data.0",
+            "one number for each label",
+        ),
+        (
+            '{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3]], "weights": [1]}]}',
+            "data.0",
+            "label_weights alone",
+        ),
+        (
+            '{"kind": "forward", "share_prefixes": true, "data": [{"tokens": [1, 2], "labels": [[3]]}]}',
+            "share_prefixes",
+            "not computed as trees",
+        ),
         (json.dumps({"kind": "forward", "data": [{"tokens": [1] * 25}]}), "data[0].tokens", "max_tokens is 24"),
         (json.dumps({"kind": "forward", "data": [{"tokens": [1] * 5000}], "top_k": 128}), "top_k", "1,000,000 at most"),
         (
@@ -315,72 +310,3 @@ def test_a_cancelled_session_leaves_its_state(workshop: Workshop, tmp_path: Path
     assert isinstance(events[-1], Cancelled | Succeeded)
     assert [e.step for e in events if isinstance(e, Saved)] == [2]
     assert not any(isinstance(e, Failed) for e in events)
-
-
-def load(job: Job, step: int, optimizer: bool = True) -> LoadStored:
-    """The command that goes on from a state of another session's job."""
-    return LoadStored(state=f"run-1:step-{step}", optimizer=optimizer, checkpoint=checkpoint(job, step))
-
-
-def state_of(job: Job, step: int) -> tuple[bytes, bytes]:
-    """Weights and optimizer state of a checkpoint, as bytes."""
-    folder = Path(job.checkpoint_dir) / f"step-{step:08d}"
-    return (
-        (folder / "weights" / "adapter_model.safetensors").read_bytes(),
-        (folder / "optimizer" / "optimizer.safetensors").read_bytes(),
-    )
-
-
-def test_a_loaded_state_goes_on_as_in_the_session_that_saved_it(workshop: Workshop, tmp_path: Path) -> None:
-    """Whatever was trained before, and with gradients that nobody stepped."""
-    commands = sft_commands(workshop)
-    source = do_all(workshop, tmp_path / "source", [*commands[:4], SaveState(), *commands[4:8], SaveState()])
-    others = [*commands[6:8], SaveState(), commands[0], load(source, 5), *commands[4:8], SaveState()]
-    job = do_all(workshop, tmp_path / "other", others, seed=11)
-    assert result(job, 5).problem is None and result(job, 5).step == 5
-    assert state_of(job, 5) == state_of(source, 5)
-    assert state_of(job, 10) == state_of(source, 10)
-    assert [e.step for e in read_log(job.log_path) if isinstance(e, Kept)] == [3, 10], "a load keeps no state"
-    for start in (3, 5):  # as a new worker does, before the load or behind it
-        again = session_job(workshop, tmp_path / f"from-{start}", others, start=checkpoint(job, start), seed=11)
-        new_worker(workshop.root).do_one(again)
-        assert state_of(again, 10) == state_of(job, 10), start
-
-
-def test_a_state_without_its_optimizer_is_a_published_adapter(workshop: Workshop, tmp_path: Path) -> None:
-    """A session that begins with the adapter makes the same steps."""
-    commands = sft_commands(workshop)
-    source = do_all(workshop, tmp_path / "source", [*commands[:4], SaveState()])
-    adapter = sealed(Path(source.checkpoint_dir) / "step-00000005" / "weights")
-    begun = do_all(workshop, tmp_path / "begun", commands[4:8], initial_adapter=adapter)
-    loading = [*commands[6:8], load(source, 5, optimizer=False), *commands[4:8]]
-    job = do_all(workshop, tmp_path / "loading", loading)
-    assert state_of(job, 7) == state_of(begun, 4)
-    with_moments = do_all(workshop, tmp_path / "moments", [load(source, 5), *commands[4:8]])
-    assert state_of(with_moments, 5) != state_of(begun, 4)
-
-
-@pytest.mark.parametrize("bad", ["missing", "rank", "base", "damaged"])
-def test_a_state_that_does_not_fit_changes_nothing(workshop: Workshop, tmp_path: Path, bad: str) -> None:
-    commands = sft_commands(workshop)[:4]
-    lora = Lora(rank=8, alpha=8) if bad == "rank" else Lora(rank=4, alpha=8)
-    source = do_all(workshop, tmp_path / "source", commands[:2], trainable=lora)
-    asked = load(source, 2)
-    folder = Path(source.checkpoint_dir) / "step-00000002"
-    match bad:
-        case "missing":
-            (folder / "manifest.json").unlink()
-        case "base":
-            state = json.loads((folder / "state.json").read_bytes())
-            (folder / "state.json").write_text(json.dumps(state | {"model_sha256": "0" * 64}))
-            asked = asked.model_copy(update={"checkpoint": sealed(folder)})
-        case "damaged":
-            with (folder / "optimizer" / "optimizer.safetensors").open("r+b") as file:
-                file.seek(-1, 2)
-                file.write(b"\x7f")
-    rules = {"missing": "missing", "rank": "rank is 8, 4 is asked for", "base": "another base", "damaged": "SHA-256"}
-    job = do_all(workshop, tmp_path / "bad", [commands[0], asked, *commands[1:]])
-    problem = result(job, 2).problem
-    assert problem is not None and rules[bad] in problem.message
-    plain = do_all(workshop, tmp_path / "plain", [commands[0], Skip(), *commands[1:]])
-    assert state_of(job, 5) == state_of(plain, 5)

@@ -1,5 +1,6 @@
 """One worker, several runs: jobs of adapters are done in turn, and each ends as it would alone."""
 
+import random
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -110,6 +111,35 @@ def test_tenants_have_equal_shares_however_many_runs_they_have():
         passes.append(turns.next(waiting))
         turns.had(dict(waiting)[passes[-1]], 1.0)
     assert 3 <= passes.count("c1") <= 5, "a newcomer has its third from now on, and nothing for the time before"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_single_command_waits_for_no_queue_of_another_tenant_s(seed: int) -> None:
+    """Beside one that always has commands: for two passes where passes are alike, whatever both have done before.
+
+    Else for as much time of the other's as twice the longest pass.
+    """
+    rng, turns, longest_s = random.Random(seed), Turns(), 0.0
+
+    def do(*waiting: str) -> tuple[str, float]:
+        """One pass of the tenants that wait, and the seconds that it took."""
+        nonlocal longest_s
+        tenant = turns.next([(each, each) for each in waiting])
+        pass_s = 1.0 if seed % 2 == 0 else rng.uniform(0.1, 5.0)
+        longest_s = max(longest_s, pass_s)
+        turns.had(tenant, pass_s)
+        return tenant, pass_s
+
+    for _ in range(rng.randrange(1, 50)):  # what they did before
+        do(*rng.choice([("many",), ("single",), ("many", "single")]))
+    for _ in range(100):
+        waited = []
+        while (done := do("many", "single"))[0] == "many":
+            waited.append(done[1])
+        assert len(waited) <= 2 or seed % 2
+        assert sum(waited) <= 2 * longest_s
+        for _ in range(rng.randrange(5)):  # it sends nothing for a while
+            do("many")
 
 
 def test_nobody_gains_by_going_away_and_nobody_loses():
