@@ -175,6 +175,7 @@ def _chores(backend: Backend, was_empty: bool) -> tuple[tuple[str, float, Callab
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
         ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
         ("sent requests are remembered", _PRUNE_EVERY_S, partial(asyncio.to_thread, openai_jobs.prune, backend.store)),
+        ("results of sessions are left", _PRUNE_EVERY_S, backend.training_sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
     )
 

@@ -52,7 +52,9 @@ class Backend:
         self.runs = Runs(settings, store, rows, states, temporal, access)
         self.watch = Watch(rows, states, temporal)
         self.steps = TrainSteps(self.runs, store, temporal)
-        self.training_sessions = TrainingSessions(self.runs, store, temporal, self.quotas)
+        self.training_sessions = TrainingSessions(
+            self.runs, rows, store, temporal, self.quotas, settings.session_results_days
+        )
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
         self.run_files = RunFiles(store, settings.s3)

@@ -186,6 +186,9 @@ class Settings(BaseSettings):
     trusted_proxies: tuple[IPvAnyNetwork, ...] = Field(
         default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
     )
+    session_results_days: float = Field(
+        default=30.0, ge=0, description="how long after a session's end the scores in its commands' results stay"
+    )
     audit_days: float = Field(default=90.0, gt=0, description="how long the service's audit log goes back")
 
     shape: str = Field(

@@ -174,6 +174,11 @@ class RunRows:
         query = select(RunRow.run_id, RunRow.phase).where(RunRow.state == "running").order_by(RunRow.updated_at)
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
 
+    async def ended_sessions(self, begin: float, end: float) -> tuple[str, ...]:
+        """The ids of sessions that ended between two times, in seconds since 1970."""
+        query = select(RunRow.run_id).where(RunRow.kind == "session", RunRow.ended_at >= begin, RunRow.ended_at < end)
+        return tuple(await self._database.reading(lambda session: session.scalars(query).all()))
+
     async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
         """Change a run's status, unless its row has been changed meanwhile. Returns the run as it is then."""
         if status == run.status:

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
+from service.runs.rows import RunRows
 from service.runs.runs import Runs
 from service.runs.updates import update_run
 from service.runs.views import RunView
@@ -30,6 +31,8 @@ _ASK_EACH_S = 1.0
 # If a session had a result in this time, it has a worker, whose host finds new commands without its workflow.
 _ATTENDED_S = 0.25
 _MOST_ANSWERED = 4096
+_DAY_S = 86_400.0
+_SMALL_RESULT_BYTES = 2048  # those are not read, to be made a little smaller
 
 
 class CommandView(Frozen):
@@ -44,8 +47,19 @@ class CommandView(Frozen):
 class TrainingSessions:
     """Hands commands to sessions, and reads their results."""
 
-    def __init__(self, runs: Runs, store: ObjectStore, temporal: Temporal, quotas: Quotas) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        rows: RunRows,
+        store: ObjectStore,
+        temporal: Temporal,
+        quotas: Quotas,
+        results_days: float,
+    ) -> None:
         self._runs = runs
+        self._rows = rows
+        self._results_days = results_days
+        self._pruned_until = 0.0
         self._store = store
         self._temporal = temporal
         self._quotas = quotas
@@ -95,6 +109,25 @@ class TrainingSessions:
         # The host of the session's worker checks this when no command is left.
         await asyncio.to_thread(self._store.put_bytes, RunKeys(run_id).is_closed, b"")
         return await self._runs.view(tenant, run_id)
+
+    async def prune(self) -> None:
+        """Delete the scores in results of sessions that ended `results_days` ago. The results themselves stay, as they
+        say which commands were done.
+        """
+        before = time.time() - self._results_days * _DAY_S
+        # A day again: an end may come late into the index.
+        for run_id in await self._rows.ended_sessions(self._pruned_until - _DAY_S, before):
+            await asyncio.to_thread(self._delete_scores, RunKeys(run_id).command_result())
+        self._pruned_until = before
+
+    def _delete_scores(self, results: str) -> None:
+        for info in self._store.list(results):
+            if info.size <= _SMALL_RESULT_BYTES or (data := self._read(info.key)) is None:
+                continue
+            result = CommandResult.model_validate_json(data)
+            if result.data is not None:
+                left = result.model_copy(update={"data": None, "expired": True})
+                self._store.put_bytes(info.key, left.model_dump_json().encode())
 
     async def _record(self, tenant: str, run_id: str) -> RunRecord:
         record = await self._runs.record(tenant, run_id)

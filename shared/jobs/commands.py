@@ -235,6 +235,7 @@ class CommandResult(Frozen):
     problem: CommandProblem | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     data: tuple[TokenScores, ...] | None = None
+    expired: bool = Field(default=False, description="the scores were deleted, so long after the session's end")
     step: int | None = Field(
         default=None, description="of save_state and load_state: the number of the last command in the state"
     )

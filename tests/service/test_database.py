@@ -14,6 +14,7 @@ from sqlalchemy import delete, select, text
 from sqlalchemy.orm import Session
 
 from service.accounts.tenants import Quotas
+from service.backend import Backend
 from service.database import migrate
 from service.database.engine import Database
 from service.database.tables import OutboxRow, RunRow, Table, TenantRow
@@ -21,8 +22,10 @@ from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
 from service.runs.states import queued
 from shared.errors import InvalidInput
-from shared.runs.requests import RunRecord, SFTRun, Source
-from shared.settings import QuotaSettings
+from shared.jobs.commands import CommandResult, TokenScores
+from shared.runs.requests import RunRecord, SessionRun, SFTRun, Source
+from shared.settings import QuotaSettings, Settings
+from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
 from tests.conftest import free_port
 from tests.service.conftest import sft
@@ -232,3 +235,33 @@ async def test_runs_are_found_by_whatever_their_metadata_is_called(database: Dat
         assert [run.run_id for run in found] == [f"sft-{number:08d}"]
         assert await rows.page("acme", 10, metadata={name: "another"}) == ()
     assert len(await rows.page("acme", 10, metadata={"all": "yes"})) == len(names)
+
+
+async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Database, tmp_path) -> None:
+    """Of others they stay, and so does what the results say beside them."""
+    store = LocalStore(tmp_path / "store")
+    backend = Backend(Settings(root=tmp_path, session_results_days=2), store, database)
+    rows, now = rows_of(database, tmp_path), time.time()
+    many = CommandResult(number=1, kind="forward", data=(TokenScores(logprobs=(-0.5,) * 1000),))
+    few = CommandResult(number=2, kind="forward_backward", metrics={"loss": 1.0}, data=(TokenScores(logprobs=(-0.5,)),))
+    sessions = {"old": now - 3 * 86_400, "new": now - 86_400, "open": None}
+    for name, ended_at in sessions.items():
+        made = record(1).model_copy(update={"run_id": f"session-{name}", "run": SessionRun(model="file:///m")})
+        status = queued(made)
+        if ended_at is not None:
+            status = status.model_copy(update={"state": "succeeded", "ended_at": ended_at})
+        await rows.add(made, status)
+        for result in (many, few):
+            key = RunKeys(made.run_id).command_result(result.number)
+            store.put_bytes(key, result.model_dump_json().encode())
+    for _ in range(2):
+        await backend.training_sessions.prune()
+        found = {
+            name: [
+                CommandResult.model_validate_json(store.get_bytes(RunKeys(f"session-{name}").command_result(number)))
+                for number in (1, 2)
+            ]
+            for name in sessions
+        }
+        assert found["new"] == found["open"] == [many, few]
+        assert found["old"] == [many.model_copy(update={"data": None, "expired": True}), few]
