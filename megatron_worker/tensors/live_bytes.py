@@ -43,6 +43,11 @@ class CpuMeter(TorchDispatchMode):
         self._peak = max(self._peak, self._bytes)
         return result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: measured passes compile nothing, and PyTorch's guard against it doubles the cost of a count."""
+        return False
+
     def _forget(self, key: int, _: object) -> None:
         self._bytes -= self._live.pop(key)[1]
 

@@ -34,9 +34,9 @@ from tests.end_to_end.victims import (
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_RL_STEPS") or 16)
+NUM_STEPS = int(os.environ.get("LONGSHORE_TEST_RL_STEPS") or 8)
 VICTIMS: list[Victim] = [a_rank, gpu_host, control_host, web_service, temporal_server]
-_STEPS_A_KILL = 8
+_STEPS_A_KILL = 4
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,8 @@ def planned(rank, generator):
 
 def test_eight_busy_processes_beside_it_change_no_plan(engine, folders):
     alone = planned(new_rank(engine, folders, 3_000_000), np.random.default_rng(4))
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: bytearray(1 << 20)"]) for _ in range(8)]
+    program = "import os; os.nice(19)\nwhile True: bytearray(1 << 20)"  # busy, and the first to wait for a processor
+    busy = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(8)]
     try:
         beside = planned(new_rank(engine, folders, 3_000_000), np.random.default_rng(4))
     finally:

@@ -15,11 +15,9 @@ from tests.megatron_worker.trials import run_trials
 
 # The experts' layouts, and all of fsdp's, are of ranks that go in step.
 TRIALS = [
-    *(Trial(model="dense", layout=layout) for layout in (Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True))),
+    *(Trial(model="dense", layout=layout) for layout in (Layout(dp=2), Layout(tp=2, sp=True))),
     *(Trial(model="dense", layout=layout) for layout in (Layout(cp=2), Layout(tp=2, dp=2))),
-    Trial(model="dense", layout=Layout(tp=2, cp=2)),
     Trial(model="dense", engine="fsdp", layout=Layout(dp=2)),
-    Trial(model="dense", engine="fsdp", layout=Layout(dp=4)),
     Trial(model="experts", layout=Layout(ep=2, dp=2)),
     Trial(model="experts", layout=Layout(ep=2, dp=4)),
     Trial(model="experts", layout=Layout(tp=2, sp=True, ep=4, dp=2)),
