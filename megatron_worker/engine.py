@@ -210,6 +210,20 @@ class Facts:
     vocab_size: int
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """The weights of a slot as others know them: names and shapes of whole tensors, and the tensors in that order.
+
+    `lora` is that of an adapter, whose names are PEFT's and whose tensors are float32; the base has Hugging Face's
+    names. A tensor is gathered when it is drawn, which every rank has to do.
+    """
+
+    lora: Lora | None
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: Iterator[tuple[str, Tensor]]
+
+
 class Engine(Protocol):
     """See the module's docstring. An engine holds one base model and any number of named adapter slots beside it."""
 
@@ -286,6 +300,10 @@ class Engine(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors of the base, one at a time, on every rank."""
+        ...
+
+    def outgoing(self, slot: str | None) -> Outgoing:
+        """Return a slot's weights, None for the base, to be drawn before they change."""
         ...
 
     def drop_training_state(self) -> None:

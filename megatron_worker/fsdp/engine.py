@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Places, Scores, Where
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outgoing, Outputs, Places, Scores, Where
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
@@ -166,6 +166,9 @@ class FsdpEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._slots.named_weights()
+
+    def outgoing(self, slot: str | None) -> Outgoing:
+        return self._slots.outgoing(slot)
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""

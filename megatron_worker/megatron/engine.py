@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Places, Scores, Where
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outgoing, Outputs, Places, Scores, Where
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of, slices_of
@@ -150,6 +150,9 @@ class MegatronEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._slots.named_weights()
+
+    def outgoing(self, slot: str | None) -> Outgoing:
+        return self._slots.outgoing(slot)
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""

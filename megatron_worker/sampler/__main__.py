@@ -47,6 +47,7 @@ def serve(options: argparse.Namespace) -> None:
         from megatron_worker.sampler.answers import Answers, Limits
         from megatron_worker.sampler.decoder import Decoder
         from megatron_worker.sampler.generation import Generator
+        from megatron_worker.sampler.models import Models, accept_weights
         from megatron_worker.sampler.server import Server
         from megatron_worker.training.evaluation import read_stop_ids
 
@@ -62,11 +63,14 @@ def serve(options: argparse.Namespace) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     name = options.served_model_name or str(options.model)
-    answers = Answers(name, options.model, decoder, tokenizer, read_stop_ids(options.model), generator, limits)
+    models = Models(name, options.model, decoder, generator, limits.max_model_len)
+    answers = Answers(models, decoder, tokenizer, read_stop_ids(options.model), generator, limits)
     server = Server(answers, _key(options.key_file), options.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: generator.stop())
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+    if options.weights_socket is not None:
+        accept_weights(options.weights_socket, models)
     ready = SamplerReady(url=server.url, api_key=server.api_key, pid=os.getpid(), model=name)
     write_atomically(options.ready_file, ready.model_dump_json().encode())
     generator.run()
@@ -94,6 +98,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0, help="on loopback; 0: a free one")
     parser.add_argument("--key-file", type=Path, help="the bearer key; made up unless given")
     parser.add_argument("--host-record", type=Path, help="a worker.json: leave when that host is gone")
+    parser.add_argument("--weights-socket", type=Path, help="a path at which trainers of this machine send weights")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
     parser.add_argument("--device", help="cuda where there is one, unless given")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")

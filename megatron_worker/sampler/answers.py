@@ -1,51 +1,32 @@
 """Answers to requests: the request is checked, sampled, and answered in OpenAI's fields. HTTP is in server.py."""
 
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from megatron_worker.sampler.decoder import Adapter, Decoder, load_adapter
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket
+from megatron_worker.sampler.models import Models, Refused, parsed
 from shared.chat.completions import (
     MAX_SAMPLES,
     Choice,
     CompletionRequest,
     CompletionResponse,
-    LoadAdapterRequest,
     LogprobsMode,
-    ModelCard,
-    ModelList,
     PromptLogprob,
     Request,
     Sampling,
     TokenLogprobs,
-    UnloadAdapterRequest,
     Usage,
 )
-from shared.errors import InvalidInput
-from shared.models import peft as peft_format
 
 _CANCEL_PERIOD_S = 0.5
 R = TypeVar("R", bound=Request)
-
-
-class Refused(Exception):
-    """A request is refused: an answer in OpenAI's error shape."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -61,84 +42,35 @@ class Answers:
 
     def __init__(
         self,
-        name: str,
-        folder: Path,
+        models: Models,
         decoder: Decoder,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         generator: Generator,
         limits: Limits,
     ) -> None:
-        self._base = Adapter(name, str(folder), {})
+        self.models = models
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._generator = generator
         self._limits = limits
-        self._adapters: dict[str, Adapter] = {}
-        self._lock = threading.Lock()
-        self._created = int(time.time())
         self._token_text = lru_cache(maxsize=1 << 16)(self._decode_one)
-
-    # Models.
-
-    def models(self) -> ModelList:
-        with self._lock:
-            adapters = list(self._adapters.values())
-        cards = [self._card(adapter, self._base.name) for adapter in adapters]
-        return ModelList(data=[self._card(self._base, None), *cards])
-
-    def _card(self, adapter: Adapter, parent: str | None) -> ModelCard:
-        name, folder, length = adapter.name, adapter.folder, self._limits.max_model_len
-        return ModelCard(id=name, created=self._created, root=folder, parent=parent, max_model_len=length)
-
-    def load(self, body: bytes) -> str:
-        request = _parse(LoadAdapterRequest, body)
-        self._refuse_taken(request.lora_name)
-        folder = Path(request.lora_path)
-        if not (folder / peft_format.CONFIG).is_file():
-            raise Refused(404, f"no adapter is at {folder}: it has no {peft_format.CONFIG}", "lora_path")
-        try:
-            adapter = load_adapter(request.lora_name, folder, self._decoder)
-        except InvalidInput as error:
-            raise Refused(400, f"the adapter cannot be used: {error}", "lora_path") from error
-        with self._lock:
-            self._refuse_taken(request.lora_name)
-            self._adapters[request.lora_name] = adapter
-        return f"Success: LoRA adapter '{request.lora_name}' added successfully."
-
-    def _refuse_taken(self, name: str) -> None:
-        if name == self._base.name or name in self._adapters:
-            raise Refused(400, f"The lora adapter '{name}' has already been loaded: unload it first", "lora_name")
-
-    def unload(self, body: bytes) -> str:
-        """Unload an adapter. Sequences that are being drawn from it go on."""
-        name = _parse(UnloadAdapterRequest, body).lora_name
-        with self._lock:
-            if self._adapters.pop(name, None) is None:
-                raise Refused(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
-        return f"Success: LoRA adapter '{name}' removed successfully."
-
-    def _find(self, name: str) -> Adapter:
-        with self._lock:
-            adapter = self._base if name == self._base.name else self._adapters.get(name)
-        if adapter is None:
-            raise Refused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
-        return adapter
-
-    # Completions.
 
     def complete(self, body: bytes, is_gone: Callable[[], bool]) -> CompletionResponse | None:
         """Complete prompts; None when the client did not wait for the answer."""
-        request = _parse(CompletionRequest, body)
-        adapter = self._find(request.model)
+        request = parsed(CompletionRequest, body)
+        num_changes = self._generator.num_changes
+        adapter = self.models.find(request.model)
         prompts = self._prompts(request)
-        ticket = Ticket(adapter, self._sequences(request, prompts))
+        ticket = Ticket(adapter, self._sequences(request, prompts), num_changes)
         self._generator.submit(ticket)
         while not ticket.done.wait(_CANCEL_PERIOD_S):
             if is_gone():
                 ticket.cancelled = True
                 return None
+        if ticket.is_late:
+            raise Refused(503, "the weights have just changed: ask again")
         return self._response(request, prompts, ticket)
 
     def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
@@ -250,12 +182,3 @@ def _sampling(request: CompletionRequest) -> Sampling:
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos,
     )
-
-
-def _parse(model: type[R], body: bytes) -> R:
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error

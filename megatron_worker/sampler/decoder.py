@@ -23,7 +23,8 @@ from megatron_worker.families.architecture import Architecture, rotary_frequenci
 from megatron_worker.families.tensor_slices import TensorSlice, slices_of
 from megatron_worker.sampler.experts import Experts, fuse_experts
 from megatron_worker.sampler.linears import FusedLinear, LoraWeights, Mlp, fuse, fuse_mlp
-from megatron_worker.tensors.safetensors_files import TensorFiles, check_names, model_files, refuse_unknown, single_file
+from megatron_worker.tensors.safetensors_files import check_names, model_files, refuse_unknown, single_file
+from shared.errors import InvalidInput
 from shared.jobs.job import Lora
 from shared.models import peft as peft_format
 
@@ -94,9 +95,32 @@ class Decoder:
         self._embedding_VH = weights["model.embed_tokens.weight"]
         self._output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
         self._final_norm_H = weights["model.norm.weight"]
-        slices = {s.name: s for s in slices_of(a, 1)}
+        self._slices = slices_of(a, 1)
+        slices = {s.name: s for s in self._slices}
         self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
+        self._unfused = weights  # what `fuse` has left of them
         self._frequency_D2 = rotary_frequencies(a.rope, a.head_dim).to(device)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""
+        named = dict(self._unfused)
+        for linear in self.linears:
+            named |= linear.named_weights()
+        return named
+
+    def read_weights(self, folder: Path) -> None:
+        """Replace all weights by those of a Hugging Face folder of the same architecture.
+
+        Raises:
+            InvalidInput: the folder cannot be used. The weights may have been replaced in part, if a file is damaged.
+        """
+        if read_architecture(folder) != self.architecture:
+            raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
+        targets = self.named_weights()
+        with model_files(folder) as files:
+            refuse_unknown(files, self._slices, folder)
+            for s in self._slices:
+                targets[s.name].copy_(files.local(s, s.name, 0, 1))
 
     @property
     def linears(self) -> list[FusedLinear]:
@@ -288,13 +312,33 @@ def load_adapter(name: str, folder: Path, decoder: Decoder) -> Adapter:
     """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
     lora = peft_format.read_config(folder)
     path = folder / peft_format.WEIGHTS
-    parts = {linear.name: _targeted(linear, lora) for linear in decoder.linears}
+    shapes = adapter_shapes(decoder, lora)
     with single_file(path) as files:
-        check_names(files, {_name(p, ab) for own in parts.values() for p in own for ab in "AB"}, path)
-        lora_weights = {
-            x.name: _lora_weights(x, parts[x.name], lora, files, decoder) for x in decoder.linears if parts[x.name]
+        check_names(files, set(shapes), path)
+        tensors = {
+            name: files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)
+            for name, shape in shapes.items()
         }
-    return Adapter(name, str(folder), lora_weights)
+        return adapter_of(name, str(folder), lora, decoder, tensors)
+
+
+def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> Adapter:
+    """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
+    found = {}
+    for linear in decoder.linears:
+        if targeted := _targeted(linear, lora):
+            found[linear.name] = _lora_weights(linear, targeted, lora, tensors, decoder)
+    return Adapter(name, folder, found)
+
+
+def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors by PEFT's names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for linear in decoder.linears:
+        for part in _targeted(linear, lora):
+            shapes[_name(part, "A")] = (lora.rank, part.shape[1])
+            shapes[_name(part, "B")] = (part.shape[0], lora.rank)
+    return shapes
 
 
 def _targeted(linear: FusedLinear, lora: Lora) -> list[TensorSlice]:
@@ -306,7 +350,7 @@ def _name(part: TensorSlice, matrix: str) -> str:
 
 
 def _lora_weights(
-    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, files: TensorFiles, decoder: Decoder
+    linear: FusedLinear, targeted: list[TensorSlice], lora: Lora, tensors: Mapping[str, Tensor], decoder: Decoder
 ) -> LoraWeights:
     num_outputs, num_inputs = linear.weight_OI.shape
     a_RI = torch.empty(len(targeted) * lora.rank, num_inputs)
@@ -315,12 +359,7 @@ def _lora_weights(
     for part in linear.parts:
         if part in targeted:
             columns = slice((first := targeted.index(part) * lora.rank), first + lora.rank)
-            a_RI[columns] = _read_matrix(files, part, "A", (lora.rank, num_inputs))
-            b_OR[row : row + part.shape[0], columns] = _read_matrix(files, part, "B", (part.shape[0], lora.rank))
+            a_RI[columns] = tensors[_name(part, "A")]
+            b_OR[row : row + part.shape[0], columns] = tensors[_name(part, "B")]
         row += part.shape[0]
     return LoraWeights(a_RI.to(decoder.device, decoder.dtype), b_OR.to(decoder.device, decoder.dtype), lora.scale)
-
-
-def _read_matrix(files: TensorFiles, part: TensorSlice, matrix: str, shape: tuple[int, ...]) -> Tensor:
-    name = _name(part, matrix)
-    return files.local(TensorSlice(name, name, shape, None, 0, shape[0]), name, 0, 1)

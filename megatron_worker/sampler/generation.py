@@ -10,7 +10,7 @@ Shape suffixes: B slots, H hidden size, V vocabulary, K likeliest.
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -105,13 +105,19 @@ class Sequence:
 
 
 class Ticket:
-    """Sequences that were submitted together. `done` is set when all have ended."""
+    """Sequences that were submitted together. `done` is set when all have ended.
 
-    def __init__(self, adapter: Adapter, sequences: list[Sequence]) -> None:
+    `num_changes`: the generator's when the adapter was looked up. `is_late`: the weights have changed since then, and
+    nothing was drawn.
+    """
+
+    def __init__(self, adapter: Adapter, sequences: list[Sequence], num_changes: int = 0) -> None:
         self.adapter = adapter
         self.sequences = sequences
+        self.num_changes = num_changes
         self.done = threading.Event()
         self.cancelled = False
+        self.is_late = False
         self._num_open = len(sequences)
 
     def one_ended(self) -> None:
@@ -120,18 +126,54 @@ class Ticket:
             self.done.set()
 
 
+class Pause:
+    """A call between two tokens, by the thread that generates, when no sequence is under way."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:
+            self._error = error
+        self._done.set()
+
+    def result(self) -> None:
+        """Wait for the call, and raise what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class Generator:
-    """The generation loop. `run` ends after `stop`; an error in it is a bug, and ends the process."""
+    """The generation loop. `run` ends after `stop`; an error in it is a bug, and ends the process.
+
+    `num_changes` counts the changes of weights that have begun.
+    """
 
     def __init__(self, decoder: Decoder, num_slots: int) -> None:
         self._decoder = decoder
         self._num_slots = num_slots
-        self._arrivals: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[Ticket | Pause | None] = queue.SimpleQueue()
+        self._pause: Pause | None = None
+        self.num_changes = 0
         self._lanes: dict[Adapter, _Lane] = {}
         self._widths: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 
     def submit(self, ticket: Ticket) -> None:
         self._arrivals.put(ticket)
+
+    def change(self, call: Callable[[], None]) -> None:
+        """Call what changes weights. Sequences that are under way end before it; those that come later wait.
+
+        Raises what the call raises.
+        """
+        pause = Pause(call)
+        self._arrivals.put(pause)
+        pause.result()
 
     def stop(self) -> None:
         """End `run`. Safe to call from a signal handler."""
@@ -147,11 +189,22 @@ class Generator:
 
     def _take(self) -> bool:
         """Take what has arrived; wait for it when there is nothing else to do. Returns False to stop."""
-        while not self._lanes or not self._arrivals.empty():
-            ticket = self._arrivals.get()
-            if ticket is None:
-                return False
-            self._lane(ticket.adapter).add(ticket)
+        while not self._lanes or (self._pause is None and not self._arrivals.empty()):
+            if self._pause is not None:
+                self.num_changes += 1
+                self._pause.run()
+                self._pause = None
+                self._widths.clear()
+            match self._arrivals.get():
+                case None:
+                    return False
+                case Pause() as pause:
+                    self._pause = pause
+                case Ticket() as ticket if ticket.num_changes != self.num_changes:
+                    ticket.is_late = True
+                    ticket.done.set()
+                case Ticket() as ticket:
+                    self._lane(ticket.adapter).add(ticket)
         return True
 
     def _lane(self, adapter: Adapter) -> "_Lane":

@@ -31,6 +31,15 @@ class FusedLinear:
     weight_OI: Tensor
     bias_O: Tensor | None
 
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the parts' own rows by their Hugging Face names."""
+        sizes = [part.shape[0] for part in self.parts]
+        named = dict(zip((part.name for part in self.parts), self.weight_OI.split(sizes), strict=True))
+        if self.bias_O is not None:
+            biases = [part.name.removesuffix("weight") + "bias" for part in self.parts]
+            named |= dict(zip(biases, self.bias_O.split(sizes), strict=True))
+        return named
+
     def __call__(self, x: Tensor, lora_weights: Mapping[str, LoraWeights]) -> Tensor:
         y = F.linear(x, self.weight_OI, self.bias_O)
         extra = lora_weights.get(self.name)

@@ -10,11 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pydantic import BaseModel
 
-from megatron_worker.sampler.answers import Answers, Refused
+from megatron_worker.sampler.answers import Answers
+from megatron_worker.sampler.models import Refused
 from shared.chat.completions import ErrorDetail, ErrorResponse
 
 _MAX_BODY_BYTES = 32 << 20
-_POST = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_POST = (
+    *("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/load_weights", "/v1/name_weights"),
+)
 _GET = ("/health", "/v1/models")
 
 
@@ -78,15 +82,19 @@ class _Exchange(BaseHTTPRequestHandler):
             case "GET", "/health":
                 return ""
             case "GET", "/v1/models":
-                return answers.models()
+                return answers.models.cards()
             case "POST", "/v1/completions":
                 answer = answers.complete(body, self._is_gone)
                 self.close_connection = self.close_connection or answer is None
                 return answer
             case "POST", "/v1/load_lora_adapter":
-                return answers.load(body)
+                return answers.models.load(body)
             case "POST", "/v1/unload_lora_adapter":
-                return answers.unload(body)
+                return answers.models.unload(body)
+            case "POST", "/v1/load_weights":
+                return answers.models.load_weights(body)
+            case "POST", "/v1/name_weights":
+                return answers.models.name_weights(body)
         if path in (*_GET, *_POST):
             raise Refused(405, f"{path} is not asked with {method}")
         raise Refused(404, f"there is no {path}")

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_worker.engine import Outgoing
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -252,6 +253,16 @@ class Slots(Generic[AdapterT, OptimizerT]):
         adapter, training = self.adapters[name], self.trainings.get(name)
         weights = adapter.flat.views if training is None else training.optimizer.gathered("master")
         return ((p.name, self._ranks.whole(p, weights).float()) for p in adapter.slices)
+
+    def outgoing(self, slot: str | None) -> Outgoing:
+        """Return a slot's weights, None for the base, to be drawn before they change. Drawing them is collective."""
+        if slot is None:
+            base = self._base
+            dtype = next(iter(base.parameters.values())).dtype
+            return Outgoing(None, dtype, {p.name: p.shape for p in base.slices}, self.named_weights())
+        adapter = self.adapters[slot]
+        shapes = {p.name: p.shape for p in adapter.slices}
+        return Outgoing(adapter.lora, torch.float32, shapes, self.adapter_weights(slot))
 
     @property
     def _trains_base(self) -> bool:

@@ -153,7 +153,7 @@ def _created(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def all_drawn(tensors: Iterator[Tensor]) -> Iterator[None]:
+def all_drawn(tensors: Iterator[object]) -> Iterator[None]:
     """Draw the remaining tensors at the end of the block, also after an error.
 
     Drawing is collective where it gathers: a rank whose disk is full must not leave its peers waiting for the rest.

@@ -94,6 +94,23 @@ class UnloadAdapterRequest(Request):
     lora_name: str = Field(min_length=1)
 
 
+class LoadWeightsRequest(Request):
+    """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
+
+    Only our own sampler takes it, and the one below.
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    path: str = Field(min_length=1)
+
+
+class NameWeightsRequest(Request):
+    """Weights or an adapter that came by a weight sync get the name by which requests ask for them."""
+
+    name: str = Field(min_length=1, max_length=512)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 

@@ -1,0 +1,260 @@
+"""The models that a sampler answers by: its weights under a name, and adapters. They come from folders or by a sync."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megatron_worker.sampler.decoder import Adapter, Decoder, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.generation import Generator
+from megatron_worker.weight_sync.buckets import Assembly, shapes_sha256
+from megatron_worker.weight_sync.shared_memory import Announcement, Receiving, Reply, SyncBroken, listen
+from shared.chat.completions import (
+    LoadAdapterRequest,
+    LoadWeightsRequest,
+    ModelCard,
+    ModelList,
+    NameWeightsRequest,
+    Request,
+    UnloadAdapterRequest,
+)
+from shared.contract import Sha256
+from shared.errors import InvalidInput
+from shared.jobs.job import Lora
+from shared.models import peft as peft_format
+
+_MAX_UNNAMED = 4  # synced adapters that nobody has named yet
+R = TypeVar("R", bound=Request)
+
+
+class Refused(Exception):
+    """A request is refused: an answer in OpenAI's error shape."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Synced:
+    """Whose version of the weights the sampler has, from a sync, and its digest."""
+
+    run_id: str
+    version: int
+    digest: Sha256
+
+
+class Models:
+    """What requests can name. Its methods are called by many threads; the generator's alone changes weights.
+
+    After a sync that broke, or a folder that could not be read to its end, no weights can be named until others are
+    loaded.
+    """
+
+    def __init__(self, name: str, folder: Path, decoder: Decoder, generator: Generator, max_model_len: int) -> None:
+        self._base: Adapter | None = Adapter(name, str(folder), {})
+        self._synced: Synced | None = None
+        self._decoder = decoder
+        self._generator = generator
+        self._max_model_len = max_model_len
+        self._adapters: dict[str, Adapter] = {}
+        self._unnamed: dict[Sha256, Adapter] = {}
+        self._lock = threading.Lock()
+        self._created = int(time.time())
+
+    def cards(self) -> ModelList:
+        with self._lock:
+            base, adapters = self._base, list(self._adapters.values())
+        if base is None:
+            return ModelList(data=[])
+        return ModelList(data=[self._card(base, None), *(self._card(adapter, base.name) for adapter in adapters)])
+
+    def _card(self, adapter: Adapter, parent: str | None) -> ModelCard:
+        name, folder, length = adapter.name, adapter.folder, self._max_model_len
+        return ModelCard(id=name, created=self._created, root=folder, parent=parent, max_model_len=length)
+
+    def find(self, name: str) -> Adapter:
+        with self._lock:
+            base = self._base
+            adapter = base if base is not None and name == base.name else self._adapters.get(name)
+        if base is None:
+            raise Refused(503, "the sampler's weights are not complete: load them again")
+        if adapter is None:
+            raise Refused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
+        return adapter
+
+    # Adapters.
+
+    def load(self, body: bytes) -> str:
+        request = parsed(LoadAdapterRequest, body)
+        self._refuse_taken(request.lora_name)
+        folder = Path(request.lora_path)
+        if not (folder / peft_format.CONFIG).is_file():
+            raise Refused(404, f"no adapter is at {folder}: it has no {peft_format.CONFIG}", "lora_path")
+        try:
+            adapter = load_adapter(request.lora_name, folder, self._decoder)
+        except InvalidInput as error:
+            raise Refused(400, f"the adapter cannot be used: {error}", "lora_path") from error
+        with self._lock:
+            self._refuse_taken(request.lora_name)
+            self._adapters[request.lora_name] = adapter
+        return f"Success: LoRA adapter '{request.lora_name}' added successfully."
+
+    def _refuse_taken(self, name: str) -> None:
+        if (self._base is not None and name == self._base.name) or name in self._adapters:
+            raise Refused(400, f"The lora adapter '{name}' has already been loaded: unload it first", "lora_name")
+
+    def unload(self, body: bytes) -> str:
+        """Unload an adapter. Sequences that are being drawn from it go on."""
+        name = parsed(UnloadAdapterRequest, body).lora_name
+        with self._lock:
+            if self._adapters.pop(name, None) is None:
+                raise Refused(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    # Weights.
+
+    def load_weights(self, body: bytes) -> str:
+        """Replace the model's weights by a folder's. Adapters are forgotten: they were another model's."""
+        request = parsed(LoadWeightsRequest, body)
+        folder = Path(request.path)
+        if not (folder / "config.json").is_file():
+            raise Refused(404, f"no model is at {folder}: it has no config.json", "path")
+
+        def read() -> tuple[Adapter, None]:
+            self._decoder.read_weights(folder)
+            return Adapter(request.name, str(folder), {}), None
+
+        try:
+            self._change(read)
+        except InvalidInput as error:
+            raise Refused(400, f"the weights cannot be used: {error}", "path") from error
+        return f"the weights of {folder} are served as {request.name}"
+
+    def name_weights(self, body: bytes) -> str:
+        """Name what came by a sync. Doing it again changes nothing."""
+        request = parsed(NameWeightsRequest, body)
+        with self._lock:
+            if request.digest in self._unnamed:
+                adapter = self._unnamed.pop(request.digest)
+                self._adapters[request.name] = Adapter(request.name, request.digest, adapter.lora_weights)
+            elif self._base is not None and self._synced is not None and self._synced.digest == request.digest:
+                self._base = Adapter(request.name, request.digest, {})
+            elif request.name not in self._adapters:
+                raise Refused(
+                    404, "no weights of this digest have come, or later ones have taken their place", "digest"
+                )
+        return f"served as {request.name}"
+
+    def _change(self, write: Callable[[], tuple[Adapter, Synced | None]]) -> None:
+        """Write the weights between two tokens; `write` returns what they are. If it fails the sampler has none."""
+
+        def change() -> None:
+            with self._lock:
+                self._base = self._synced = None
+                self._adapters.clear()
+                self._unnamed.clear()
+            base, synced = write()
+            with self._lock:
+                self._base, self._synced = base, synced
+
+        self._generator.change(change)
+
+    # Syncs.
+
+    def receive(self, connection: socket.socket) -> None:
+        """Receive one version from a trainer. Whatever is wrong is told to it, and logged by nobody else."""
+        receiving = Receiving(connection)
+        try:
+            with torch.inference_mode():
+                if receiving.announcement.lora is None:
+                    self._receive_weights(receiving)
+                else:
+                    self._receive_adapter(receiving, receiving.announcement.lora)
+        except InvalidInput as error:
+            receiving.reply(Reply(refused=str(error)))
+        finally:
+            receiving.close()
+
+    def _receive_adapter(self, receiving: Receiving, lora: Lora) -> None:
+        shapes = adapter_shapes(self._decoder, lora)
+        _check_shapes(receiving.announcement, shapes)
+        receiving.reply(Reply(needs_all=True))
+        tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+        digest = _assembled(receiving, tensors)
+        adapter = adapter_of(f"sync-{digest}", digest, lora, self._decoder, tensors)
+        with self._lock:
+            self._unnamed[digest] = adapter
+            while len(self._unnamed) > _MAX_UNNAMED:
+                del self._unnamed[next(iter(self._unnamed))]
+        receiving.reply(Reply())
+
+    def _receive_weights(self, receiving: Receiving) -> None:
+        announcement, held = receiving.announcement, self._synced
+        targets = self._decoder.named_weights()
+        _check_shapes(announcement, {name: tuple(tensor.shape) for name, tensor in targets.items()})
+        if held is not None and held.run_id == announcement.run_id and held.version > announcement.version:
+            message = f"version {announcement.version} comes after version {held.version}"
+            raise InvalidInput(message, "weight_sync.version")
+        receiving.reply(Reply(needs_all=held is None or held.digest != announcement.base_digest))
+
+        def write() -> tuple[Adapter, Synced]:
+            receiving.go_on()
+            digest = _assembled(receiving, targets)
+            return Adapter(f"sync-{digest}", digest, {}), Synced(announcement.run_id, announcement.version, digest)
+
+        with receiving.waiting():
+            self._change(write)
+        receiving.reply(Reply())
+
+
+def accept_weights(path: Path, models: Models) -> None:
+    """Listen at a Unix socket for trainers, one at a time, in a thread. Only this user can connect."""
+    listener = listen(path)
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                try:
+                    models.receive(connection)
+                except SyncBroken as broken:
+                    print(f"weight sync: {broken}", flush=True)
+
+    threading.Thread(target=accept, name="weights", daemon=True).start()
+
+
+def parsed(model: type[R], body: bytes) -> R:
+    """Read a request's body. Raises Refused naming the field and the rule."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise Refused(400, f"{place}: {first['msg']}" if place else first["msg"], place or None) from error
+
+
+def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]) -> None:
+    if announcement.shapes_sha256 != shapes_sha256(shapes.items()):
+        raise InvalidInput("these weights are of another model than the sampler's", "weight_sync")
+
+
+def _assembled(receiving: Receiving, targets: dict[str, Tensor]) -> Sha256:
+    """Write all buckets into the targets. Raises InvalidInput for what is wrong or missing, SyncBroken."""
+    assembly = Assembly(targets)
+    for bucket, buffer in receiving.buckets():
+        assembly.put(bucket, buffer)
+    digest = assembly.finish()
+    if digest != receiving.digest:
+        raise InvalidInput("the digest of what came is not the sender's", "weight_sync")
+    return digest

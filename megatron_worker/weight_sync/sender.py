@@ -1,0 +1,250 @@
+"""The trainer's end of a sync: weights into two buffers in turn, to all samplers at once, beside the trainer's work."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_worker.engine import Outgoing
+from megatron_worker.tensors.safetensors_files import all_drawn
+from megatron_worker.weight_sync import changes
+from megatron_worker.weight_sync.buckets import (
+    ALIGNMENT,
+    Bucket,
+    Digest,
+    Named,
+    Part,
+    Rows,
+    aligned,
+    checksum,
+    cut,
+    fill,
+    shapes_sha256,
+    view_of,
+)
+from megatron_worker.weight_sync.shared_memory import (
+    NUM_BUFFERS,
+    Announcement,
+    Buffers,
+    Commit,
+    Message,
+    Receiver,
+    SyncBroken,
+)
+from shared.contract import Sha256
+from shared.errors import InvalidInput
+from shared.jobs.weight_sync import SyncOutcome, SyncTarget
+
+
+class Ranks(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+class Sent:
+    """Copies of the last version that was sent, from which changes are found. Host memory as large as the weights."""
+
+    def __init__(self) -> None:
+        self.digest: Sha256 | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    def rows(self, part: Part, like: Tensor) -> Tensor:
+        """Return the copy of a part's rows; a new one is of zeros."""
+        if part.name not in self._copies:
+            self._copies[part.name] = torch.zeros(part.shape, dtype=like.dtype)
+        whole = self._copies[part.name]
+        return whole[part.first_row : part.first_row + part.num_rows] if whole.dim() else whole
+
+
+def send(
+    outgoing: Outgoing, target: SyncTarget, run_id: str, ranks: Ranks, sent: Sent | None = None
+) -> "Sending | None":
+    """Begin to send a slot's weights from rank 0; the other ranks only take part in gathering them. Collective.
+
+    Args:
+        sent: what changes are found against where the target asks for them. Without it whole rows travel.
+
+    Returns:
+        None on the other ranks.
+
+    Raises:
+        InvalidInput: a row of a tensor is larger than a bucket.
+    """
+    itemsize, total = outgoing.dtype.itemsize, 0
+    for name, shape in outgoing.shapes.items():
+        row_bytes = math.prod(shape[1:]) * itemsize
+        if row_bytes > target.bucket_bytes:
+            message = f"a row of {name} has {row_bytes} bytes, which a bucket of {target.bucket_bytes} does not hold"
+            raise InvalidInput(message, "weight_sync.bucket_bytes")
+        total += math.prod(shape) * itemsize + ALIGNMENT
+    with nullcontext() if ranks.world_size == 1 else all_drawn(outgoing.tensors):
+        if ranks.rank != 0:
+            return None
+        sent = sent if target.backend == "delta" and outgoing.lora is None else None
+        announcement = Announcement(
+            run_id=run_id,
+            version=target.version,
+            shapes_sha256=shapes_sha256(outgoing.shapes.items()),
+            lora=outgoing.lora,
+            base_digest=None if sent is None else sent.digest,
+            buffer_bytes=min(target.bucket_bytes, total),
+        )
+        sending = Sending(announcement, outgoing.tensors, target.sockets, sent, is_collective=ranks.world_size > 1)
+        sending.start()
+        return sending
+
+
+class Sending:
+    """One version on its way. The weights must not change before `wait` has returned.
+
+    Args:
+        tensors: names and whole tensors. Gathering them may be collective (`is_collective`): they are then drawn by the
+            caller's thread, and `start` returns when the last is in a buffer. Otherwise a thread draws them.
+        sockets: of the samplers.
+        sent: what changes are found against, and what is left of this version afterwards; None: whole rows travel.
+    """
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        tensors: Named,
+        sockets: Sequence[str],
+        sent: Sent | None = None,
+        is_collective: bool = False,
+    ) -> None:
+        self._announcement = announcement
+        self._tensors = tensors
+        self._sockets = sockets
+        self._sent = sent
+        self._is_collective = is_collective
+        self._problems: dict[str, str] = {}
+        self._receivers: list[Receiver] = []
+        self._digest = Digest()
+        self._num_bytes = self._weight_bytes = 0
+        self._blocked_s = self._duration_s = 0.0
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin to send. Raises InvalidInput for tensors that do not go into the buckets, if it draws them itself."""
+        began = time.perf_counter()
+        if self._is_collective:
+            self._send()
+        else:
+            self._thread = threading.Thread(target=self._run, name="weight-sync", daemon=True)
+            self._thread.start()
+        self._blocked_s += time.perf_counter() - began
+
+    def wait(self) -> SyncOutcome:
+        """Wait until every sampler has the version, or has failed; the weights may change afterwards.
+
+        Raises:
+            InvalidInput: a tensor does not go into the buckets.
+            OSError: there is no memory for the buffers.
+        """
+        began = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+        self._blocked_s += time.perf_counter() - began
+        if self._error is not None:
+            raise self._error
+        return SyncOutcome(
+            version=self._announcement.version,
+            digest=self._digest.value,
+            num_bytes=self._num_bytes,
+            weight_bytes=self._weight_bytes,
+            blocked_s=self._blocked_s,
+            duration_s=self._duration_s,
+            problems=self._problems,
+        )
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._send()
+        except BaseException as error:  # the caller's to handle
+            self._error = error
+
+    def _send(self) -> None:
+        buffers = Buffers(self._announcement.buffer_bytes)
+        try:
+            is_all = self._announce(buffers)
+            for bucket in self._buckets(buffers, is_all):
+                self._digest.add(bucket)
+                self._num_bytes += bucket.num_bytes
+                self._weight_bytes += sum(part.num_bytes for part in bucket.parts)
+                self._to_all(lambda receiver, bucket=bucket: receiver.send(Message(bucket=bucket)))  # type: ignore[misc]
+            commit = Message(commit=Commit(digest=self._digest.value))
+            self._to_all(lambda receiver: receiver.send(commit))
+            self._to_all(lambda receiver: receiver.settle(0))
+            if self._sent is not None:
+                self._sent.digest = self._digest.value
+        finally:
+            for receiver in self._receivers:
+                receiver.close()
+            buffers.close()
+            self._duration_s = time.perf_counter() - self._began
+
+    def _announce(self, buffers: Buffers) -> bool:
+        """Connect to all samplers. Returns True if one of them needs all elements."""
+        replies = []
+        for path in self._sockets:
+            receiver: Receiver | None = None
+            try:
+                receiver = Receiver(path)
+                replies.append(receiver.announce(self._announcement, buffers))
+                self._receivers.append(receiver)
+            except SyncBroken as broken:
+                self._problems[path] = str(broken)
+                if receiver is not None:
+                    receiver.close()
+        return self._announcement.base_digest is None or any(reply.needs_all for reply in replies)
+
+    def _to_all(self, action: Callable[[Receiver], None]) -> None:
+        for receiver in list(self._receivers):
+            try:
+                action(receiver)
+            except SyncBroken as broken:
+                self._problems[receiver.path] = str(broken)
+                self._receivers.remove(receiver)
+                receiver.close()
+
+    def _buckets(self, buffers: Buffers, is_all: bool) -> Iterator[Bucket]:
+        """Fill buffers, each as soon as all samplers have read what was in it."""
+        for number, rows in enumerate(cut(self._tensors, self._announcement.buffer_bytes)):
+            self._to_all(lambda receiver: receiver.settle(NUM_BUFFERS - 1))
+            buffer = buffers.tensors[number % NUM_BUFFERS]
+            if is_all or self._sent is None:
+                bucket = fill(buffer, number, rows)
+            else:
+                bucket = self._fill_with_changes(buffer, number, rows)
+            if self._sent is not None:
+                for one in rows:
+                    self._sent.rows(one.part, one.tensor).copy_(one.tensor)
+            yield bucket
+
+    def _fill_with_changes(self, buffer: Tensor, number: int, rows: list[Rows]) -> Bucket:
+        """Write the changes of each part where they are shorter than its rows."""
+        assert self._sent is not None
+        parts, end = [], 0
+        for one in rows:
+            start = aligned(end)
+            room = buffer[start : start + one.part.num_bytes]
+            tensor = one.tensor.contiguous()
+            num = changes.find(tensor.cpu(), self._sent.rows(one.part, tensor), room)
+            part = one.part.model_copy(update={"start": start, "num_changes": num})
+            if num is None:
+                view_of(buffer, part).copy_(tensor)
+            end = start + (part.num_bytes if num is None else changes.num_bytes(num))
+            parts.append(part)
+        found = checksum(one.tensor.contiguous() for one in rows)
+        return Bucket(number=number, parts=tuple(parts), num_bytes=end, checksum=found)

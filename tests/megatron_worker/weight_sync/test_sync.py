@@ -1,0 +1,193 @@
+"""A sync from an engine to samplers: the same bits, in one version or in none."""
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+import torch
+
+from megatron_worker.sampler.decoder import Decoder, load_adapter
+from megatron_worker.sampler.models import Refused
+from megatron_worker.weight_sync import shared_memory
+from megatron_worker.weight_sync.sender import Sent, send
+from megatron_worker.weight_sync.shared_memory import Announcement, Buffers, Receiver, SyncBroken
+from shared.errors import InvalidInput
+from shared.jobs.weight_sync import SyncTarget
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import start
+from tests.megatron_worker.rows import distinct_model, random_rows
+from tests.megatron_worker.weight_sync.samplers import NAME, listening
+
+STEPS = [[random_rows([40, 17, 90, 25], seed=s)] for s in range(3)]
+BUCKET = 1 << 14  # the tiny model needs many
+
+
+class Alone:
+    rank, world_size = 0, 1
+
+
+def sync(engine, slot, samplers, version, backend="shared_memory", sent=None, bucket_bytes=BUCKET):
+    paths = tuple(one.path for one in samplers)
+    target = SyncTarget(sockets=paths, version=version, backend=backend, bucket_bytes=bucket_bytes)
+    return send(engine.outgoing(slot), target, "run", Alone(), sent).wait()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dtype):
+    driven, sent = start(engine, model, "full", dtype), Sent()
+    with listening(model, tmp_path, 2, getattr(torch, dtype)) as samplers:
+        for version, rows in enumerate(STEPS):
+            train(driven, [rows], learning_rate=1e-5)
+            backend = "delta" if version else "shared_memory"
+            done = sync(driven, None, samplers, version, backend, sent if version else None)
+            assert done.problems == {} and done.version == version
+            expected = dict(driven.named_weights())
+            for one in samplers:
+                found = one.tensors()
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+                assert [card.id for card in one.models.cards().data] == [f"sync-{done.digest}"]
+            whole = sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
+            assert done.weight_bytes == whole
+            # The first delta has nothing to go on from; the next one has.
+            assert (done.num_bytes < whole) == (version == 2)
+
+
+def test_one_sampler_without_the_last_version_gets_all_of_it(model, tmp_path):
+    driven, sent = start("megatron", model, "full", "bfloat16"), Sent()
+    with listening(model, tmp_path, 2, torch.bfloat16) as samplers:
+        sync(driven, None, samplers[:1], 1, "delta", sent)
+        train(driven, STEPS[:1], learning_rate=1e-5)
+        done = sync(driven, None, samplers, 2, "delta", sent)
+        assert done.problems == {} and done.num_bytes >= done.weight_bytes
+        for one in samplers:
+            assert all(torch.equal(one.tensors()[name], tensor) for name, tensor in driven.named_weights())
+
+
+def test_an_adapter_is_what_its_folder_would_be(model, tmp_path, engine):
+    driven = start(engine, model, "lora")
+    train(driven, STEPS, learning_rate=1e-3)
+    driven.save(tmp_path / "saved")
+    with listening(model, tmp_path, 2) as samplers:
+        done = sync(driven, "run", samplers, 1)
+        assert done.problems == {}
+        expected = load_adapter("a", tmp_path / "saved" / "weights", samplers[0].decoder)
+        for one in samplers:
+            assert [card.id for card in one.models.cards().data] == [NAME]
+            one.models.name_weights(json.dumps({"name": "run-1", "digest": done.digest}).encode())
+            found = one.models.find("run-1")
+            assert found.lora_weights.keys() == expected.lora_weights.keys()
+            for name, lora in expected.lora_weights.items():
+                assert torch.equal(found.lora_weights[name].a_RI, lora.a_RI)
+                assert torch.equal(found.lora_weights[name].b_OR, lora.b_OR)
+                assert found.lora_weights[name].scale == lora.scale
+        with pytest.raises(Refused, match="no weights of this digest"):
+            samplers[0].models.name_weights(json.dumps({"name": "run-2", "digest": "0" * 64}).encode())
+
+
+def test_a_sync_that_breaks_leaves_no_weights_to_sample_from(model, tmp_path):
+    """The trainer is killed after some buckets: the sampler refuses to draw until it has whole weights again."""
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        outgoing = driven.outgoing(None)
+        buffers = Buffers(BUCKET)
+        receiver = Receiver(sampler.path)
+        shapes = shared_shapes(outgoing)
+        receiver.announce(Announcement(run_id="run", version=1, shapes_sha256=shapes, buffer_bytes=BUCKET), buffers)
+        rows = next(iter(shared_memory_rows(outgoing)))
+        receiver.send(shared_memory.Message(bucket=rows(buffers.tensors[0])))
+        receiver.settle(0)
+        receiver.close()
+        deadline = threading.Event()
+        while sampler.models.cards().data:
+            assert not deadline.wait(0.01)
+        with pytest.raises(Refused, match="not complete") as refused:
+            sampler.models.find(NAME)
+        assert refused.value.status == 503
+        assert sync(driven, None, [sampler], 1).problems == {}
+        assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
+        buffers.close()
+
+
+def shared_shapes(outgoing):
+    from megatron_worker.weight_sync.buckets import shapes_sha256
+
+    return shapes_sha256(outgoing.shapes.items())
+
+
+def shared_memory_rows(outgoing):
+    from megatron_worker.weight_sync.buckets import cut, fill
+
+    for number, rows in enumerate(cut(outgoing.tensors, BUCKET)):
+        yield lambda buffer, number=number, rows=rows: fill(buffer, number, rows)
+
+
+def test_weights_of_another_model_older_versions_and_small_buckets_are_refused(model, tmp_path):
+    other = start("megatron", distinct_model(tmp_path, "llama", False), "full")
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
+        assert "another model" in sync(other, None, [sampler], 1).problems[sampler.path]
+        assert [card.id for card in sampler.models.cards().data] == [NAME]
+        assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in before.items())
+        assert sync(driven, None, [sampler], 5).problems == {}
+        assert "comes after version 5" in sync(driven, None, [sampler], 4).problems[sampler.path]
+        assert sync(driven, None, [sampler], 5).problems == {}, "a step that is repeated sends its version again"
+        with pytest.raises(InvalidInput, match="which a bucket of 64 does not hold"):
+            send(
+                driven.outgoing(None),
+                SyncTarget.model_construct(
+                    sockets=(sampler.path,), version=6, backend="shared_memory", bucket_bytes=64
+                ),
+                "run",
+                Alone(),
+            )
+        missing = sync(driven, None, [type(sampler)(*[None] * 3, str(tmp_path / "none.sock"))], 6)
+        assert "no sampler of this machine" in missing.problems[str(tmp_path / "none.sock")]
+
+
+def test_what_is_no_message_does_no_harm(model, tmp_path):
+    with listening(model, tmp_path, 1) as [sampler]:
+        for data in (b"", b"\xff" * 4, b"\0\0\0\x05hello", b"\0\0\0\x02{}" * 3):
+            connection = socket.socket(socket.AF_UNIX)
+            with shared_memory._short(sampler_path := type(tmp_path)(sampler.path)) as short:
+                connection.connect(short)
+            connection.sendall(data)
+            connection.close()
+        with pytest.raises(SyncBroken):
+            few = Buffers(BUCKET)
+            receiver = Receiver(str(sampler_path))
+            large = Announcement(run_id="r", version=0, shapes_sha256="0" * 64, buffer_bytes=1 << 30)
+            try:
+                receiver.announce(large, few)
+            finally:
+                few.close()
+        assert [card.id for card in sampler.models.cards().data] == [NAME]
+        assert sync(start("megatron", model, "full"), None, [sampler], 1).problems == {}
+
+
+def test_nothing_is_left_open(model, tmp_path):
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        sync(driven, None, [sampler], 1)
+        before = len(os.listdir("/proc/self/fd"))
+        for version in range(2, 6):
+            sync(driven, None, [sampler], version)
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_folders_take_the_place_of_weights(model, tmp_path):
+    driven = start("megatron", model, "full")
+    train(driven, STEPS[:1], learning_rate=1e-3)
+    driven.save(tmp_path / "saved")
+    with listening(model, tmp_path, 1) as [sampler]:
+        folder = tmp_path / "saved" / "weights"
+        sampler.models.load_weights(json.dumps({"name": "v1", "path": str(folder)}).encode())
+        expected = Decoder(folder, torch.float32, torch.device("cpu")).named_weights()
+        assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in expected.items())
+        assert [card.id for card in sampler.models.cards().data] == ["v1"]
+        with pytest.raises(Refused, match="has no config.json"):
+            sampler.models.load_weights(json.dumps({"name": "v2", "path": str(tmp_path)}).encode())
+        assert sampler.models.find("v1")
