@@ -20,8 +20,9 @@ from megatron_worker.training.batches import PackedBatches, Scored, Sums
 from megatron_worker.training.checkpoint import random_state, read_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
+from megatron_worker.weight_sync.sender import Sending, Sent, send
 from shared.errors import InvalidInput
-from shared.jobs.job import Adam, Full, Lora
+from shared.jobs.job import Adam, Full, JobPlan, Lora
 from shared.jobs.packed import Ints
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class Dispatcher:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.slots: set[Slot] = set()
+        self._sent: dict[Slot, Sent] = {}
         self._pass_costs: dict[Slot, dict[tuple[int, bool, int | None], PassCost]] = {}
 
     @property
@@ -121,6 +123,7 @@ class Dispatcher:
             return
         self.slots.remove(slot)
         self._pass_costs.pop(slot, None)
+        self._sent.pop(slot, None)
         if slot is None:
             assert not self.slots, "a base is trained alone"
             self.engine.drop_training_state()
@@ -141,6 +144,17 @@ class Dispatcher:
         """Write `weights/` and `optimizer/`; rank 0 writes."""
         with self.resident(slot):
             self.engine.save(folder)
+
+    def send_weights(self, slot: Slot, plan: JobPlan) -> Sending | None:
+        """Begin to send a slot's weights to the samplers of a plan's `sync`; they must not change before `wait`.
+
+        Returns:
+            What rank 0 has to wait for; None on the others. Raises InvalidInput as weight_sync.sender.send does.
+        """
+        assert plan.sync is not None
+        sent = self._sent.setdefault(slot, Sent()) if plan.sync.backend == "delta" else None
+        ranks = self.facts.rank, self.facts.layout.world_size
+        return send(self.engine.outgoing(slot), plan.sync, plan.run_id, *ranks, sent)
 
     @contextmanager
     def resident(self, slot: Slot) -> Iterator[None]:

@@ -38,7 +38,7 @@ from megatron_worker.training.schedule import learning_rate
 from megatron_worker.warm_engine import Kept, WarmEngine, slots_of
 from shared.contract import Artifact
 from shared.errors import InvalidInput
-from shared.jobs.events import Evaluated, Probed, Saved, Started, Step
+from shared.jobs.events import Evaluated, Probed, Saved, Started, Step, Synced
 from shared.jobs.job import Full, Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
 
 T = TypeVar("T")
@@ -222,7 +222,11 @@ def _train(work: Work) -> Generator[None, None, bool]:
         work.report.emit(Step, step=work.step, metrics=metrics)
         save_if_due(work)
         evaluated = yield from evaluate(work)
-    save(work)
+    is_sent = work.plan.sync is not None and work.done == work.plan.num_steps
+    sending = work.dispatcher.send_weights(work.slot, work.plan) if is_sent else None
+    save(work)  # while the weights travel
+    if sending is not None:
+        work.report.emit(Synced, step=work.step, outcome=sending.wait())
     return evaluated
 
 

@@ -135,8 +135,8 @@ class RLWorkflow(ClientDrivenHandlers):
         source, step = self._source, step.model_copy(update={"state": "running"})
         self._steps.keep(step)
         try:
-            prove = source.prove if source else None
-            done = await train_and_publish(self._run, self._start, self._state, step, prove)
+            prove, sync = (source.prove, source.sync_target) if source else (None, None)
+            done = await train_and_publish(self._run, self._start, self._state, step, prove, sync)
             if source is not None:
                 done = await source.end_step(self._run, done, self._steps.is_finishing)
         except (RunFailed, ActivityError) as error:

@@ -98,10 +98,18 @@ class ProcessLease:
                 look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
             time.sleep(_POLL_S)
 
-    def tell(self, worker: WorkerProcess, mark: LeaseMark, joined: bool = False) -> bool:
+    def tell(
+        self, worker: WorkerProcess, mark: LeaseMark, joined: bool = False, weights_socket: str | None = None
+    ) -> bool:
         """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does."""
         worker.count_time_of(mark)
-        grant = LeaseGrant(fence=mark.fence, host_queue=self._host_queue, worker_id=worker.worker_id, joined=joined)
+        grant = LeaseGrant(
+            fence=mark.fence,
+            host_queue=self._host_queue,
+            worker_id=worker.worker_id,
+            joined=joined,
+            weights_socket=weights_socket,
+        )
         while not self._signals.send(self._signal, grant).result():
             if not _is_held(worker):
                 return False

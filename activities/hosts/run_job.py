@@ -17,9 +17,10 @@ from activities.hosts.worker_process import WorkerProcess
 from activities.records.checkpoints import damage, find_newest, own
 from shared.contract import Fence, Frozen
 from shared.errors import HostLeft, WorkerLost
-from shared.jobs.events import Applied, Cancelled, Failed, Kept, Probed, Saved, Step, Succeeded, Terminal
+from shared.jobs.events import Applied, Cancelled, Failed, Kept, Probed, Saved, Step, Succeeded, Synced, Terminal
 from shared.jobs.job import AnyPlan, Job, JobPlan, SessionPlan, is_policy_loss
 from shared.jobs.leases import LeaseMark
+from shared.jobs.weight_sync import SyncOutcome
 from shared.runs.events import EventCursor, read_run_events
 from shared.runs.status import CheckpointRef, Problem
 from shared.storage.paths import write_atomically
@@ -45,7 +46,8 @@ class JobResult(Frozen):
     """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from.
 
     `metrics` combine those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
-    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `damaged`: what is wrong
+    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `sync`: what became of
+    sending them to samplers, where the plan asked for it. `damaged`: what is wrong
     with the checkpoint that the job was to go on from, if that made it fail. `held_s`: seconds that the lease has had
     of its worker's time so far.
     """
@@ -56,6 +58,7 @@ class JobResult(Frozen):
     metrics: dict[str, float]
     problem: Problem | None = None
     probe: tuple[float, ...] = ()
+    sync: SyncOutcome | None = None
     damaged: str | None = None
     held_s: float = 0.0
 
@@ -119,6 +122,7 @@ class _Attempt:
             request.plan, request.fence, _steps_before(store, request.plan, start), signals, self.held_s
         )
         self.probe: tuple[float, ...] = ()
+        self.sync: SyncOutcome | None = None
         self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.heard_at = time.monotonic()
@@ -176,6 +180,8 @@ class _Attempt:
             self.uploader.keep(event)
         if isinstance(event, Probed):
             self.probe = event.logprobs
+        if isinstance(event, Synced):
+            self.sync = event.outcome
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept))
         self.progress.take(event)
 
@@ -224,6 +230,7 @@ class _Attempt:
             metrics=self.progress.metrics,
             problem=problem,
             probe=self.probe,
+            sync=self.sync,
             damaged=damaged,
             held_s=self.held_s(),
         )

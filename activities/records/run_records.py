@@ -159,7 +159,7 @@ def policy_of(done: StepStatus) -> Policy:
     """The policy that a done step made."""
     assert done.policy_version is not None and done.adapter is not None and done.adapter_sha256 is not None
     adapter = Artifact(uri=done.adapter, sha256=done.adapter_sha256)
-    return Policy(after_step=done.step, version=done.policy_version, adapter=adapter)
+    return Policy(after_step=done.step, version=done.policy_version, adapter=adapter, synced=done.synced)
 
 
 def _made_a_policy(step: StepStatus) -> bool:

@@ -178,6 +178,10 @@ class Sampler:
             raise InvalidInput("the sampler's prompt_logprobs are not one finite number a token", self._url)
         return logprobs
 
+    @property
+    def url(self) -> str:
+        return self._url
+
     def models(self) -> dict[str, ModelCard]:
         """List what requests may name: the model and its adapters."""
         answer = _parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES), self._url)
@@ -191,6 +195,18 @@ class Sampler:
             card = self.models().get(name)  # an earlier attempt's answer may have been lost on the way
             if card is None or card.root != folder:
                 raise
+
+    def load_weights(self, name: str, folder: str) -> None:
+        """Replace the model's weights by a folder's, under a name. Only our own sampler does this."""
+        self._ask("POST", "/v1/load_weights", {"name": name, "path": folder})
+
+    def name_weights(self, name: str, digest: str) -> bool:
+        """Name weights or an adapter that came by a weight sync. False where the sampler does not have them."""
+        try:
+            self._ask("POST", "/v1/name_weights", {"name": name, "digest": digest})
+        except InvalidInput:
+            return False
+        return True
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter, if it is loaded."""

@@ -45,6 +45,7 @@ class SamplerCommand:
         return [
             *(sys.executable, "-P", "-m", "megatron_worker.sampler", "--model", str(model)),
             *("--ready-file", str(paths.ready), "--host-record", str(paths.record)),
+            *("--weights-socket", str(paths.weights_socket)),
             *("--dtype", key.dtype, "--threads", str(key.threads), "--slots", str(key.slots)),
             *("--max-model-len", str(key.max_model_len), "--logprobs-mode", "processed_logprobs"),
         ]
@@ -82,17 +83,25 @@ class LeaseSampler:
         mark = mark_of(request.run_id, request.epoch)
         with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
             if worker is not None:
-                _forget_adapters(worker)
-                if self._lease.tell(worker, mark):
+                _forget(worker, self._host.stage(request.key.model))
+                if self._lease.tell(worker, mark, weights_socket=str(worker.paths.weights_socket)):
                     self._lease.hold(worker)
 
 
-def _forget_adapters(worker: WorkerProcess) -> None:
-    """Unload all adapters of a sampler. An adopted process may still hold those of runs that it served before."""
+def _forget(worker: WorkerProcess, model: Path) -> None:
+    """Unload all adapters of a sampler, and load the model's own weights where others have taken their place.
+
+    An adopted process may still hold those of runs that it served before.
+    """
     try:
-        with connected(worker, _ANSWER_S, attempts=2) as (client, _):
-            for name in [name for name, card in client.models().items() if card.parent is not None]:
-                client.unload_adapter(name)
+        with connected(worker, _ANSWER_S, attempts=2) as (client, name):
+            is_changed = name not in client.models()
+        if is_changed:
+            with connected(worker) as (client, name):
+                client.load_weights(name, str(model))
+        with connected(worker, _ANSWER_S, attempts=2) as (client, name):
+            for adapter in [name for name, card in client.models().items() if card.parent is not None]:
+                client.unload_adapter(adapter)
     except SamplerUnavailable as error:
         worker.end()
         raise WorkerLost(f"the sampler does not answer: {error}") from error

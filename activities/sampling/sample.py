@@ -20,7 +20,7 @@ from activities.sampling.completions import (
     sample_of,
     sample_seed,
 )
-from activities.sampling.samplers import Samplers, refusal, use_adapter
+from activities.sampling.samplers import PolicyWeights, Samplers, refusal, using
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, Sampling
 from shared.contract import Artifact, Frozen
@@ -48,11 +48,10 @@ class Drawing(Frozen):
     policy_version: int = Field(ge=0)
 
 
-class SampleRequest(Drawing):
+class SampleRequest(Drawing, PolicyWeights):
     """Prompts to answer, the policy, and the sampler.
 
     `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
-    `adapter`: the policy; without one, the model alone. `keep`: adapters of this run that must stay loaded.
     """
 
     run_id: RunId
@@ -60,15 +59,13 @@ class SampleRequest(Drawing):
     dtype: Dtype = "float32"
     prompts: Artifact
     rows: Rows
-    adapter: Artifact | None = None
-    keep: tuple[Artifact, ...] = ()
     place: SamplerPlace
 
     @property
     def key(self) -> str:
         """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
-        weights = [self.model.sha256, self.adapter.sha256 if self.adapter else ""]
+        weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
         server = self.place.model_dump_json() if isinstance(self.place, ServedSampler) else "leased"
         return content_key(_VERSION, own, self.prompts.sha256, *weights, server)
 
@@ -92,20 +89,17 @@ class SampledSummary(Frozen):
     num_tokens: int
 
 
-class ProveRequest(Frozen):
-    """The trainer's log-probabilities of a probe with an adapter on, and the bound on a sampler's difference.
+class ProveRequest(PolicyWeights):
+    """The trainer's log-probabilities of a probe under a policy, and the bound on a sampler's difference.
 
-    `probe`: L token ids. `logprobs`: the trainer's L - 1 log-probabilities of probe[1:], in nats. `adapter`: absent for
-    the model alone. `keep`: adapters of this run that must stay loaded.
+    `probe`: L token ids. `logprobs`: the trainer's L - 1 log-probabilities of probe[1:], in nats.
     """
 
     run_id: RunId
-    adapter: Artifact | None
     probe: tuple[int, ...] = Field(min_length=2)
     logprobs: tuple[float, ...]
     bound: float = Field(gt=0, description="in nats, of any one token")
     place: SamplerPlace
-    keep: tuple[Artifact, ...] = ()
 
     @model_validator(mode="after")
     def _one_each(self) -> "ProveRequest":
@@ -163,8 +157,11 @@ class SamplerActivities:
             InvalidInput: the server refuses the adapter or the probe.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        with beating(), self._samplers.open(request.place) as opened:
-            model = use_adapter(opened, request.run_id, request.adapter, request.keep, self._host)
+        with (
+            beating(),
+            self._samplers.open(request.place) as opened,
+            using(opened, request.run_id, request, self._host) as model,
+        ):
             try:
                 told = opened.client.score(model, request.probe)
             except InvalidInput as error:
@@ -177,8 +174,10 @@ class SamplerActivities:
         missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
         if not missing:
             return
-        with self._samplers.open(request.place) as opened:
-            model = use_adapter(opened, request.run_id, request.adapter, request.keep, self._host)
+        with (
+            self._samplers.open(request.place) as opened,
+            using(opened, request.run_id, request, self._host) as model,
+        ):
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 group = draw_group(opened.client, model, *asked, request)

@@ -18,7 +18,7 @@ from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import checked, resolve, shown
 from shared.chat.completions import SamplerReady
-from shared.contract import Artifact
+from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
 from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
@@ -139,19 +139,73 @@ def adapter_name(run_id: str, adapter: Artifact) -> str:
     return f"{run_id}-{adapter.sha256[:_DIGITS]}"
 
 
-def use_adapter(
-    opened: OpenSampler, run_id: str, adapter: Artifact | None, keep: tuple[Artifact, ...], host: HostContext
-) -> str:
-    """Load an adapter of a run into a sampler, and return its name in requests; without an adapter, the model's name.
+class PolicyWeights(Frozen):
+    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the model as it is.
 
-    Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. The sampler gets the
-    adapter as a folder of this machine, so a server behind a URL must see this host's disk.
+    `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
+    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or where they have not arrived, they are loaded.
+    """
+
+    adapter: Artifact | None = None
+    weights: Artifact | None = None
+    keep: tuple[Artifact, ...] = ()
+    synced: Sha256 | None = None
+
+
+class WeightsInUse:
+    """Lets activities of one host use a sampler at the same time only if they need the same weights."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._users: dict[tuple[str, str], int] = {}
+
+    @contextmanager
+    def hold(self, sampler: str, weights: str) -> Iterator[None]:
+        """Wait until nobody uses other weights of this sampler, and keep others waiting until the block ends."""
+        mine = sampler, weights
+        with self._changed:
+            self._changed.wait_for(lambda: not any(key[0] == sampler and key != mine for key in self._users))
+            self._users[mine] = self._users.get(mine, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users[mine] -= 1
+                if not self._users[mine]:
+                    del self._users[mine]
+                self._changed.notify_all()
+
+
+_weights_in_use = WeightsInUse()
+
+
+@contextmanager
+def using(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Iterator[str]:
+    """Have a sampler serve a run's policy for a `with` block. Yields the policy's name in requests.
 
     Raises:
-        InvalidInput: the sampler refuses the adapter. CorruptArtifact: its files are not what they were.
+        InvalidInput: the sampler refuses the policy. CorruptArtifact: its files are not what they were.
         SamplerUnavailable: the sampler does not answer.
     """
-    sampler = opened.client
+    if policy.weights is None:
+        yield use_adapter(opened, run_id, policy, host)
+        return
+    name, client = adapter_name(run_id, policy.weights), opened.client
+    with _weights_in_use.hold(client.url, name):
+        if name not in client.models() and not (policy.synced and client.name_weights(name, policy.synced)):
+            client.load_weights(name, str(host.stage(policy.weights)))
+        yield name
+
+
+def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> str:
+    """Load an adapter of a run into a sampler, and return its name in requests; without an adapter, the model's name.
+
+    Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. Unless a trainer has sent
+    it, the sampler gets the adapter as a folder of this machine: a server behind a URL must see this host's disk.
+
+    Raises: as `using`.
+    """
+    sampler, adapter, keep = opened.client, policy.adapter, policy.keep
     wanted = {adapter_name(run_id, one) for one in (adapter, *keep) if one is not None}
     present = set(sampler.models())
     for name in sorted(present - wanted):
@@ -160,7 +214,9 @@ def use_adapter(
     if adapter is None:
         return opened.model
     if (name := adapter_name(run_id, adapter)) not in present:
-        sampler.load_adapter(name, str(host.stage(adapter)))
+        is_there = policy.synced is not None and sampler.name_weights(name, policy.synced)
+        if not is_there:
+            sampler.load_adapter(name, str(host.stage(adapter)))
     return name
 
 

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +40,6 @@ from shared.errors import InvalidInput
 from shared.jobs.weight_sync import SyncOutcome, SyncTarget
 
 
-class Ranks(Protocol):
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-
 class Sent:
     """Copies of the last version that was sent, from which changes are found. Host memory as large as the weights."""
 
@@ -65,7 +56,7 @@ class Sent:
 
 
 def send(
-    outgoing: Outgoing, target: SyncTarget, run_id: str, ranks: Ranks, sent: Sent | None = None
+    outgoing: Outgoing, target: SyncTarget, run_id: str, rank: int, world_size: int, sent: Sent | None = None
 ) -> "Sending | None":
     """Begin to send a slot's weights from rank 0; the other ranks only take part in gathering them. Collective.
 
@@ -85,8 +76,8 @@ def send(
             message = f"a row of {name} has {row_bytes} bytes, which a bucket of {target.bucket_bytes} does not hold"
             raise InvalidInput(message, "weight_sync.bucket_bytes")
         total += math.prod(shape) * itemsize + ALIGNMENT
-    with nullcontext() if ranks.world_size == 1 else all_drawn(outgoing.tensors):
-        if ranks.rank != 0:
+    with nullcontext() if world_size == 1 else all_drawn(outgoing.tensors):
+        if rank != 0:
             return None
         sent = sent if target.backend == "delta" and outgoing.lora is None else None
         announcement = Announcement(
@@ -97,7 +88,7 @@ def send(
             base_digest=None if sent is None else sent.digest,
             buffer_bytes=min(target.bucket_bytes, total),
         )
-        sending = Sending(announcement, outgoing.tensors, target.sockets, sent, is_collective=ranks.world_size > 1)
+        sending = Sending(announcement, outgoing.tensors, target.sockets, sent, is_collective=world_size > 1)
         sending.start()
         return sending
 
@@ -148,8 +139,7 @@ class Sending:
         """Wait until every sampler has the version, or has failed; the weights may change afterwards.
 
         Raises:
-            InvalidInput: a tensor does not go into the buckets.
-            OSError: there is no memory for the buffers.
+            InvalidInput: a tensor has a dtype that does not travel.
         """
         began = time.perf_counter()
         if self._thread is not None:
@@ -159,7 +149,7 @@ class Sending:
             raise self._error
         return SyncOutcome(
             version=self._announcement.version,
-            digest=self._digest.value,
+            digest=self._digest.value if self._num_bytes else None,
             num_bytes=self._num_bytes,
             weight_bytes=self._weight_bytes,
             blocked_s=self._blocked_s,
@@ -175,9 +165,15 @@ class Sending:
             self._error = error
 
     def _send(self) -> None:
-        buffers = Buffers(self._announcement.buffer_bytes)
+        try:
+            buffers = Buffers(self._announcement.buffer_bytes)
+        except OSError as error:
+            self._problems = dict.fromkeys(self._sockets, str(error))
+            return
         try:
             is_all = self._announce(buffers)
+            if not self._receivers:
+                return
             for bucket in self._buckets(buffers, is_all):
                 self._digest.add(bucket)
                 self._num_bytes += bucket.num_bytes

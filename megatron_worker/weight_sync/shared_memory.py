@@ -193,7 +193,7 @@ class Receiver:
         self._connection.settimeout(PATIENCE_S)
         self._num_owed = 0
         try:
-            with _short(Path(path)) as short:
+            with reachable(Path(path)) as short:
                 self._connection.connect(short)
         except OSError as error:
             self._connection.close()
@@ -235,7 +235,7 @@ class Receiver:
 def listen(path: Path) -> socket.socket:
     """Listen at a Unix socket that only this user can connect to. A socket that an earlier process left is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _short(path) as short:
+    with reachable(path) as short:
         path.unlink(missing_ok=True)
         listener.bind(short)
         path.chmod(0o600)
@@ -244,7 +244,7 @@ def listen(path: Path) -> socket.socket:
 
 
 @contextmanager
-def _short(path: Path) -> Iterator[str]:
+def reachable(path: Path) -> Iterator[str]:
     """A name of a socket for a `with` block: addresses have at most 107 bytes, and paths may have more."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contract import Fence, Frozen, Sha256
+from shared.jobs.weight_sync import SyncOutcome
 
 Device = Literal["released", "held"]
 
@@ -77,6 +78,14 @@ class Probed(_Event):
     logprobs: tuple[float, ...]
 
 
+class Synced(_Event):
+    """The weights after `step` steps were sent to the samplers of the job's plan."""
+
+    event: Literal["synced"] = "synced"
+    step: int
+    outcome: SyncOutcome
+
+
 class Applied(_Event):
     """A session's command is done, and its result is written. `step` events of a session count commands, too."""
 
@@ -123,7 +132,18 @@ class Cancelled(_Event):
 
 Terminal = Succeeded | Failed | Cancelled
 Event = Annotated[
-    Started | Step | Saved | Kept | Evaluated | Probed | Applied | Offloaded | Succeeded | Failed | Cancelled,
+    Started
+    | Step
+    | Saved
+    | Kept
+    | Evaluated
+    | Probed
+    | Synced
+    | Applied
+    | Offloaded
+    | Succeeded
+    | Failed
+    | Cancelled,
     Field(discriminator="event"),
 ]
 _event: TypeAdapter[Event] = TypeAdapter(Event)

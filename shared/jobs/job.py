@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from shared.contract import Artifact, Fence, Frozen
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
+from shared.jobs.weight_sync import SyncTarget
 
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEARS: tuple[Linear, ...] = get_args(Linear)
@@ -306,6 +307,7 @@ class JobPlan(WorkerPlan):
     max_micro_batch_tokens: int | None = Field(
         default=None, ge=2, description="at most, whatever the budget has room for"
     )
+    sync: SyncTarget | None = Field(default=None, description="samplers that the weights are sent to at the end")
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
     )

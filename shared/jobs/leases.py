@@ -65,10 +65,12 @@ WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"
 class LeaseGrant(Frozen):
     """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue.
 
-    `joined`: other runs trained on the worker already.
+    `joined`: other runs trained on the worker already. `weights_socket`: of a sampler, the path at which trainers of
+    its machine send it weights.
     """
 
     fence: Fence
     host_queue: str
     worker_id: str
     joined: bool = False
+    weights_socket: str | None = None

@@ -37,14 +37,15 @@ class SyncTarget(Frozen):
 
 
 class SyncOutcome(Frozen):
-    """What became of a sync. `digest` is of the weights that were sent; `problems`: by socket, who has not got them.
+    """What became of a sync. `digest` is of the weights that were sent, absent where no sampler took them; `problems`:
+    by socket, who has not got them.
 
     `num_bytes` travelled to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited for it;
     `duration_s`: until the last sampler had them.
     """
 
     version: int
-    digest: Sha256
+    digest: Sha256 | None
     num_bytes: int
     weight_bytes: int
     blocked_s: float

@@ -10,6 +10,7 @@ from shared.grading.graders import Grader
 from shared.jobs.job import PPO, Dtype, Lora, PolicyLoss, Trainable
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
 from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
+from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PromptsSource
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
@@ -175,6 +176,7 @@ class Rollouts(Frozen):
     sampler_url: str | None = Field(
         default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
     )
+    weight_sync: WeightSync = WeightSync()
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
     probe_bound: float | None = Field(
         default=None,
@@ -211,7 +213,7 @@ class RLRun(Frozen):
     schema_version: Literal[1] = 1
     name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
     model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
-    trainable: Lora = Lora()
+    trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="URI of a published adapter to go on from")
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
     temperature: float = Field(
@@ -270,6 +272,10 @@ class RLRun(Frozen):
     def _holds_together(self) -> "RLRun":
         if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
+        if self.initial_adapter is not None and self.trainable.kind == "full":
+            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+        if self.rollouts is not None and self.rollouts.sampler_url is not None and self.trainable.kind == "full":
+            raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
         if self.advantages in ("batch_normalized", "given") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self

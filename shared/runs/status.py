@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.contract import Artifact, Fence, Frozen
+from shared.contract import Artifact, Fence, Frozen, Sha256
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
 
@@ -116,6 +116,7 @@ class StepStatus(Frozen):
     optimizer_step: int | None = Field(default=None, description="of the run, after it")
     adapter: str | None = None
     adapter_sha256: str | None = None
+    synced: Sha256 | None = Field(default=None, description="digest of the weights that samplers were sent")
     name: str | None = None
     version: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -129,11 +130,15 @@ class StepStatus(Frozen):
 
 
 class Policy(Frozen):
-    """The policy as a step left it: `adapter` is what was published of it, None where nothing was trained yet."""
+    """The policy as a step left it: `adapter` is what was published of it, None where nothing was trained yet.
+
+    After a step with full weights it is the whole model. `synced`: the digest of what samplers were sent.
+    """
 
     after_step: int
     version: int
     adapter: Artifact | None
+    synced: Sha256 | None = None
 
 
 class RolloutData(Frozen):

@@ -325,6 +325,7 @@ class WorkerPaths:
         self.archive = root / "archive"
         self.stop = root / "stop"
         self.ready = root / "ready"
+        self.weights_socket = root / "weights.sock"
         self.output = root / "output.log"
 
     def lease(self, run_id: str) -> Path:

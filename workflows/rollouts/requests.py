@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
@@ -10,7 +11,9 @@ from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling
 from shared.contract import Artifact
-from shared.jobs.leases import SamplerKey
+from shared.jobs.job import Full
+from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.jobs.weight_sync import SyncTarget
 from shared.runs.requests import RLRun, Rollouts
 from shared.runs.serving import SamplerPlace
 from shared.runs.sources import DatasetSource
@@ -120,15 +123,37 @@ def _samples(
         group_size=group_size,
         sampling=Sampling(temperature=temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop),
         seed=_seed(run.seed, "samples", step),
-        adapter=policy.adapter,
         policy_version=policy.version,
-        keep=_adapters_of(policies),
         place=place,
+        **_weights_of(run, policies, policy),
     )
 
 
-def _adapters_of(policies: Sequence[Policy]) -> tuple[Artifact, ...]:
-    return tuple(policy.adapter for policy in policies if policy.adapter is not None)
+def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy) -> dict[str, Any]:
+    """Return the fields of PolicyWeights."""
+    if isinstance(run.trainable, Full):
+        return {"weights": policy.adapter, "synced": policy.synced}
+    keep = tuple(one.adapter for one in policies if one.adapter is not None)
+    return {"adapter": policy.adapter, "keep": keep, "synced": policy.synced}
+
+
+def sync_target(start: RLStart, version: int, grant: LeaseGrant | None) -> SyncTarget | None:
+    """Return where the trainer sends a version of the policy; None where samplers load it from the store.
+
+    Full weights take the place of those that later steps' samples are still drawn from if the run samples ahead.
+    """
+    run, rollouts = start.run, start.run.rollouts
+    if rollouts is None or grant is None or grant.weights_socket is None or rollouts.weight_sync.backend == "store":
+        return None
+    if isinstance(run.trainable, Full) and rollouts.off_policy_steps:
+        return None
+    backend = rollouts.weight_sync.backend
+    return SyncTarget(
+        sockets=(grant.weights_socket,),
+        version=version,
+        backend="shared_memory" if backend == "auto" else backend,
+        bucket_bytes=rollouts.weight_sync.bucket_bytes,
+    )
 
 
 def groups_request(run: RLRun, completions: Artifact, grades: Artifact, step: int) -> GroupSamplesRequest:
@@ -167,12 +192,11 @@ def proof(
     """Ask for proof that a sampler serves a policy: its log-probabilities of the probe must be the trainer's."""
     return ProveRequest(
         run_id=start.run_id,
-        adapter=policy.adapter,
         probe=data.probe,
         logprobs=tuple(logprobs),
         bound=rollouts_of(start.run).probe_bound or limits.PROBE_BOUND[start.run.dtype],
         place=place,
-        keep=_adapters_of(policies),
+        **_weights_of(start.run, policies, policy),
     )
 
 

@@ -15,6 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import GroupSamples
     from shared.contract import Artifact
+    from shared.jobs.weight_sync import SyncTarget
     from shared.runs.serving import SamplerPlace
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
@@ -157,6 +158,10 @@ class RolloutSource:
         metrics = await self.evaluate(policy)
         seconds = {"evaluating_seconds": workflow.time() - began}
         return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
+
+    def sync_target(self, version: int) -> SyncTarget | None:
+        """Return where the trainer sends a version of the policy; None where samplers load it from the store."""
+        return rollout_requests.sync_target(self.start, version, self.sampling.leasing.grant)
 
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
         """Let the sampler prove that it serves a policy."""

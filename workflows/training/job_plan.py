@@ -16,6 +16,7 @@ from shared.jobs.job import (
     Schedule,
     with_reference,
 )
+from shared.jobs.weight_sync import SyncTarget
 from shared.runs.requests import DPORun, SFTRun
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, StepStatus
@@ -75,7 +76,14 @@ def _loss_of(run: SFTRun | DPORun, reference: Reference) -> Loss:
             return DPO(beta=run.beta, label_smoothing=run.label_smoothing, reference=reference)
 
 
-def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, num_steps: int) -> JobPlan:
+def rl_job(
+    start: RLStart,
+    state: RLState,
+    step: StepStatus,
+    data: PackedData,
+    num_steps: int,
+    sync: SyncTarget | None = None,
+) -> JobPlan:
     """The job of one train step. It starts from the checkpoint of the step before, and saves one at its own end.
 
     The job's number is the step's.
@@ -103,4 +111,5 @@ def rl_job(start: RLStart, state: RLState, step: StepStatus, data: PackedData, n
         seed=run.seed,
         after=run.between_steps,
         probe=state.rollouts.probe if state.rollouts else (),
+        sync=sync,
     )

@@ -7,6 +7,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import policy_of
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
+    from shared.jobs.weight_sync import SyncOutcome, SyncTarget
     from shared.runs.start import RLStart
     from shared.runs.status import Policy, RLState, StepStatus
     from workflows import control
@@ -14,14 +15,19 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training.job_plan import rl_job
     from workflows.training.run import ActiveRun
 
+FindSync = Callable[[int], SyncTarget | None]
+"""Returns where the trainer sends a version of the policy; None where samplers load it from the store."""
 Prove = Callable[[Policy, Sequence[float]], Awaitable[dict[str, float]]]
 """Proves that a sampler serves a policy, given the trainer's log-probabilities of the probe; returns metrics."""
 
 
 async def train_and_publish(
-    run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, prove: Prove | None
+    run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, prove: Prove | None, sync: FindSync | None
 ) -> StepStatus:
     """Pack a step's groups, train on them, publish the adapter.
+
+    Args:
+        sync: finds where the trainer sends the policy's next version itself.
 
     Returns:
         The step: done; or skipped, if there is nothing to learn from; or the earlier step that had the same key.
@@ -46,7 +52,8 @@ async def train_and_publish(
         return unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
     run.show(phase="waiting_for_worker", dataset_report=packed.report_uri)
     began = workflow.time()
-    result = await run.training.do(rl_job(start, state, step, packed.data, packed.num_steps))
+    target = sync(state.policy_version + 1) if sync is not None else None
+    result = await run.training.do(rl_job(start, state, step, packed.data, packed.num_steps, target))
     trained = workflow.time()
     run.show(phase="publishing")
     published = await models.publish(
@@ -62,12 +69,25 @@ async def train_and_publish(
             "name": published.name,
             "version": published.version,
             "checkpoint": result.checkpoint,
+            "synced": result.sync.digest if result.sync else None,
         }
     )
+    if result.sync is not None:
+        metrics |= sync_metrics(result.sync)
     if prove is not None:
         metrics |= await prove(policy_of(done), result.probe)
     seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
     return done.model_copy(update={"metrics": metrics | result.metrics | seconds})
+
+
+def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
+    """Return what a step's metrics say of its weight sync."""
+    return {
+        "sync_bytes": float(sync.num_bytes),
+        "sync_blocked_s": sync.blocked_s,
+        "sync_s": sync.duration_s,
+        "sync_failed": float(len(sync.problems)),
+    }
 
 
 def unchanged(state: RLState, step: StepStatus) -> StepStatus:

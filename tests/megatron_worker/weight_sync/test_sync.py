@@ -1,18 +1,22 @@
 """A sync from an engine to samplers: the same bits, in one version or in none."""
 
 import json
-import os
 import socket
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder, load_adapter
+from megatron_worker.sampler.generation import Ending, Sequence, Ticket
 from megatron_worker.sampler.models import Refused
-from megatron_worker.weight_sync import shared_memory
+from megatron_worker.weight_sync.buckets import cut, fill, shapes_sha256
 from megatron_worker.weight_sync.sender import Sent, send
-from megatron_worker.weight_sync.shared_memory import Announcement, Buffers, Receiver, SyncBroken
+from megatron_worker.weight_sync.shared_memory import Announcement, Buffers, Message, Receiver, SyncBroken, reachable
+from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.jobs.weight_sync import SyncTarget
 from tests.megatron_worker.driving import train
@@ -24,14 +28,14 @@ STEPS = [[random_rows([40, 17, 90, 25], seed=s)] for s in range(3)]
 BUCKET = 1 << 14  # the tiny model needs many
 
 
-class Alone:
-    rank, world_size = 0, 1
+def num_open():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def sync(engine, slot, samplers, version, backend="shared_memory", sent=None, bucket_bytes=BUCKET):
     paths = tuple(one.path for one in samplers)
     target = SyncTarget(sockets=paths, version=version, backend=backend, bucket_bytes=bucket_bytes)
-    return send(engine.outgoing(slot), target, "run", Alone(), sent).wait()
+    return send(engine.outgoing(slot), target, "run", 0, 1, sent).wait()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,13 +95,12 @@ def test_a_sync_that_breaks_leaves_no_weights_to_sample_from(model, tmp_path):
     """The trainer is killed after some buckets: the sampler refuses to draw until it has whole weights again."""
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
-        outgoing = driven.outgoing(None)
-        buffers = Buffers(BUCKET)
+        outgoing, buffers = driven.outgoing(None), Buffers(BUCKET)
         receiver = Receiver(sampler.path)
-        shapes = shared_shapes(outgoing)
+        shapes = shapes_sha256(outgoing.shapes.items())
         receiver.announce(Announcement(run_id="run", version=1, shapes_sha256=shapes, buffer_bytes=BUCKET), buffers)
-        rows = next(iter(shared_memory_rows(outgoing)))
-        receiver.send(shared_memory.Message(bucket=rows(buffers.tensors[0])))
+        bucket = fill(buffers.tensors[0], 0, next(cut(outgoing.tensors, BUCKET)))
+        receiver.send(Message(bucket=bucket))
         receiver.settle(0)
         receiver.close()
         deadline = threading.Event()
@@ -111,19 +114,6 @@ def test_a_sync_that_breaks_leaves_no_weights_to_sample_from(model, tmp_path):
         buffers.close()
 
 
-def shared_shapes(outgoing):
-    from megatron_worker.weight_sync.buckets import shapes_sha256
-
-    return shapes_sha256(outgoing.shapes.items())
-
-
-def shared_memory_rows(outgoing):
-    from megatron_worker.weight_sync.buckets import cut, fill
-
-    for number, rows in enumerate(cut(outgoing.tensors, BUCKET)):
-        yield lambda buffer, number=number, rows=rows: fill(buffer, number, rows)
-
-
 def test_weights_of_another_model_older_versions_and_small_buckets_are_refused(model, tmp_path):
     other = start("megatron", distinct_model(tmp_path, "llama", False), "full")
     driven = start("megatron", model, "full")
@@ -135,30 +125,28 @@ def test_weights_of_another_model_older_versions_and_small_buckets_are_refused(m
         assert sync(driven, None, [sampler], 5).problems == {}
         assert "comes after version 5" in sync(driven, None, [sampler], 4).problems[sampler.path]
         assert sync(driven, None, [sampler], 5).problems == {}, "a step that is repeated sends its version again"
+        too_small = SyncTarget.model_construct(
+            sockets=(sampler.path,), version=6, backend="shared_memory", bucket_bytes=64
+        )
         with pytest.raises(InvalidInput, match="which a bucket of 64 does not hold"):
-            send(
-                driven.outgoing(None),
-                SyncTarget.model_construct(
-                    sockets=(sampler.path,), version=6, backend="shared_memory", bucket_bytes=64
-                ),
-                "run",
-                Alone(),
-            )
-        missing = sync(driven, None, [type(sampler)(*[None] * 3, str(tmp_path / "none.sock"))], 6)
-        assert "no sampler of this machine" in missing.problems[str(tmp_path / "none.sock")]
+            send(driven.outgoing(None), too_small, "run", 0, 1)
+        away = replace(sampler, path=str(tmp_path / "none.sock"))
+        missing = sync(driven, None, [away], 6)
+        assert "no sampler of this machine" in missing.problems[away.path]
+        assert missing.digest is None
 
 
 def test_what_is_no_message_does_no_harm(model, tmp_path):
     with listening(model, tmp_path, 1) as [sampler]:
         for data in (b"", b"\xff" * 4, b"\0\0\0\x05hello", b"\0\0\0\x02{}" * 3):
             connection = socket.socket(socket.AF_UNIX)
-            with shared_memory._short(sampler_path := type(tmp_path)(sampler.path)) as short:
+            with reachable(Path(sampler.path)) as short:
                 connection.connect(short)
             connection.sendall(data)
             connection.close()
         with pytest.raises(SyncBroken):
             few = Buffers(BUCKET)
-            receiver = Receiver(str(sampler_path))
+            receiver = Receiver(sampler.path)
             large = Announcement(run_id="r", version=0, shapes_sha256="0" * 64, buffer_bytes=1 << 30)
             try:
                 receiver.announce(large, few)
@@ -172,10 +160,10 @@ def test_nothing_is_left_open(model, tmp_path):
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         sync(driven, None, [sampler], 1)
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_open()
         for version in range(2, 6):
             sync(driven, None, [sampler], version)
-        assert len(os.listdir("/proc/self/fd")) <= before
+        assert num_open() <= before
 
 
 def test_folders_take_the_place_of_weights(model, tmp_path):
@@ -188,6 +176,31 @@ def test_folders_take_the_place_of_weights(model, tmp_path):
         expected = Decoder(folder, torch.float32, torch.device("cpu")).named_weights()
         assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in expected.items())
         assert [card.id for card in sampler.models.cards().data] == ["v1"]
-        with pytest.raises(Refused, match="has no config.json"):
+        with pytest.raises(Refused, match="has no config"):
             sampler.models.load_weights(json.dumps({"name": "v2", "path": str(tmp_path)}).encode())
         assert sampler.models.find("v1")
+
+
+def test_samples_under_way_end_on_the_old_weights_and_later_ones_wait(model, tmp_path):
+    driven = start("megatron", model, "full")
+    train(driven, STEPS[:1], learning_rate=1e-2)
+    with listening(model, tmp_path, 1) as [sampler]:
+        base, tokenizer = sampler.models.find(NAME), Tokenizer.from_file(str(model / "tokenizer.json"))
+
+        def ticket(max_tokens, num_changes):
+            sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, temperature=0)
+            sequence = Sequence((5, 6), sampling, 0, Ending(sampling, frozenset(), tokenizer))
+            submitted = Ticket(base, [sequence], num_changes)
+            sampler.generator.submit(submitted)
+            return submitted
+
+        alone = ticket(40, 0)
+        assert alone.done.wait(300)
+        under_way = ticket(40, 0)
+        done = sync(driven, None, [sampler], 1)
+        assert done.problems == {} and under_way.done.is_set(), "weights change when nothing is drawn"
+        assert under_way.sequences[0].token_ids == alone.sequences[0].token_ids
+        late = ticket(40, 0)
+        assert late.done.wait(300) and late.is_late and not late.sequences[0].token_ids
+        after = ticket(40, sampler.generator.num_changes)
+        assert after.done.wait(300) and after.sequences[0].token_ids != alone.sequences[0].token_ids
