@@ -132,18 +132,7 @@ class Cancelled(_Event):
 
 Terminal = Succeeded | Failed | Cancelled
 Event = Annotated[
-    Started
-    | Step
-    | Saved
-    | Kept
-    | Evaluated
-    | Probed
-    | Synced
-    | Applied
-    | Offloaded
-    | Succeeded
-    | Failed
-    | Cancelled,
+    Started | Step | Saved | Kept | Evaluated | Probed | Synced | Applied | Offloaded | Succeeded | Failed | Cancelled,
     Field(discriminator="event"),
 ]
 _event: TypeAdapter[Event] = TypeAdapter(Event)
