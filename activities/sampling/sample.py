@@ -109,9 +109,12 @@ class ProveRequest(PolicyWeights):
 
 
 class Proved(Frozen):
-    """`max_difference`: of the sampler's logprobs and the trainer's, in nats."""
+    """`max_difference`: of the sampler's logprobs and the trainer's, in nats. `was_sent`: the trainer itself had sent
+    the weights, by a weight sync; else they were loaded from the store.
+    """
 
     max_difference: float
+    was_sent: bool = False
 
 
 class SamplerActivities:
@@ -160,13 +163,14 @@ class SamplerActivities:
         with (
             beating(),
             self._samplers.open(request.place) as opened,
-            using(opened, request.run_id, request, self._host) as model,
+            using(opened, request.run_id, request, self._host) as served,
         ):
             try:
-                told = opened.client.score(model, request.probe)
+                told = opened.client.score(served.name, request.probe)
             except InvalidInput as error:
-                raise refusal(opened.client, model, error, "probe") from error
-        return Proved(max_difference=compare(told, request.logprobs, request.probe, request.bound))
+                raise refusal(opened.client, served.name, error, "probe") from error
+        difference = compare(told, request.logprobs, request.probe, request.bound)
+        return Proved(max_difference=difference, was_sent=served.was_sent)
 
     def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: Parts) -> None:
         """Draw the samples that are not in the store. Each thread stores a prompt's before it takes another prompt."""
@@ -176,11 +180,11 @@ class SamplerActivities:
             return
         with (
             self._samplers.open(request.place) as opened,
-            using(opened, request.run_id, request, self._host) as model,
+            using(opened, request.run_id, request, self._host) as served,
         ):
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
-                group = draw_group(opened.client, model, *asked, request)
+                group = draw_group(opened.client, served.name, *asked, request)
                 parts.keep(group.group, group.model_dump_json().encode())
 
             asked = ((group, row, prompts[row]) for group, row in missing)

@@ -152,6 +152,13 @@ class PolicyWeights(Frozen):
     synced: Sha256 | None = None
 
 
+class Served(NamedTuple):
+    """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there."""
+
+    name: str
+    was_sent: bool = False
+
+
 class WeightsInUse:
     """Lets activities of one host use a sampler at the same time only if they need the same weights."""
 
@@ -180,8 +187,8 @@ _weights_in_use = WeightsInUse()
 
 
 @contextmanager
-def using(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Iterator[str]:
-    """Have a sampler serve a run's policy for a `with` block. Yields the policy's name in requests.
+def using(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Iterator[Served]:
+    """Have a sampler serve a run's policy for a `with` block.
 
     Raises:
         InvalidInput: the sampler refuses the policy. CorruptArtifact: its files are not what they were.
@@ -192,13 +199,19 @@ def using(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostCon
         return
     name, client = adapter_name(run_id, policy.weights), opened.client
     with _weights_in_use.hold(client.url, name):
-        if name not in client.models() and not (policy.synced and client.name_weights(name, policy.synced)):
+        was_sent = name not in client.models() and _was_sent(client, name, policy)
+        if name not in client.models():
             client.load_weights(name, str(host.stage(policy.weights)))
-        yield name
+        yield Served(name, was_sent)
 
 
-def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> str:
-    """Load an adapter of a run into a sampler, and return its name in requests; without an adapter, the model's name.
+def _was_sent(client: Sampler, name: str, policy: PolicyWeights) -> bool:
+    """Name the policy, if a trainer has sent it. Returns whether it has."""
+    return policy.synced is not None and client.name_weights(name, policy.synced)
+
+
+def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
+    """Load an adapter of a run into a sampler. Without an adapter, the model is served as it is.
 
     Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. Unless a trainer has sent
     it, the sampler gets the adapter as a folder of this machine: a server behind a URL must see this host's disk.
@@ -212,12 +225,13 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
         if re.fullmatch(rf"{re.escape(run_id)}-[0-9a-f]{{{_DIGITS}}}", name):
             sampler.unload_adapter(name)
     if adapter is None:
-        return opened.model
-    if (name := adapter_name(run_id, adapter)) not in present:
-        is_there = policy.synced is not None and sampler.name_weights(name, policy.synced)
-        if not is_there:
-            sampler.load_adapter(name, str(host.stage(adapter)))
-    return name
+        return Served(opened.model)
+    if (name := adapter_name(run_id, adapter)) in present:
+        return Served(name)
+    if _was_sent(sampler, name, policy):
+        return Served(name, was_sent=True)
+    sampler.load_adapter(name, str(host.stage(adapter)))
+    return Served(name)
 
 
 def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:

@@ -33,7 +33,7 @@ NAMES = {
     "rollouts.held_out.samples_per_prompt": "eval-samples",
     "rollouts.held_out.target": "target",
 }
-_PREFIXES = {"held_out": "eval-"}
+_PREFIXES = {"held_out": "eval-", "weight_sync": "sync-"}
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}

@@ -18,7 +18,7 @@ class WeightSync(Frozen):
     store.
     """
 
-    backend: SyncBackend = "auto"
+    backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
     bucket_bytes: int = Field(
         default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes that travel at a time; two such buffers are held"
     )

@@ -128,3 +128,35 @@ def grade(sample, item):
         return 1.0
     return 0.1 if re.search("[0-9]", sample["output_text"]) else 0.0
 """
+
+
+def test_the_trainers_weights_reach_the_sampler_without_the_store(
+    stack: Stack, rollout_options: list[str], undisturbed: dict
+) -> None:
+    """Adapters and full weights; from the store they are the same, to the bit."""
+    for step in steps_of(stack, undisturbed["run_id"])[1:]:
+        assert step["metrics"]["sync_used"] == 1 and step["metrics"]["sync_failed"] == 0
+    at = rollout_options.index("--lora-rank")
+    full = [
+        *rollout_options[:at],
+        *rollout_options[at + 2 :],
+        "--full",
+        "--learning-rate",
+        "0.0003",
+        "--wait",
+        "--timeout",
+        "600",
+    ]
+    runs = {backend: stack.cli(*full, "--sync-backend", backend).json for backend in ("auto", "delta", "store")}
+    published = {}
+    for backend, run in runs.items():
+        assert run["status"] == "succeeded", run
+        steps = steps_of(stack, run["run_id"])[1:]
+        assert [step["metrics"]["sync_used"] for step in steps] == [float(backend != "store")] * ROLLOUT_STEPS
+        assert all(step["metrics"]["probe_difference_max"] < 1e-4 for step in steps)
+        sent = [step["metrics"].get("sync_bytes") for step in steps]
+        assert (sent == [None] * ROLLOUT_STEPS) == (backend == "store")
+        folders = [Path(step["adapter"].removeprefix("file://")) for step in steps]
+        published[backend] = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert published["auto"] == published["delta"] == published["store"]
+    assert len(set(published["auto"])) == ROLLOUT_STEPS

@@ -170,7 +170,7 @@ class RolloutSource:
             lambda place: rollout_requests.proof(self.start, self.data, self.policies, policy, logprobs, place),
             self.model,
         )
-        return {"probe_difference_max": proved.max_difference}
+        return {"probe_difference_max": proved.max_difference, "sync_used": float(proved.was_sent)}
 
     async def _sample(self, request: Callable[[SamplerPlace], SampleRequest]) -> Sampled:
         return await self.sampling.do(SamplerActivities.sample, request, self.model)
