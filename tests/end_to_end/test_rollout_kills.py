@@ -96,6 +96,16 @@ KILLS: list[tuple[Point, Victim]] = [
 ]
 
 
+# With full weights the trainer sends every version to the sampler, before it is published.
+FULL_KILLS: list[tuple[Point, Victim]] = [
+    (training, sampler),  # nobody receives what the trainer sends
+    (publishing, sampler),  # what was received is lost before it is proven
+    (training, a_rank),
+    (sampling, sampler_host),
+    (training, gpu_host),
+]
+
+
 def _assert_undisturbed(stack: Stack, run_id: str, undisturbed: Answer) -> None:
     answer = stack.cli("watch", run_id, "--json", "--timeout", "600")
     assert answer.json["status"] == "succeeded", answer
@@ -109,31 +119,33 @@ def test_kills_in_every_phase_change_nothing(
 ) -> None:
     shutil.rmtree(fresh_stack.root / "store" / "packed", ignore_errors=True)  # others, which `training` would count
     run_id = fresh_stack.cli(*rollout_options).json["run_id"]
-    for number, (point, victim) in enumerate(KILLS):
-
-        def is_there(number: int = number, point: Point = point) -> bool:
-            return _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= number and point(fresh_stack, run_id)
-
-        wait_until(is_there, f"{point.__name__} after {number} steps", every_s=0.01)
-        kill(fresh_stack, victim)
+    _kill_in_turn(fresh_stack, run_id, KILLS)
     _assert_undisturbed(fresh_stack, run_id, undisturbed)
 
 
-def test_a_run_that_lost_its_sampler_keeps_no_worker_from_the_run_that_has_it(
-    fresh_stack: Stack, rollout_options: list[str]
-) -> None:
-    """One worker and one sampler for two runs: each must not wait for what the other holds."""
-    first = fresh_stack.cli(*rollout_options, "--steps", "4", "--seed", "8").json["run_id"]
-    wait_until(lambda: _count(fresh_stack, f"runs/{first}/steps/*.json") >= 1, "a step of the first run")
-    second = fresh_stack.cli(*rollout_options, "--steps", "2", "--seed", "9").json["run_id"]
-    wait_until(lambda: _phase(fresh_stack, second) == "waiting_for_sampler", "the second run waits", every_s=0.1)
-    assert _count(fresh_stack, f"runs/{first}/steps/*.json") < 4, "the first run still needs its sampler"
-    kill(fresh_stack, sampler)
-    for run_id in (first, second):
-        answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "240")
-        assert answer.json["status"] == "succeeded", answer
+def test_kills_while_full_weights_travel_change_nothing(fresh_stack: Stack, rollout_options: list[str]) -> None:
+    at = rollout_options.index("--lora-rank")
+    options = [
+        *(*rollout_options[:at], *rollout_options[at + 2 :], "--full", "--learning-rate", "0.0003"),
+        *("--off-policy-steps", "0", "--steps", str(len(FULL_KILLS) + 1)),
+    ]
+    alone = fresh_stack.cli(*options, "--wait", "--timeout", "600")
+    shutil.rmtree(fresh_stack.root / "store" / "packed")
+    for folder in ("sampled", "graded"):  # so that the second run draws and grades its own
+        shutil.rmtree(fresh_stack.root / "store" / folder)
+    run_id = fresh_stack.cli(*options).json["run_id"]
+    _kill_in_turn(fresh_stack, run_id, FULL_KILLS)
+    answer = fresh_stack.cli("watch", run_id, "--json", "--timeout", "600")
+    assert answer.json["status"] == "succeeded", answer
+    models = [Path(one.json["adapter"].removeprefix("file://"), "model.safetensors") for one in (alone, answer)]
+    assert models[0].read_bytes() == models[1].read_bytes()
 
 
-def _phase(stack: Stack, run_id: str) -> str:
-    phase: str = stack.cli("get", run_id, "--json").json["phase"]
-    return phase
+def _kill_in_turn(stack: Stack, run_id: str, kills: list[tuple[Point, Victim]]) -> None:
+    for number, (point, victim) in enumerate(kills):
+
+        def is_there(number: int = number, point: Point = point) -> bool:
+            return _count(stack, f"runs/{run_id}/steps/*.json") >= number and point(stack, run_id)
+
+        wait_until(is_there, f"{point.__name__} after {number} steps", every_s=0.01)
+        kill(stack, victim)
