@@ -149,7 +149,7 @@ class Sending:
             raise self._error
         return SyncOutcome(
             version=self._announcement.version,
-            digest=self._digest.value if self._num_bytes else None,
+            digest=self._digest.value if self._weight_bytes else None,
             num_bytes=self._num_bytes,
             weight_bytes=self._weight_bytes,
             blocked_s=self._blocked_s,

@@ -204,3 +204,15 @@ def test_samples_under_way_end_on_the_old_weights_and_later_ones_wait(model, tmp
         assert late.done.wait(300) and late.is_late and not late.sequences[0].token_ids
         after = ticket(40, sampler.generator.num_changes)
         assert after.done.wait(300) and after.sequences[0].token_ids != alone.sequences[0].token_ids
+
+
+def test_a_step_that_changed_nothing_is_a_version_too(model, tmp_path):
+    driven, sent = start("megatron", model, "full", "bfloat16"), Sent()
+    with listening(model, tmp_path, 1, torch.bfloat16) as samplers:
+        first = sync(driven, None, samplers, 1, "delta", sent)
+        second = sync(driven, None, samplers, 2, "delta", sent)
+        assert second.problems == {} and second.num_bytes == 0 and second.digest == first.digest
+        with pytest.raises(Refused, match="does not exist"):
+            samplers[0].models.find(NAME)
+        samplers[0].models.name_weights(json.dumps({"name": "v2", "digest": second.digest}).encode())
+        assert samplers[0].models.find("v2")
