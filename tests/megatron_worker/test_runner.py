@@ -261,7 +261,7 @@ def test_a_probe_is_scored_by_the_weights_that_a_job_leaves(workshop: Workshop, 
     order = [Step, Saved, Evaluated, Probed, Offloaded, Succeeded]
     assert [type(e) for e in read_log(job.log_path)][-6:] == order
     tensors = load_file(workshop.root / "model" / "model.safetensors")
-    for path in (Path(job.checkpoint_dir) / "step-00000006" / "weights").iterdir():
+    for path in (Path(job.checkpoint_dir) / "step-00000006" / "weights").glob("*.safetensors"):
         tensors |= load_file(path)
     if isinstance(trainable, Lora):
         tensors["out"] = tensors["out"] + 2.0 * tensors["lora_B"] @ tensors["lora_A"]
