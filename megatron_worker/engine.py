@@ -111,7 +111,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model says of a batch's targets: float32, in nats.
+    """Log-probability, entropy and most likely ids of each of a batch's targets: float32, in nats; None: not asked for.
 
     The k most likely ids (int64, of the whole vocabulary) come with the likeliest first, and are constants.
     """
@@ -212,7 +212,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The weights of a slot as others know them: names and shapes of whole tensors, and the tensors in that order.
+    """A slot's weights to send to samplers: names and shapes of whole tensors, and an iterator over them in that order.
 
     `lora` is that of an adapter, whose names are PEFT's and whose tensors are float32; the base has Hugging Face's
     names. A tensor is gathered when it is drawn, which every rank has to do.
@@ -303,7 +303,7 @@ class Engine(Protocol):
         ...
 
     def outgoing(self, slot: str | None) -> Outgoing:
-        """Return a slot's weights, None for the base, to be drawn before they change."""
+        """Return a slot's weights (None: the base's) for a weight sync. Read all of them before they change."""
         ...
 
     def drop_training_state(self) -> None:

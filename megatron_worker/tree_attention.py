@@ -187,8 +187,10 @@ def mask_lengths(parent_T: Ints) -> list[int]:
 
 
 def longest_masked(num_nodes_U: Ints) -> NDArray[np.float64]:
-    """Return a bound of L, [U], for one mask of a tree of so many nodes: its L^2 pairs cost less than its parts' calls,
-    which are two a node at most, over L^2 / 2 pairs.
+    """Return an upper bound of the length L of one masked call, [U], for trees with these numbers of nodes.
+
+    A masked call computes L^2 pairs. It is only chosen where that costs less than at most two calls for each node, at
+    `_CALL_PAIRS` a call, and L^2 / 2 pairs in all: so L^2 is less than 4 * `_CALL_PAIRS` * nodes.
     """
     return np.sqrt(4.0 * _CALL_PAIRS * num_nodes_U)
 

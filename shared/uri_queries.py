@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Frozen)
 
 
 def without_queries(store: ObjectStore, request: F) -> F:
-    """A request whose data's URIs name their queries.
+    """Store the queries of the URIs in a request. Returns the request with an id in the place of each query.
 
     Raises:
         InvalidInput: a URI would be too long.

@@ -62,7 +62,7 @@ def lease_queue(shape: str) -> str:
 
 
 def join_queue(shape: str, key: WorkerKey, group: str) -> str:
-    """The queue of leases that may share one worker: of a key, and of one group of tenants."""
+    """Return the queue on which a host waits for runs to share its worker: of one `WorkerKey` and group of tenants."""
     name = hashlib.sha256(f"{group}\n{key.model_dump_json()}".encode()).hexdigest()
     return f"{lease_queue(shape)}-{name[:32]}"
 
@@ -103,7 +103,7 @@ _POOLS: dict[str, Pool] = {
 
 
 def pool_of(activity: str) -> Pool | None:
-    """The pool of a control host that does an activity; None for the pool of data."""
+    """Return the pool of a control host that runs an activity; None for those on the control queue itself."""
     return _POOLS.get(activity)
 
 

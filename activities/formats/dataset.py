@@ -61,7 +61,7 @@ def open_dataset(folder: Path, source: DatasetSource, pairs: bool | None = None)
 
 
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
-    """Find a folder's data files, and by its first rows what they ask.
+    """Find a folder's data files, and detect by their first rows how prompts are read from them.
 
     Raises:
         InvalidInput: no file, no row, first rows that ask nothing, in two ways, or not all in the same.

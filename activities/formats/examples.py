@@ -1,4 +1,4 @@
-"""Examples and questions: what a row of a dataset teaches or asks, whatever format it was written in."""
+"""The types that rows of datasets are parsed into, whatever their format: training examples and rollout prompts."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -204,7 +204,7 @@ def refuse_missing(row: Row, field: str) -> None:
 
 
 def text_of(row: Row, field: str) -> str:
-    """Raises InvalidInput when the row has no such field, or it is no text."""
+    """Return a field's text. Raises InvalidInput when the row has no such field, or it is no text."""
     refuse_missing(row, field)
     value = row.fields[field]
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Grade: samples and a grader become grades, a line a sample, in the samples' order."""
+"""Activities that grade samples by a user's grader, and that check a grader. Grades keep the samples' order."""
 
 import math
 import time
@@ -72,7 +72,7 @@ class Grade:
 
     @activity.defn(name="grade")
     def grade(self, request: GradeRequest) -> Graded:
-        """A grade, or the reason why there is none, for every sample.
+        """Grade every sample; where that fails, record the reason. The grades are an artifact in the store.
 
         Raises:
             InvalidInput: a row that is no sample; a grader that cannot be loaded, isolated or asked.

@@ -1,4 +1,4 @@
-"""A grader ready to grade: the one place that chooses among the kinds."""
+"""Opens a grader of any kind as a function that grades rows. No other module chooses among the kinds of graders."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +29,7 @@ GradeAll = Callable[[Sequence[SampledItem]], list[SampleGrade]]
 
 
 class GraderMeans(Frozen):
-    """The settings that graders go by."""
+    """The installation's settings for graders: limits, and whether their servers may be on private networks."""
 
     grading: GradingSettings
     allow_private_addresses: bool
@@ -41,7 +41,7 @@ class GraderMeans(Frozen):
 
 @contextmanager
 def open_grader(grader: Grader, means: GraderMeans, folder: Path) -> Iterator[GradeAll]:
-    """Open a grader as a function of rows: an outcome a row, in order.
+    """Open a grader as a function that returns for each row, in order, a grade or the reason why there is none.
 
     Sandboxes run until the block ends, in folders below `folder`.
 

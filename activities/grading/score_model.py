@@ -23,7 +23,7 @@ _FENCE = "```"
 
 
 class ScoreModel:
-    """A grader and the server that it asks."""
+    """Grades samples by asking a model, on an OpenAI-compatible server, for a score of each."""
 
     def __init__(self, grader: ScoreModelGrader, settings: GradingSettings, allow_private_addresses: bool) -> None:
         """Raises InvalidInput if no server is named, or its URL is not allowed."""
@@ -42,7 +42,7 @@ class ScoreModel:
         )
 
     def grade_all(self, rows: Sequence[SampledItem]) -> list[SampleGrade]:
-        """An outcome a row, in order.
+        """Grade rows, several at a time. Returns for each row, in order, a grade or the reason why there is none.
 
         Raises:
             InvalidInput: the server refuses the request (4xx), or may not be asked.

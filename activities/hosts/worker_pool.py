@@ -1,4 +1,4 @@
-"""The workers of one host: who is leased, who waits warm, and who has waited too long."""
+"""The worker processes of one host: leases them to runs, keeps them warm after a lease, ends those idle too long."""
 
 import logging
 import threading

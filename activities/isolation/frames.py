@@ -79,7 +79,7 @@ class FramedProcess(subprocess.Popen[bytes]):
         )
 
     def send(self, data: bytes) -> None:
-        """Raises EOFError when the process has ended."""
+        """Send one frame. Raises EOFError when the process has ended."""
         assert self.stdin
         try:
             write_frame(self.stdin.fileno(), data)
@@ -87,7 +87,7 @@ class FramedProcess(subprocess.Popen[bytes]):
             raise EOFError from error
 
     def receive(self, limit_s: float, max_bytes: int) -> bytearray:
-        """Raises as `read_frame` does."""
+        """Wait at most `limit_s` seconds for one frame. Raises as `read_frame` does."""
         assert self.stdout
         return read_frame(self.stdout.fileno(), max_bytes, time.monotonic() + limit_s)
 

@@ -190,14 +190,14 @@ class ResumePoint(Frozen):
 
 
 class FindCheckpoint:
-    """Reads the store alone, so that it tells the same to every execution of the run."""
+    """The activity `find_checkpoint`. It reads nothing but the store: every execution of a run gets the same answer."""
 
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
     @activity.defn(name="find_checkpoint")
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
-        """The point to go on from; nothing and epoch 0 for a new run.
+        """Return the run's newest intact checkpoint, and its number of leases so far; None and 0 for a new run.
 
         Raises:
             CorruptArtifact: there are checkpoints, and every one of them is damaged.

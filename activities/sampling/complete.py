@@ -1,4 +1,4 @@
-"""Complete: a user's question, in text or in messages, and what a published adapter or model says to it."""
+"""The activity `complete`: has a sampler answer a user's question to a published adapter or model."""
 
 import logging
 import time

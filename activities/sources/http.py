@@ -54,7 +54,7 @@ def shown(uri: str) -> str:
 
 
 def checked(uri: str) -> SplitResult:
-    """Raises InvalidInput for what is no plain http(s) URI."""
+    """Parse an http(s) URI. Raises InvalidInput for any other, and for one with a user or password."""
     try:
         parts = urlsplit(uri)
         _ = parts.port

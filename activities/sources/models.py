@@ -181,11 +181,11 @@ class Location:
         return f"{self.store.uri}/{name}"
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Raises InvalidInput when the file is missing, larger than such files are, or no JSON object."""
+        """Read a JSON file. Raises InvalidInput when it is missing, larger than such files are, or no JSON object."""
         return json_object(self.read_whole(name), self.place(name))
 
     def read_whole(self, name: str) -> bytes:
-        """Raises InvalidInput when the file is missing, or larger than such files are."""
+        """Read a small file. Raises InvalidInput when it is missing, or larger than such files are."""
         if name not in self.files:
             raise InvalidInput(f"the folder has no {name}", self.store.uri)
         most = _MAX_BYTES.get(name, _MAX_CONFIG_BYTES)
@@ -199,7 +199,7 @@ class Location:
 
 
 def json_object(data: bytes | str, place: str) -> dict[str, Any]:
-    """Raises InvalidInput for anything else."""
+    """Parse a JSON object. Raises InvalidInput, which names `place`, for anything else."""
     try:
         return _object.validate_json(data)
     except ValidationError as error:

@@ -83,7 +83,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def spoken(self, ids: Sequence[int]) -> str:
-        """The text without special tokens, as servers give an answer to their clients."""
+        """Decode ids to text without special tokens, as servers send an answer to their clients."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -166,7 +166,7 @@ class TokenizerFiles(Frozen):
     place: str = Field(description="what errors call it")
 
     def load(self) -> ModelTokenizer:
-        """Raises InvalidInput when the tokenizer is missing or cannot be used."""
+        """Load the tokenizer and chat template. Raises InvalidInput when the tokenizer is missing or cannot be used."""
         sign(f"{self.place}/tokenizer.json")
         files = {}
         for path in (self.folder / name for name in _FILES):

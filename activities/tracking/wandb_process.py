@@ -51,12 +51,12 @@ class OpenRun:
         self.is_closed = False
 
     async def open(self, start: WriterStart) -> None:
-        """Raises: WriterLost, RunRefused."""
+        """Begin the run in W&B, or go on with one that is there. Raises: WriterLost, RunRefused."""
         answer = await self._process.call(self._number, Open(start=start), start.init_timeout_s + _CALL_TIMEOUT_S)
         self.done = answer.done or Done()
 
     async def write(self, rows: Sequence[Row]) -> None:
-        """Raises: WriterLost, RunRefused."""
+        """Append rows to the run's history. Raises: WriterLost, RunRefused."""
         for first in range(0, len(rows), _ROWS_A_CALL):
             part = Write(rows=tuple(rows[first : first + _ROWS_A_CALL]))
             await self._process.call(self._number, part, _CALL_TIMEOUT_S)
@@ -169,7 +169,7 @@ class _Process:
 
     @asynccontextmanager
     async def used(self) -> AsyncIterator[OpenRun]:
-        """A run's number and folder here."""
+        """Yield a new run, with a number and a folder of its own. A process without open runs ends after a while."""
         if self._idle is not None:
             self._idle.cancel()
         self._num_open += 1

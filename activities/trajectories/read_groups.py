@@ -63,7 +63,7 @@ def sequences_of(group: Group) -> list[Trajectory]:
 
 @dataclass(frozen=True)
 class Rules:
-    """What trajectories are checked by. `policy_version`: the one that the step starts from.
+    """The run and the model's limits that trajectories are checked against. `policy_version`: at the step's start.
 
     `conversations` converts those of chat messages; without it they are refused.
     """

@@ -47,7 +47,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Synced:
-    """Whose version of the weights the sampler has, from a sync, and its digest."""
+    """The weights that a sampler got by a weight sync: their run, the policy's version, and the weights' digest."""
 
     run_id: str
     version: int

@@ -255,7 +255,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         return ((p.name, self._ranks.whole(p, weights).float()) for p in adapter.slices)
 
     def outgoing(self, slot: str | None) -> Outgoing:
-        """Return a slot's weights, None for the base, to be drawn before they change. Drawing them is collective."""
+        """Return a slot's weights (None: the base's), to be read before they change. Reading each is collective."""
         if slot is None:
             base = self._base
             dtype = next(iter(base.parameters.values())).dtype

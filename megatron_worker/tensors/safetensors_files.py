@@ -71,7 +71,7 @@ class TensorFiles:
 
 
 def open_safetensors(path: Path) -> Any:
-    """Raises InvalidInput when the file is missing, truncated or no safetensors file."""
+    """Open a file for lazy reading. Raises InvalidInput when it is missing, truncated or no safetensors file."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:

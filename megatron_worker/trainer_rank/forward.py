@@ -86,7 +86,7 @@ def _batch(requests: Sequence[Request], packed: Pack, asked: Sequence[_Rows], de
 def answers(
     question: Question, rows_NH: Tensor, requests: Sequence[Request], weight_VH: Tensor, shard: VocabShard
 ) -> list[Answer]:
-    """Answer one question of requests whose rows stand one after another."""
+    """Compute one kind of output for several requests. `rows_NH`: their rows, one request after another."""
     sizes = [len(request.position_P) for request in requests]
     match question.kind:
         case "hidden":

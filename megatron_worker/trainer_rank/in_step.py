@@ -1,6 +1,6 @@
-"""Ranks that go in step: their weights or experts are spread over ranks with other data.
+"""Keeps ranks in step whose weights or experts are spread over ranks with other data.
 
-Then all ranks must take part in each forward and backward of the backbone, in the same order. A rank without inputs for
+All ranks must take part in each forward and backward of the backbone, in the same order. A rank without inputs for
 a slot sends an empty pack. The graph is cut between backbone and heads: after the backward of the heads, ranks agree
 which backbones have gradients, and do the backwards of those together, the newest first.
 """

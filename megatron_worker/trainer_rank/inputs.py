@@ -65,7 +65,7 @@ class TopK:
 
 @dataclass(frozen=True, eq=False)
 class ForwardOutput:
-    """What was asked for, and None for the rest. All but entropy and ids are differentiable by the adapter."""
+    """The outputs that an input asked for; others are None. Gradients flow through all but entropy and ids."""
 
     target_logprob_P: Tensor | None = None
     entropy_P: Tensor | None = None
@@ -135,7 +135,7 @@ class Request:
 
 
 def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> Request:
-    """Raises InvalidInput naming the input, the field and the rule."""
+    """Check an input and fill in its defaults. Raises InvalidInput naming the input, the field and the rule."""
     token_L = _ids(asked.tokens, f"{place}.tokens", vocab_size)
     if token_L.ndim != 1 or not len(token_L):
         raise InvalidInput("a sequence of at least one token is wanted", f"{place}.tokens")

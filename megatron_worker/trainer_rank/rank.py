@@ -69,7 +69,7 @@ class TrainerRank:
     # Adapters.
 
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, B zero."""
+        """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
         with self.agreement():
             self._refuse_alive(name, "replaced")
         slot = self._new_slot(name)
@@ -106,7 +106,7 @@ class TrainerRank:
         self._activate()
 
     def set_adapter(self, name: str | None) -> None:
-        """What inputs that name no adapter use from now on; None: the base alone."""
+        """Set the active adapter, which inputs use unless they name another; None: the base model alone."""
         if name is not None:
             self._adapter(name)
         self._active = name
@@ -114,7 +114,7 @@ class TrainerRank:
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
-        """Another adapter for the length of a `with` block."""
+        """Make another adapter the active one within a `with` block."""
         before = self._active
         self.set_adapter(name)
         try:
@@ -134,7 +134,7 @@ class TrainerRank:
     # A step.
 
     def forward(self, inputs: Sequence[ForwardInput]) -> list[ForwardOutput]:
-        """Answers of this data-parallel rank's own inputs, in their order. Keeps the graph unless under `no_grad`.
+        """Return the outputs of this data-parallel rank's own inputs, in order. Keeps the graph unless under `no_grad`.
 
         Inputs are grouped by adapter: one packed forward for each. Raises InvalidInput naming the input and the rule.
         """
@@ -166,7 +166,7 @@ class TrainerRank:
         return self._graphs.watch(hidden_NH if self._in_step is None else self._in_step.cut(hidden_NH), str(name))
 
     def forward_micro_batches(self, items: Sequence[Sequence[ForwardInput]]) -> Iterator[MicroBatch]:
-        """All items, dealt out over data-parallel ranks and over micro-batches that fit the memory, as outputs.
+        """Divide items over data-parallel ranks and micro-batches that fit the memory. Yields each one's outputs.
 
         Every rank gives the same items, and gets equally many micro-batches: its share of each may be empty. An item
         is never split. Do the backward of a micro-batch before the next is asked for.
@@ -256,14 +256,14 @@ class TrainerRank:
         return take_snapshot(adapter.lora, self.engine.adapter_weights(adapter.slot))
 
     def export(self, name: str, folder: Path) -> None:
-        """A PEFT folder of the adapter; rank 0 writes."""
+        """Write the adapter as a PEFT folder; rank 0 writes. Raises InvalidInput if there is no such adapter."""
         snapshot = self.snapshot(name)
         with self.agreement():
             if self.facts.rank == 0:
                 snapshot.write(folder)
 
     def save(self, name: str, folder: Path) -> None:
-        """`weights/` (PEFT) and `optimizer/` of a trainable adapter, for `load`; rank 0 writes."""
+        """Write `weights/` (PEFT) and `optimizer/` of a trainable adapter, for `load`; rank 0 writes."""
         with self.agreement():
             self._trainable(name)
         with self.adapter(name):

@@ -19,7 +19,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
 
     def write(self, folder: Path) -> None:
-        """A PEFT folder."""
+        """Write the weights as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
         entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         peft_format.write_config(folder, self.lora)
         write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()))

@@ -40,7 +40,7 @@ class SyncBroken(Exception):
 
 
 class Announcement(Frozen):
-    """What is to come. `shapes_sha256`: of all tensors' names and shapes (buckets.py).
+    """A sync's first message: the version that will be sent. `shapes_sha256`: of all names and shapes (buckets.py).
 
     `lora`: the weights are an adapter's; absent: they are the model's own. `base_digest`: changes are to this version.
     """
@@ -200,7 +200,7 @@ class Receiver:
             raise SyncBroken(f"no sampler of this machine listens: {error.strerror or error}") from error
 
     def announce(self, announcement: Announcement, buffers: Buffers) -> Reply:
-        """Say what is to come. Raises SyncBroken also where the sampler refuses it."""
+        """Send the announcement and the buffers' descriptors; return the reply. Raises SyncBroken, also if refused."""
         data = announcement.model_dump_json().encode()
         try:
             socket.send_fds(self._connection, [struct.pack(">I", len(data))], buffers.descriptors)
@@ -210,12 +210,12 @@ class Receiver:
         return self._reply()
 
     def send(self, message: Message) -> None:
-        """Send a message; its reply is owed. Raises SyncBroken."""
+        """Send a message without waiting for its reply, which `settle` reads. Raises SyncBroken."""
         write_message(self._connection, message)
         self._num_owed += 1
 
     def settle(self, num_owed: int) -> None:
-        """Wait until at most so many replies are owed. Raises SyncBroken."""
+        """Read replies until at most `num_owed` messages are unanswered. Raises SyncBroken."""
         while self._num_owed > num_owed:
             self._reply()
             self._num_owed -= 1
@@ -254,7 +254,7 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def write_message(connection: socket.socket, message: Frozen) -> None:
-    """Raises SyncBroken."""
+    """Write a message as JSON behind its length. Raises SyncBroken when the other end is gone."""
     data = message.model_dump_json(exclude_defaults=True).encode()
     try:
         connection.sendall(struct.pack(">I", len(data)) + data)

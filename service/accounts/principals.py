@@ -60,5 +60,5 @@ def require(scope: Scope) -> Callable[[Principal], Awaitable[None]]:
 
 
 async def reads_or_writes(request: Request, asking: Asking) -> None:
-    """A dependency: looking needs `read`, anything else `write`."""
+    """A FastAPI dependency: GET and HEAD need the scope `read`, other methods `write`. Raises Forbidden."""
     asking.demand("read" if request.method in ("GET", "HEAD") else "write")

@@ -50,7 +50,7 @@ class Tenants:
         self._database = database
 
     async def create(self, tenant: str, title: str = "", quotas: QuotaSettings | None = None) -> TenantRecord:
-        """Raises Conflict when the name is taken."""
+        """Create a tenant: its record, then its row. Raises Conflict when the name is taken."""
         record = TenantRecord(tenant=tenant, title=title, quotas=quotas or QuotaSettings(), created_at=time.time())
         data = _json(record)
         key = paths.tenant_record(tenant)
@@ -77,7 +77,7 @@ class Tenants:
         return tuple(TenantRecord.model_validate(row, from_attributes=True) for row in rows)
 
     async def show(self, tenant: str) -> TenantRecord:
-        """Raises NotFound."""
+        """Return a tenant. Raises NotFound."""
         row = await self._database.reading(lambda session: session.get(TenantRow, tenant))
         if row is None:
             raise NotFound(f"there is no tenant {tenant}")

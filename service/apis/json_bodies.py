@@ -54,7 +54,7 @@ class _Request(Request):
         super().__init__(*asgi)
 
     async def json(self) -> Any:
-        """Raises json.JSONDecodeError, RecursionError."""
+        """Parse the body. Raises json.JSONDecodeError, RecursionError."""
         body = await self.body()
         return self._read(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(self._read, body)
 

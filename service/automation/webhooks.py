@@ -108,7 +108,8 @@ class Webhooks:
         self._locks = KeyedLocks()  # held while a webhook's record is read and written
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
-        """
+        """Create a webhook with a new secret, which only this answer holds.
+
         Raises:
             InvalidInput: the url is not allowed. (The addresses of host names are checked at delivery.)
             Conflict: the tenant has as many as it may have.

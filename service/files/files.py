@@ -151,7 +151,7 @@ class Files:
         return await self._database.writing(work)
 
     async def show(self, tenant: str, file_id: str) -> FileRecord:
-        """Raises NotFound."""
+        """Return the record of a tenant's file. Raises NotFound."""
         row = await self._database.reading(lambda session: session.get(FileRow, (file_id, tenant)))
         if row is None:
             raise NotFound(f"there is no file {file_id}")
@@ -262,7 +262,7 @@ class PublishedFiles:
 
     @classmethod
     def of(cls, status: RunStatus, s3: S3Settings) -> Self:
-        """Raises Conflict when the run has published nothing."""
+        """Open what a run published. Raises Conflict when it has published nothing."""
         if status.adapter is None or status.adapter_sha256 is None:
             raise Conflict(f"{status.run_id} has published nothing: it is {status.state}, {status.phase}")
         store, key = open_uri(status.adapter, s3)
@@ -271,7 +271,7 @@ class PublishedFiles:
         return cls(store, key, store.get_bytes(f"{key}/{paths.MANIFEST}"), manifest)
 
     def entry(self, path: str) -> FileEntry:
-        """Raises NotFound for a file that the manifest does not list."""
+        """Return a file's path, size and hash. Raises NotFound for a file that the manifest does not list."""
         for entry in self.entries:
             if entry.path == path:
                 return entry

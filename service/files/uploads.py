@@ -71,7 +71,7 @@ class Uploads:
         self._locks = KeyedLocks()  # held while an upload is completed or cancelled
 
     async def create(self, tenant: str, *, name: str, purpose: str, size: int) -> UploadRecord:
-        """Raises QuotaExceeded when the file would have no room."""
+        """Begin an upload of `size` bytes. Raises QuotaExceeded when the file would have no room."""
         await self._quotas.admit_bytes(tenant, size)
         now = time.time()
         record = UploadRecord(
@@ -87,7 +87,7 @@ class Uploads:
         return record
 
     async def show(self, tenant: str, upload_id: str) -> UploadRecord:
-        """Raises NotFound."""
+        """Return a tenant's upload and its state. Raises NotFound."""
         if _UPLOAD_ID.fullmatch(upload_id):
             with suppress(NotFound):
                 data = await asyncio.to_thread(self._store.get_bytes, paths.chunked_upload(tenant, upload_id))

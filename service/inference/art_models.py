@@ -192,7 +192,7 @@ class ArtModels:
         return ArtModel.model_validate_json(self._store.get_bytes(paths.art_model(tenant, model_id)))
 
     async def show(self, tenant: str, model_id: str) -> ArtModel:
-        """Raises NotFound."""
+        """Return the record of a tenant's model. Raises NotFound, also for a malformed id."""
         with suppress(NotFound):
             if _MODEL_ID.fullmatch(model_id):
                 return await asyncio.to_thread(self._read, tenant, model_id)

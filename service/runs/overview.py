@@ -77,7 +77,7 @@ class Overviews:
         )
 
     async def sparkline(self, run: IndexedRun) -> Sparkline:
-        """Read once of a run that has ended, and every few seconds of one that goes on."""
+        """Return a run's sparkline: read once if the run has ended, and every few seconds while it goes on."""
         stamp = (run.status.state, run.status.step)
         before, since, line = self._kept.get(run.run_id, (None, 0.0, None))
         if line is None or (before != stamp and (not run.is_open or time.monotonic() - since > _FRESH_S)):

@@ -122,7 +122,7 @@ class SentGroup(Frozen):
 
 
 class TrajectoryGroup(Frozen):
-    """The trajectories of one prompt: what their rewards are compared within."""
+    """The trajectories of one prompt, whose rewards are compared with each other."""
 
     trajectories: tuple[Trajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)

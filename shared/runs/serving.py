@@ -1,4 +1,4 @@
-"""Samplers for questions: where one is, the question and its answer, and the workflow that keeps one leased."""
+"""Types for questions to published models: the sampler that is asked, request, answer, and the workflows' inputs."""
 
 from typing import Annotated, Literal
 

@@ -152,7 +152,7 @@ def find(store: ObjectStore, key: str) -> Artifact | None:
 
 
 def read_manifest(store: ObjectStore, key: str, sha256: str) -> Manifest:
-    """Raises CorruptArtifact when the manifest is missing or is not the one that was asked for."""
+    """Read an artifact's manifest. Raises CorruptArtifact when it is missing or has another SHA-256."""
     place = uri_of(store, f"{key}/{MANIFEST}")
     try:
         data = store.get_bytes(f"{key}/{MANIFEST}")

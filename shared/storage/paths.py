@@ -144,7 +144,7 @@ def key_record(key_id: str = "") -> str:
 
 
 def query_record(query_id: str) -> str:
-    """The one place of a user's presigned URI; an id that is no plain one leads nowhere."""
+    """The object that holds a user's URI with its query (uri_queries.py). Ids are hashed: users send them."""
     return f"records/queries/{hashlib.sha256(query_id.encode()).hexdigest()}"
 
 

@@ -136,7 +136,7 @@ class SftConfig(Frozen):
 
     @property
     def rate(self) -> float | None:
-        """Raises InvalidInput for rates that change."""
+        """Return the one learning rate, or None if none was sent. Raises InvalidInput for rates that change."""
         match self.learning_rate:
             case tuple() as rates:
                 if len(set(rates)) != 1:

@@ -1,4 +1,4 @@
-"""The native API's endpoints about those who ask: who one is, keys, tenants, usage and the audit log."""
+"""The native API's endpoints for `/whoami`, keys, tenants, usage and the audit log."""
 
 import logging
 import time

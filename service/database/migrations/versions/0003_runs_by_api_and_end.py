@@ -1,4 +1,4 @@
-"""Jobs of one API are listed, and GPU seconds of thirty days are added up, without a look at every run."""
+"""Indexes for listing the jobs of one API, and for summing the GPU seconds of thirty days, without a full scan."""
 
 from alembic import op
 
