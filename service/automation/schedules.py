@@ -44,7 +44,7 @@ from shared.runs.schedules import (
     ScheduleRecord,
     schedule_id,
 )
-from shared.runs.start import check_parallelism
+from shared.runs.start import check_startable
 from shared.settings import Settings
 from shared.storage.paths import last_scheduled, schedule_record
 from shared.storage.store import ObjectStore
@@ -83,7 +83,7 @@ class Schedules:
             Conflict: the name is taken by another, or there are too many.
             InvalidInput: an invalid cron line; a URI that the tenant may not read; a layout that is too large.
         """
-        check_parallelism(scheduled.run, self._settings, "run.")
+        check_startable(scheduled.run, self._settings, "run.")
         await asyncio.to_thread(self._access.check, tenant, scheduled)
         scheduled = await asyncio.to_thread(without_queries, self._store, scheduled)
         record = ScheduleRecord(tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time())

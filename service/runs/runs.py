@@ -35,7 +35,7 @@ from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import (
     AnyStart,
-    check_parallelism,
+    check_startable,
     result_sha256,
     threads_per_rank,
     workflow_of,
@@ -114,7 +114,7 @@ class Runs:
 
         `below`: the place of the run's fields in the request.
         """
-        check_parallelism(run, self._settings, below)
+        check_startable(run, self._settings, below)
         await self.check_access(tenant, run)
 
     async def sealed(self, request: F) -> F:

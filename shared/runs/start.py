@@ -133,20 +133,24 @@ def result_sha256(store: ObjectStore, run_id: str) -> str | None:
         return None
 
 
-def check_parallelism(run: Run, settings: Settings, below: str = "") -> None:
-    """Refuse what no host could start, and data-parallel ranks that would never have anything to do.
+def check_startable(run: Run, settings: Settings, below: str = "") -> None:
+    """Refuse what no host could start, data-parallel ranks that would never have anything to do, and full training
+    with a sampler that takes adapters alone.
 
     Args:
         below: where the run's fields stand in the request, such as `run.`.
 
     Raises:
-        InvalidInput: names the field of the layout and the rule.
+        InvalidInput: names the field and the rule.
     """
     check_ranks(run.layout, settings.max_ranks, below)
     match run:
         case SFTRun(batch_size=int(examples)) | DPORun(batch_size=int(examples)):
             examples_named = f"batch_size {examples}"
         case RLRun(rollouts=Rollouts() as rollouts):
+            if run.trainable.kind == "full" and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL, which does not take whole weights"
+                raise InvalidInput(f"{rule}: train a lora", f"{below}trainable")
             examples = rollouts.prompts_per_step * rollouts.group_size
             examples_named = f"the {examples} samples of a step"
         case _:

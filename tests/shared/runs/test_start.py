@@ -1,0 +1,42 @@
+"""What is refused before a run starts, with the place and the rule."""
+
+import pytest
+from pydantic import ValidationError
+
+from shared.errors import InvalidInput
+from shared.runs.requests import RLRun
+from shared.runs.start import check_startable
+from shared.settings import SamplingSettings, Settings
+
+GRADER = {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
+ROLLOUTS = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 1}
+FULL = {"kind": "rl", "model": "/model", "trainable": {"kind": "full"}}
+
+
+def settings(url: str | None) -> Settings:
+    return Settings(sampling=SamplingSettings(url=url))
+
+
+def test_full_weights_need_a_sampler_that_takes_them():
+    run = RLRun.model_validate(FULL | {"rollouts": ROLLOUTS})
+    check_startable(run, settings(None))
+    with pytest.raises(InvalidInput, match="does not take whole weights") as refused:
+        check_startable(run, settings("http://localhost:8000"), "run.")
+    assert refused.value.place == "run.trainable"
+    with pytest.raises(ValidationError, match=r"drop rollouts\.sampler_url"):
+        RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"sampler_url": "http://localhost:8000"}})
+    check_startable(RLRun.model_validate(FULL), settings("http://localhost:8000"))  # its client samples
+
+
+def test_full_training_does_not_go_on_from_an_adapter():
+    with pytest.raises(ValidationError, match="drop initial_adapter"):
+        RLRun.model_validate(FULL | {"initial_adapter": "/adapter"})
+
+
+@pytest.mark.parametrize(
+    ("sync", "place"), [({"backend": "pigeon"}, "backend"), ({"bucket_bytes": 10}, "bucket_bytes"), ({"x": 1}, "x")]
+)
+def test_a_weight_sync_that_cannot_be_is_refused(sync, place):
+    with pytest.raises(ValidationError) as refused:
+        RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": sync}})
+    assert refused.value.errors()[0]["loc"] == ("rollouts", "weight_sync", place)
