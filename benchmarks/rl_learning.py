@@ -1,10 +1,11 @@
 """Whether a server-driven RL run learns: exact sums of held-out pairs before and after, for several seeds.
 
-    python -m benchmarks.rl_learning [--seeds 0 1 2]
+    python -m benchmarks.rl_learning [--seeds 0 1 2] [--full]
 
 Starts `longshore dev` in a temporary folder and trains the demonstration's model and adapter for sums, once
 (examples/arithmetic.py). Then every seed has two RL runs from that adapter: one as it should be, and one whose rewards
-change places within their groups, which must not learn. Seconds are from submission to the run's end. Prints JSON.
+change places within their groups, which must not learn. With `--full` every weight is trained instead of adapters: the
+habit, too, and the samplers get whole weights. Seconds are from submission to the run's end. Prints JSON.
 """
 
 import argparse
@@ -22,33 +23,54 @@ from examples import arithmetic
 from examples.tiny_model import make_tiny_model
 
 
+# Of full training: every weight moves, and a tenth of an adapter's rate moves as much.
+TALLY_RATE, EXACT_RATE = "1e-4", "3e-5"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--full", action="store_true", help="train every weight")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stack = _Stack(Path(folder) / "stack")
         stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
         try:
-            runs = _measure(stack, Path(folder), seeds)
+            runs = _measure(stack, Path(folder), options.seeds, options.full)
         finally:
             stack.cli("dev", "--stop", "--root", str(stack.root))
-    print(json.dumps({"what": "share of exact answers to held-out sums", "runs": runs, **provenance()}, indent=1))
+    what = "share of exact answers to held-out sums"
+    trained = "full" if options.full else "lora"
+    print(json.dumps({"what": what, "trained": trained, "runs": runs, **provenance()}, indent=1))
 
 
-def _measure(stack: "_Stack", folder: Path, seeds: list[int]) -> list[dict[str, Any]]:
+def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool) -> list[dict[str, Any]]:
     data = folder / "data"
     arithmetic.write_datasets(data)
     model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)
     sft = ["submit", "sft", "--wait", "--json", "--model"]
     sums = stack.run(*sft, model.as_uri(), *arithmetic.dataset_options(data, "sums"), *arithmetic.SUMS_RUN)
-    tally = stack.run(*sft, sums["adapter"], *arithmetic.dataset_options(data, "tally"), *arithmetic.TALLY_RUN)
+    tally_run, exact_run = arithmetic.TALLY_RUN, arithmetic.EXACT_RUN
+    if full:
+        tally_run, exact_run = _full(tally_run, TALLY_RATE), _full(exact_run, EXACT_RATE)
+    tally = stack.run(*sft, sums["adapter"], *arithmetic.dataset_options(data, "tally"), *tally_run)
     start = ["--model", sums["adapter"], "--initial-adapter", tally["adapter"]]
+    if full:
+        start = ["--model", tally["adapter"]]
     return [
-        stack.learn(*start, *arithmetic.rollout_options(data), *arithmetic.EXACT_RUN, seed=seed, shuffled=shuffled)
+        stack.learn(*start, *arithmetic.rollout_options(data), *exact_run, seed=seed, shuffled=shuffled)
         for seed in seeds
         for shuffled in (False, True)
     ]
+
+
+def _full(options: list[str], rate: str) -> list[str]:
+    """The same run with every weight trained, at another rate."""
+    without = dict(zip(options[::2], options[1::2], strict=True))
+    lora = ("--lora-rank", "--lora-alpha")
+    kept = [part for name, value in without.items() if name not in lora for part in (name, value)]
+    kept[kept.index("--learning-rate") + 1] = rate
+    return [*kept, "--full"]
 
 
 class _Stack:

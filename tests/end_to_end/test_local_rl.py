@@ -69,7 +69,8 @@ def _folder(stack: Stack, run_id: str) -> Path:
 
 def _told(step: StepStatus) -> dict[str, float]:
     """The metrics that do not depend on how fast or where it was done."""
-    return {name: value for name, value in step.metrics.items() if not name.endswith(("_s", "_seconds", "_bytes"))}
+    told = step.metrics.items()
+    return {n: v for n, v in told if not n.startswith("sync_") and not n.endswith(("_s", "_seconds", "_bytes"))}
 
 
 def _weights_sha256(step: StepStatus) -> str:
