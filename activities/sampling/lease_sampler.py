@@ -95,13 +95,12 @@ def _forget(worker: WorkerProcess, model: Path) -> None:
     """
     try:
         with connected(worker, _ANSWER_S, attempts=2) as (client, name):
-            is_changed = name not in client.models()
-        if is_changed:
+            served = client.models()
+            for adapter in [name for name, card in served.items() if card.parent is not None]:
+                client.unload_adapter(adapter)
+        if name not in served:
             with connected(worker) as (client, name):
                 client.load_weights(name, str(model))
-        with connected(worker, _ANSWER_S, attempts=2) as (client, name):
-            for adapter in [name for name, card in client.models().items() if card.parent is not None]:
-                client.unload_adapter(adapter)
     except SamplerUnavailable as error:
         worker.end()
         raise WorkerLost(f"the sampler does not answer: {error}") from error
