@@ -101,6 +101,8 @@ def test_full_training_moves_slower() -> None:
     run, _ = made(longshore={"full": True})
     assert run.trainable.kind == "full"
     assert run.learning_rate == pytest.approx(1e-5)
+    rewarded, _ = made(method=reinforcement(), longshore={"full": True})
+    assert rewarded.kind == "rl" and rewarded.trainable.kind == "full"
 
 
 def test_a_preference_job() -> None:
@@ -163,7 +165,6 @@ def test_a_job_goes_on_from_what_was_published() -> None:
             "validation_file",
         ),
         ({"method": reinforcement(batch_size=0)}, "method.reinforcement.hyperparameters.batch_size", "greater"),
-        ({"method": reinforcement(), "longshore": {"full": True}}, "longshore", ""),
         ({"method": reinforcement(), "longshore": {"too_long": "drop"}}, "longshore.too_long", "no such field"),
     ],
 )
