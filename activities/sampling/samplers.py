@@ -7,7 +7,7 @@ Temporal only say which sampler is meant.
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -199,15 +199,29 @@ def using(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostCon
         return
     name, client = adapter_name(run_id, policy.weights), opened.client
     with _weights_in_use.hold(client.url, name):
-        was_sent = name not in client.models() and _was_sent(client, name, policy)
-        if name not in client.models():
-            client.load_weights(name, str(host.stage(policy.weights)))
-        yield Served(name, was_sent)
+        yield _serve(client, name, policy, client.models(), lambda folder: client.load_weights(name, folder), host)
 
 
-def _was_sent(client: Sampler, name: str, policy: PolicyWeights) -> bool:
-    """Name the policy, if a trainer has sent it. Returns whether it has."""
-    return policy.synced is not None and client.name_weights(name, policy.synced)
+def _serve(
+    client: Sampler,
+    name: str,
+    policy: PolicyWeights,
+    present: Container[str],
+    load: Callable[[str], None],
+    host: HostContext,
+) -> Served:
+    """Have a policy served by its name: what is present stays, what a trainer has sent is named, the rest is loaded.
+
+    `load` is given the folder where the policy's files are staged.
+    """
+    if name in present:
+        return Served(name)
+    if policy.synced is not None and client.name_weights(name, policy.synced):
+        return Served(name, was_sent=True)
+    artifact = policy.weights or policy.adapter
+    assert artifact is not None
+    load(str(host.stage(artifact)))
+    return Served(name)
 
 
 def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
@@ -226,12 +240,8 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
             sampler.unload_adapter(name)
     if adapter is None:
         return Served(opened.model)
-    if (name := adapter_name(run_id, adapter)) in present:
-        return Served(name)
-    if _was_sent(sampler, name, policy):
-        return Served(name, was_sent=True)
-    sampler.load_adapter(name, str(host.stage(adapter)))
-    return Served(name)
+    name = adapter_name(run_id, adapter)
+    return _serve(sampler, name, policy, present, lambda folder: sampler.load_adapter(name, folder), host)
 
 
 def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
 from activities.sampling.sample import ProveRequest, Sampled, SampleRequest
+from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling
@@ -125,16 +125,16 @@ def _samples(
         seed=_seed(run.seed, "samples", step),
         policy_version=policy.version,
         place=place,
-        **_weights_of(run, policies, policy),
+        **dict(_weights_of(run, policies, policy)),
     )
 
 
-def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy) -> dict[str, Any]:
-    """Return the fields of PolicyWeights."""
+def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy) -> PolicyWeights:
+    """Return a policy as a sampler is to serve it. `policies`: all that are still sampled from."""
     if isinstance(run.trainable, Full):
-        return {"weights": policy.adapter, "synced": policy.synced}
+        return PolicyWeights(weights=policy.adapter, synced=policy.synced)
     keep = tuple(one.adapter for one in policies if one.adapter is not None)
-    return {"adapter": policy.adapter, "keep": keep, "synced": policy.synced}
+    return PolicyWeights(adapter=policy.adapter, keep=keep, synced=policy.synced)
 
 
 def sync_target(start: RLStart, version: int, grant: LeaseGrant | None) -> SyncTarget | None:
@@ -196,7 +196,7 @@ def proof(
         logprobs=tuple(logprobs),
         bound=rollouts_of(start.run).probe_bound or limits.PROBE_BOUND[start.run.dtype],
         place=place,
-        **_weights_of(start.run, policies, policy),
+        **dict(_weights_of(start.run, policies, policy)),
     )
 
 
