@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_worker.engine import Batch, Engine, Facts, LossFunction, LossSums, Norms, Outputs, Scores
-from megatron_worker.tensors.pass_costs import PassCost
 from megatron_worker.training.batches import PackedBatches, Scored, Sums
-from megatron_worker.training.checkpoint import random_state, read_state, set_random_state
+from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.frozen_logprobs import bins_to_score
 from megatron_worker.training.micro_batches import measure_passes, most_mask_bytes, tokens_that_fit
 from megatron_worker.weight_sync.sender import Sending, Sent, send
@@ -84,7 +83,6 @@ class Dispatcher:
         self.engine = engine
         self.slots: set[Slot] = set()
         self._sent: dict[Slot, Sent] = {}
-        self._pass_costs: dict[Slot, dict[tuple[int, bool, int | None], PassCost]] = {}
 
     @property
     def facts(self) -> Facts:
@@ -122,7 +120,6 @@ class Dispatcher:
         if slot not in self.slots:
             return
         self.slots.remove(slot)
-        self._pass_costs.pop(slot, None)
         self._sent.pop(slot, None)
         if slot is None:
             assert not self.slots, "a base is trained alone"
@@ -168,40 +165,31 @@ class Dispatcher:
         slot: Slot,
         data: PackedBatches,
         loss: LossFunction,
-        budget_bytes: int | None,
-        checkpoint: Path | None = None,
+        budget_bytes: int,
         most_tokens: int | None = None,
+        recorded_tokens: int | None = None,
     ) -> None:
-        """Cut the data's steps into bins whose passes stay within a memory budget, if there is one.
+        """Cut the data's steps into bins whose passes stay within a memory budget.
 
-        The number of tokens that fit is read from the checkpoint that the job goes on from; without one it is measured
-        by passes of the slot, which must have no gradients, and has none afterwards.
+        The number of tokens that fit is measured by passes of the slot, which must have no gradients, and has none
+        afterwards; random numbers are drawn as if there were no such passes.
+
+        Args:
+            most_tokens: of a bin, whatever the budget has room for.
+            recorded_tokens: the number that a checkpoint records. It is taken if it holds the longest example.
 
         Raises:
             InvalidInput: an example does not fit.
         """
-        if budget_bytes is None:
-            return
-        tokens = None if checkpoint is None else read_state(checkpoint).micro_batch_tokens
-        if tokens is None:
-            masks = most_mask_bytes(data.units, getattr(torch, self.facts.dtype).itemsize)
-            tokens = tokens_that_fit(
-                self._pass_cost(slot, loss, budget_bytes, masks > 0, data.most_step_tokens), budget_bytes, masks
-            )
-            tokens = min(tokens, most_tokens or tokens)
-        data.cut_to(tokens, self.facts.layout.dp)
-
-    def _pass_cost(
-        self, slot: Slot, loss: LossFunction, budget_bytes: int, has_branches: bool, most_tokens: int | None
-    ) -> PassCost:
-        """Measure what a pass of a slot holds in memory. Done once for a slot, also if later jobs go on with it."""
-        known = self._pass_costs.setdefault(slot, {})
-        if (kind := (budget_bytes, has_branches, most_tokens)) not in known:
+        tokens = recorded_tokens
+        if tokens is None or tokens < data.longest_unit:
             drawn = random_state()
+            masks = most_mask_bytes(data.units, getattr(torch, self.facts.dtype).itemsize)
             with self.resident(slot):
-                known[kind] = measure_passes(self.engine, loss, budget_bytes, has_branches, most_tokens)
+                cost = measure_passes(self.engine, loss, budget_bytes, masks > 0, data.most_step_tokens)
             set_random_state(drawn)
-        return known[kind]
+            tokens = tokens_that_fit(cost, budget_bytes, masks)
+        data.cut_to(min(tokens, most_tokens or tokens), self.facts.layout.dp)
 
     # Passes over packed data.
 

@@ -19,7 +19,7 @@ from megatron_worker.engine import LossFunction
 from megatron_worker.losses import loss_function
 from megatron_worker.process.background import Awaited
 from megatron_worker.process.event_log import Report
-from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed, fault_of
+from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Folders, Inputs, Staging
 from megatron_worker.sums import reported
@@ -35,11 +35,10 @@ from megatron_worker.training.checkpoint import (
 from megatron_worker.training.evaluation import Evaluator
 from megatron_worker.training.inputs import check_probe, open_data
 from megatron_worker.training.schedule import learning_rate
-from megatron_worker.warm_engine import Kept, WarmEngine, slots_of
+from megatron_worker.warm_engine import Kept, WarmEngine, make_trainable, slots_of, take_engine
 from shared.contract import Artifact
-from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Probed, Saved, Started, Step, Synced
-from shared.jobs.job import Full, Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
+from shared.jobs.job import Job, JobPlan, WorkerPlan, is_policy_loss, reference_of, scores_old
 
 T = TypeVar("T")
 
@@ -156,18 +155,17 @@ def prepare(
         yield None
     ranks.agree(lambda: _load_reference(work, folders, kept))
     yield None
-    recorded = None if job.start is None else folders[job.start]
-    budget_bytes, most_tokens = plan.memory_budget_bytes, plan.max_micro_batch_tokens
-    ranks.agree(lambda: dispatcher.form_micro_batches(work.slot, data, loss, budget_bytes, recorded, most_tokens))
-    yield from _agreed(work, _score_reference(work, folders))
+    ranks.agree(lambda: _take_up(work, folders, kept))
+    yield from _agreed(work, _score_reference(work))
     if kept is not None:
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, model_sha256))
     elif job.needs_its_beginning and plan.initial_checkpoint is not None:
         before = folders[plan.initial_checkpoint]
         ranks.agree(lambda: load_initial_checkpoint(load, plan, model_sha256, before))
-    yield from _agreed(work, _score_old(work, folders))
-    if recorded is not None:
-        work.done = ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, recorded))
+    yield from _agreed(work, _score_old(work))
+    if job.start is not None:
+        recorded = folders[job.start]
+        ranks.agree(lambda: load_checkpoint(load, plan, model_sha256, recorded))
     report.emit(
         Started,
         run_id=plan.run_id,
@@ -329,32 +327,6 @@ def make_deterministic(plan: WorkerPlan) -> None:
     torch.manual_seed(plan.seed)
 
 
-def take_engine(
-    warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
-) -> Dispatcher:
-    """Return the engine for a plan. Raises JobFailed if some rank cannot build it, or the number of ranks is wrong."""
-    if plan.layout.world_size != ranks.world_size:
-        place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
-        raise JobFailed(fault_of(InvalidInput(message, place)))
-    try:
-        return ranks.agree(lambda: warm.take(plan, folders[plan.model], kept))
-    except JobFailed:
-        warm.refuse(plan)
-        raise
-
-
-def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
-    """Make the weights to train, fresh or from an adapter. A checkpoint to go on from is loaded into them later."""
-    plan = job.plan
-    begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
-    starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
-    adapter = None if starts_from is None else folders[starts_from]
-    slot, _ = slots_of(plan.run_id, plan.trainable)
-    dispatcher.create_slot(slot, plan.trainable, plan.seed, adapter)
-    # Setting up may have drawn random numbers: the steps begin at the seed again.
-    torch.manual_seed(plan.seed)
-
-
 def _agreed(work: Work, passes: Iterator[None]) -> Iterator[None]:
     """Do a command's passes, each agreed on by all ranks. Raises CancelledEarly between them."""
     end = object()
@@ -370,27 +342,37 @@ def _load_reference(work: Work, folders: Folders, kept: Kept | None) -> None:
         work.dispatcher.load_frozen(work.reference_slot, folders[work.reference])
 
 
-def _score_reference(work: Work, folders: Folders) -> Iterator[None]:
+def _take_up(work: Work, folders: Folders, kept: Kept | None) -> None:
+    """Read how far the job is, and cut its steps to its memory budget, if it has one, as the checkpoint before it says.
+
+    A job that begins with another's checkpoint keeps to its micro-batches, too: a run measures once.
+    """
+    job, plan = work.job, work.plan
+    begins_with = job.start or plan.initial_checkpoint
+    before = None if begins_with is None else kept.checkpoint.state if kept else read_state(folders[begins_with])
+    if before is not None and job.start is not None:
+        work.done = before.step - plan.first_step
+    if plan.memory_budget_bytes is not None:
+        tokens = None if before is None else before.micro_batch_tokens
+        limits = plan.memory_budget_bytes, plan.max_micro_batch_tokens
+        work.dispatcher.form_micro_batches(work.slot, work.data, work.loss, *limits, tokens)
+
+
+def _score_reference(work: Work) -> Iterator[None]:
     """Compute the reference's log-probabilities, before any checkpoint is loaded, which may replace the base."""
     if reference_of(work.plan.loss) is None:
         return
     score = partial(
         work.dispatcher.score, work.reference_slot, column="ref_logprob_N", temperature=work.plan.temperature
     )
-    yield from score(work.data, range(_done(work, folders), work.plan.num_steps))
+    yield from score(work.data, range(work.done, work.plan.num_steps))
     if (held_out := work.evaluator.wants_reference) is not None:
         yield from score(held_out, range(1))
 
 
-def _score_old(work: Work, folders: Folders) -> Iterator[None]:
+def _score_old(work: Work) -> Iterator[None]:
     """Compute the old policy's log-probabilities, except for the first step, where it is the policy (targets.py)."""
     plan = work.plan
     if scores_old(plan.loss):
-        steps = range(max(_done(work, folders), 1), plan.num_steps)
+        steps = range(max(work.done, 1), plan.num_steps)
         yield from work.dispatcher.score(work.slot, work.data, steps, "old_logprob_N", plan.temperature)
-
-
-def _done(work: Work, folders: Folders) -> int:
-    """Return the number of this job's steps that its checkpoint has done: they need no scores."""
-    start = work.job.start
-    return 0 if start is None else read_state(folders[start]).step - work.plan.first_step

@@ -24,7 +24,7 @@ from megatron_worker.process.event_log import Report
 from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
-from megatron_worker.runner import Outcome, Passes, make_deterministic, make_trainable, take_engine
+from megatron_worker.runner import Outcome, Passes, make_deterministic
 from megatron_worker.sums import MAX, reported
 from megatron_worker.training.checkpoint import (
     check_fits,
@@ -33,7 +33,7 @@ from megatron_worker.training.checkpoint import (
     save_checkpoint,
 )
 from megatron_worker.training.command_data import CommandData, pack_data
-from megatron_worker.warm_engine import WarmEngine, slots_of
+from megatron_worker.warm_engine import WarmEngine, make_trainable, slots_of, take_engine
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs.commands import (

@@ -9,9 +9,13 @@ import torch
 
 from megatron_worker.dispatch import Dispatcher, Slot
 from megatron_worker.engine import Engine
+from megatron_worker.process.faults import JobFailed, fault_of
 from megatron_worker.process.imports import slow_imports
+from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.process.staging import Folders
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
+from shared.errors import InvalidInput
 from shared.jobs.job import Full, Job, JobPlan, Lora, WorkerPlan, reference_of
 from shared.jobs.leases import WorkerKey
 
@@ -143,6 +147,32 @@ class WarmEngine:
         assert self.dispatcher is not None
         for slot in slots_of(run_id, trainable):
             self.dispatcher.drop_slot(slot)
+
+
+def take_engine(
+    warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
+) -> Dispatcher:
+    """Return the engine for a plan. Raises JobFailed if some rank cannot build it, or the number of ranks is wrong."""
+    if plan.layout.world_size != ranks.world_size:
+        place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
+        raise JobFailed(fault_of(InvalidInput(message, place)))
+    try:
+        return ranks.agree(lambda: warm.take(plan, folders[plan.model], kept))
+    except JobFailed:
+        warm.refuse(plan)
+        raise
+
+
+def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
+    """Make the weights to train, fresh or from an adapter. A checkpoint to go on from is loaded into them later."""
+    plan = job.plan
+    begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
+    starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
+    adapter = None if starts_from is None else folders[starts_from]
+    slot, _ = slots_of(plan.run_id, plan.trainable)
+    dispatcher.create_slot(slot, plan.trainable, plan.seed, adapter)
+    # Setting up may have drawn random numbers: the steps begin at the seed again.
+    torch.manual_seed(plan.seed)
 
 
 def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:

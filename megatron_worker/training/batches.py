@@ -83,10 +83,15 @@ class PackedBatches:
         Raises:
             InvalidInput: a unit has more tokens.
         """
-        if (longest := int(self._lengths().max(initial=0))) > most_tokens:
-            message = f"the longest example has {longest} tokens; passes of {most_tokens} fit the budget"
+        if self.longest_unit > most_tokens:
+            message = f"the longest example has {self.longest_unit} tokens; passes of {most_tokens} fit the budget"
             raise InvalidInput(message, "memory_budget_bytes")
         self.most_tokens, self._num_parts = most_tokens, num_parts
+
+    @property
+    def longest_unit(self) -> int:
+        """The tokens of the longest unit."""
+        return int(self._lengths().max(initial=0))
 
     def _lengths(self) -> Ints:
         return np.diff(self.units.token_offsets).astype(np.int64)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
+from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
 from shared.jobs.weight_sync import SyncTarget
 
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -318,11 +318,7 @@ class JobPlan(WorkerPlan):
             raise ValueError(f"temperature belongs to losses of sampled sequences: with {self.loss.kind} it must be 1")
         return self
 
-    @model_validator(mode="after")
-    def _pipelines_have_bins(self) -> Self:
-        if self.memory_budget_bytes is not None and self.layout.pp > 1:
-            raise ValueError("memory_budget_bytes: a pipeline holds all bins of a step at once; use it with pp 1")
-        return self
+    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
     def _reference_is_known(self) -> Self:

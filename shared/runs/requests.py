@@ -8,7 +8,7 @@ from shared.contract import Frozen
 from shared.field_rules import NO_NUL, pattern
 from shared.grading.graders import Grader
 from shared.jobs.job import PPO, Dtype, Lora, PolicyLoss, Trainable
-from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout
+from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
 from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PromptsSource
@@ -31,6 +31,10 @@ _DECAY = "AdamW's decoupled weight decay"
 _CLIP = "bound of the global gradient norm; 0 for none"
 _SEED = "seed of the data's order and of fresh adapter weights"
 _DTYPE = "precision of weights and activations"
+_BUDGET = (
+    "what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many tokens that are, "
+    "bin_tokens at most"
+)
 
 
 class _DatasetRun(Frozen):
@@ -50,12 +54,7 @@ class _DatasetRun(Frozen):
     batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most, instead of batch_size")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
-    memory_budget_bytes: int | None = Field(
-        default=None,
-        ge=1_000_000,
-        description="what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many "
-        "tokens that are, bin_tokens at most",
-    )
+    memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     max_lost_fraction: float = Field(
         default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
     )
@@ -84,11 +83,10 @@ class _DatasetRun(Frozen):
             raise ValueError("bin_tokens must hold an example: at least max_tokens")
         if self.batch_tokens is not None and self.batch_tokens < self.max_tokens:
             raise ValueError("batch_tokens must hold an example: at least max_tokens")
-        if self.memory_budget_bytes is not None and self.layout.pp > 1:
-            raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
@@ -248,6 +246,7 @@ class RLRun(Frozen):
     epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
+    memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=_PEAK)
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up; constant afterwards")
     weight_decay: float = Field(default=0.0, ge=0, description=_DECAY)
@@ -281,6 +280,7 @@ class RLRun(Frozen):
         return self
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
+    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> "RLRun":

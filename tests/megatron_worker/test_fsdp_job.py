@@ -86,18 +86,28 @@ def on_two_ranks(workshop, job: Job) -> Path:
     return log
 
 
-@pytest.mark.parametrize("objective", ["sft", "rl"])
-def test_two_ranks_report_what_one_does(worker, workshop, objective):
-    """A step's bins are three: one rank has a bin less than the other. Nor do their turns of scoring come out even."""
+@pytest.mark.parametrize(
+    ("objective", "budget"), [("sft", None), ("rl", None), ("rl-budget", 1_400_000)], ids=["sft", "rl", "rl-budget"]
+)
+def test_two_ranks_report_what_one_does(worker, workshop, objective, budget):
+    """A step's bins are three: one rank has a bin less than the other. Nor do their turns of scoring come out even.
+
+    Within a budget each rank measures for itself; ranks that cut otherwise than others would wait for them for ever.
+    """
     single = a_plan(workshop, engine="fsdp", run_id=objective)
-    if objective == "rl":
+    if objective != "sft":
         root = workshop.root
         write_rollouts(root / "rollouts", 6, vocab_size=512)
         write_plan(root / "rollouts-plan", root / "rollouts", ROLLOUT)
         data = PackedData(units=sealed(root / "rollouts"), plan=sealed(root / "rollouts-plan"))
         changes = {"loss": TRAINER, "data": data, "temperature": 0.7, "checkpointing": Checkpointing()}
         single = a_plan(replace(workshop, data=data), engine="fsdp", run_id=objective, **changes)
-    double = JobPlan.model_validate(single.model_dump() | {"layout": Layout(dp=2)})
+    changes = {"layout": Layout(dp=2), "memory_budget_bytes": budget}
+    double = JobPlan.model_validate(single.model_dump() | changes)
     one = do(worker, workshop, f"{objective}-one", single)
     log = on_two_ranks(workshop, workshop.job(f"{objective}-two", double))
-    assert_close(numbers(log), numbers(one.log_path), rel=2e-4)
+    ours, theirs = numbers(log), numbers(one.log_path)
+    if budget is not None:
+        cut = [[step.pop("num_bins") for step in steps if "num_bins" in step] for steps in (ours, theirs)]
+        assert cut == [[3, 3, 3, 3], [2, 2, 2, 2]]
+    assert_close(ours, theirs, rel=2e-4)

@@ -13,7 +13,7 @@ from megatron_worker.trainer_rank.packing import pack
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.micro_batches import cut, measure_passes, tokens_that_fit
 from shared.jobs.events import Failed, Step
-from shared.jobs.job import CrossEntropy, Lora
+from shared.jobs.job import CrossEntropy, Lora, PackedData
 from shared.jobs.layout import Layout
 from shared.jobs.packed import Units, UnitsWriter
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -22,12 +22,14 @@ from tests.megatron_worker.test_megatron_job import (  # noqa: F401 (fixtures)
     NUM_STEPS,
     checkpoint,
     do,
+    new_worker,
     plan,
     weights_sha256,
     worker,
     workshop,
 )
-from tests.megatron_worker.workshop import read_log, write_plan
+from tests.megatron_worker.test_policy_jobs import COLUMNS, ROLLOUT, TRAINER, write_rollouts
+from tests.megatron_worker.workshop import read_log, sealed, write_plan
 
 
 def steps_of(job):
@@ -69,11 +71,39 @@ def test_a_job_within_a_budget_repeats_its_micro_batches(worker, workshop):  # n
     assert isinstance(failed, Failed) and failed.message.startswith("memory_budget_bytes: the longest example has")
 
 
-def smallest_budget(workshop, num_tokens):  # noqa: F811 (fixtures)
+def test_a_policy_s_jobs_within_a_budget_repeat_their_micro_batches(worker, workshop):  # noqa: F811 (fixtures)
+    """Old policy and reference are scored in the same micro-batches. A run's next job takes them over."""
+    write_rollouts(workshop.root / "rollouts", 6, vocab_size=512)
+    write_plan(workshop.root / "rollouts-plan", workshop.root / "rollouts", ROLLOUT)
+    data = PackedData(units=sealed(workshop.root / "rollouts"), plan=sealed(workshop.root / "rollouts-plan"))
+    of_policy = {"data": data, "loss": TRAINER, "temperature": 0.7}
+    of_policy["evaluation"] = plan(workshop).evaluation.model_copy(update={"data": None})
+    budget = smallest_budget(workshop, num_tokens=9, loss=TRAINER)  # a trajectory has 8 at most
+    bins = do(worker, workshop, "policy-bins", plan(workshop, **of_policy))
+    within = plan(workshop, **of_policy, memory_budget_bytes=budget)
+    narrow = do(worker, workshop, "policy-narrow", within)
+    assert bins_of(bins) == [2] * NUM_STEPS and bins_of(narrow) == [3, 3, 3, 3]
+    for ours, theirs in zip(steps_of(narrow), steps_of(bins), strict=True):
+        for name in ("loss", "grad_norm", "ratio_max", "kl_old_new", "kl_reference", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6)
+    assert steps_of(narrow)[0]["grad_norm"] == pytest.approx(steps_of(bins)[0]["grad_norm"], rel=1e-6)
+
+    other = plan(workshop, **of_policy, memory_budget_bytes=1 << 30)  # what is recorded is repeated
+    resumed = do(worker, workshop, "policy-resumed", other, checkpoint(narrow, 2))
+    killed_early = do(new_worker(workshop.root), workshop, "policy-again", within)
+    assert weights_sha256(resumed) == weights_sha256(killed_early) == weights_sha256(narrow)
+    next_job = {"job_id": "000002", "first_step": NUM_STEPS, "initial_checkpoint": checkpoint(narrow, NUM_STEPS)}
+    following = do(worker, workshop, "policy-next", other.model_copy(update=next_job))
+    recorded = state(narrow, NUM_STEPS)["micro_batch_tokens"]
+    assert state(following, 2 * NUM_STEPS)["micro_batch_tokens"] == recorded < 16
+    assert bins_of(following) == bins_of(narrow)
+
+
+def smallest_budget(workshop, num_tokens, loss=CrossEntropy()):  # noqa: B008, F811 (a constant; fixtures)
     """What a pass of so many tokens needs."""
     engine = MegatronEngine(Path(workshop.model.uri.removeprefix("file://")), Layout(), "float32")
     engine.add_adapter("default", Lora(rank=4, alpha=8), 0)
-    cost = measure_passes(engine, loss_function(CrossEntropy(), 1.0), 1 << 24, has_branches=False)
+    cost = measure_passes(engine, loss_function(loss, 1.0), 1 << 24, has_branches=False)
     low, high = 1000, 1 << 24
     while high - low > 1000:
         middle = (low + high) // 2
@@ -104,22 +134,51 @@ def test_no_pass_exceeds_the_budget_and_the_largest_uses_it(tmp_path, dtype, kin
         assert len(peaks) > 3 and (0.85 if kind == "chains" else 0.75) * budget <= max(peaks) <= budget
 
 
-def write_random_units(folder, generator, num_tokens, num_branches):
+def test_no_pass_of_a_policy_s_job_exceeds_the_budget(tmp_path):
+    """Passes that score the old policy's and the reference's log-probabilities do not, either."""
+    engine = MegatronEngine(distinct_model(tmp_path / "model", num_layers=1), Layout(), "float32")
+    dispatcher, loss, budget = Dispatcher(engine), loss_function(TRAINER, 0.7), 2_000_000
+    dispatcher.create_slot("one", Lora(rank=4, alpha=8), 0)
+    write_random_units(tmp_path / "units", np.random.default_rng(3), 2000, num_branches=6, columns=COLUMNS)
+    with PackedBatches.open(tmp_path / "units", folder_of_plan(tmp_path / "units", tmp_path / "plan")) as data:
+        with LiveBytes() as live:
+            dispatcher.form_micro_batches("one", data, loss, budget)
+        assert live.peak <= budget  # of the passes that measure
+        scored = []
+        for slot, column in ((None, "ref_logprob_N"), ("one", "old_logprob_N")):
+            with LiveBytes() as live:
+                for _ in dispatcher.score(slot, data, range(1), column, 0.7):
+                    scored.append(live.take_peak())
+        peaks = [peak_of(engine, data.batch(units, engine.facts.device), loss) for units in data.bins(0)]
+        gradient = gradient_of(dispatcher, data, loss)
+        data.most_tokens = None
+        difference = (gradient - gradient_of(dispatcher, data, loss)).norm() / gradient.norm()
+    print(len(peaks), max(peaks) / budget, max(scored) / budget, float(difference))
+    assert max(scored) <= budget and 0.85 * budget <= max(peaks) <= budget and len(peaks) > 3
+    assert difference <= 1e-6
+
+
+def write_random_units(folder, generator, num_tokens, num_branches, columns=()):
     """Sequences of 5 to 40 tokens, or so many on one prompt; all tokens but the first are targets."""
-    writer = UnitsWriter(folder, ("token_id", "position", "parent", "hidden_index", "label", "weight"))
+    columns = dict.fromkeys(("token_id", "position", "parent", "hidden_index", "label", "weight", *columns))
+    writer = UnitsWriter(folder, tuple(columns))
     while num_tokens > 0:
         prompt = generator.integers(3, VOCAB_SIZE, int(generator.integers(3, 30)))
         ends = [generator.integers(3, VOCAB_SIZE, int(generator.integers(2, 10))) for _ in range(num_branches)]
         tree = pack([np.concatenate([prompt, end]) for end in ends], 2)
         target_N = np.flatnonzero(tree.parent_T >= 0)
-        writer.append(
-            token_id=tree.token_id_T,
-            position=tree.position_T,
-            parent=tree.parent_T,
-            hidden_index=tree.parent_T[target_N],
-            label=tree.token_id_T[target_N],
-            weight=np.ones(len(target_N)),
-        )
+        values = {
+            "token_id": tree.token_id_T,
+            "position": tree.position_T,
+            "parent": tree.parent_T,
+            "hidden_index": tree.parent_T[target_N],
+            "label": tree.token_id_T[target_N],
+            "weight": np.ones(len(target_N)),
+            "advantage": generator.normal(size=len(target_N)),
+            "old_logprob": -4 + 0.1 * generator.normal(size=len(target_N)),
+            "sequence": np.zeros(len(target_N)),
+        }
+        writer.append(**{name: values[name] for name in columns})
         num_tokens -= len(tree.token_id_T)
     writer.close()
 

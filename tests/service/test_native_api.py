@@ -71,6 +71,7 @@ def test_an_rl_run_is_taken_whole_or_refused_with_field_and_rule(api) -> None:
         ({"loss": {"kind": "ppo", "truncated_importance": 2.0}}, "loss", "would be ignored"),
         ({"advantages": "given", "equal_rewards": "keep"}, "", "has no meaning"),
         ({"bin_tokens": 16}, "", "must hold a trajectory"),
+        ({"memory_budget_bytes": 1 << 30, "layout": {"pp": 2}}, "", "a pipeline holds all micro-batches of a step"),
         ({"dataset": {"uri": "file:///rows.jsonl"}}, "dataset", "no such field"),
         ({"algorithm": "gspo"}, "", "algorithm gspo has the loss gspo: a loss ppo leaves nothing of it"),
         ({"algorithm": "best"}, "algorithm", "'grpo'"),

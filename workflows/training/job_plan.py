@@ -106,6 +106,8 @@ def rl_job(
         loss=with_reference(run.loss, state.reference),
         temperature=run.temperature,
         optimizer=Adam(weight_decay=run.weight_decay, clip_norm=run.clip_norm),
+        memory_budget_bytes=run.memory_budget_bytes,
+        max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
         schedule=Schedule(kind="constant", learning_rate=run.learning_rate, warmup_steps=run.warmup_steps),
         checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS),
         seed=run.seed,

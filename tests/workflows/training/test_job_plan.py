@@ -78,14 +78,21 @@ def test_samples_come_from_held_out_prompts_alone() -> None:
     assert plan_of(num_samples=4, eval_data=DATA).evaluation.num_samples == 4
 
 
-def rl_plan(reference: Artifact | None, **loss: object) -> JobPlan:
-    run = RLRun.model_validate({"model": "m", "loss": {"kind": "ppo"} | loss})
+def rl_plan(reference: Artifact | None, changes: dict[str, object] | None = None, **loss: object) -> JobPlan:
+    run = RLRun.model_validate({"model": "m", "loss": {"kind": "ppo"} | loss} | (changes or {}))
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 8, "vocab_size": 9}
     shape = ModelShape(family="qwen3", **sizes)
     status = RunStatus(run_id="r1", kind="rl", policy_version=0)
     state = RLState(model=ANY, shape=shape, reference=reference, status=status)
     step = StepStatus(step=1, key="a", groups="file:///g")
     return rl_job(RLStart(run_id="r1", run=run), state, step, DATA, num_steps=1)
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 30])
+def test_bins_are_the_upper_bound_of_what_a_memory_budget_allows(budget: int | None) -> None:
+    changes = {"memory_budget_bytes": budget, "bin_tokens": 4096}
+    for plan in (plan_of(**changes), rl_plan(None, changes)):
+        assert (plan.memory_budget_bytes, plan.max_micro_batch_tokens) == (budget, 4096 if budget else None)
 
 
 def test_a_reference_that_a_run_names_by_uri_is_an_artifact_in_its_jobs() -> None:
