@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,17 @@ from safetensors.torch import load_file
 
 from longshore.client import Client, CommandFailed, Pending, ServiceError, Session
 from service.dev.connection import Connection
-from shared.jobs.commands import Asked, CommandResult, Datum, Forward, ForwardBackward, Gap, OptimStep, SaveState
+from shared.jobs.commands import (
+    Asked,
+    CommandResult,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Gap,
+    LoadState,
+    OptimStep,
+    SaveState,
+)
 from shared.jobs.job import Full, Job, Lora
 from shared.jobs.layout import Layout
 from shared.runs.requests import SessionRun
@@ -32,6 +44,9 @@ pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("LONGSHORE_TEST_SEED", "0")) or int(time.time())
 NUM_COMMANDS = int(os.environ.get("LONGSHORE_TEST_SESSION_COMMANDS", "24"))
 NUM_KILLS = int(os.environ.get("LONGSHORE_TEST_SESSION_KILLS", "3"))
+_DRAWN = ("forward", "save_state", "gradients", "gradients", "labels", "labels", "step", "step", "step")
+_OWN = "own:step-0"
+"""Stands for one of the states that the session has saved."""
 VICTIMS: tuple[Victim, ...] = (a_rank, gpu_host, control_host, web_service, temporal_server)
 
 
@@ -52,22 +67,55 @@ def opened(client: Client, model: Path, **changes: object) -> Session:
     return client.open(SessionRun.model_validate(fields | changes))
 
 
-def commands_of(number: int, how_many: int) -> list[Asked]:
-    """Forwards, gradients of one or two batches, steps, saved states: the same for the same numbers."""
+def commands_of(number: int, how_many: int, loads: bool = False) -> list[Asked]:
+    """Forwards, gradients of one or two batches, of tokens or of labels, steps, saved states: the same for the same
+    numbers. With `loads` also loads of `_OWN` states, which a Sender names.
+    """
     rng = random.Random(number)
     made: list[Asked] = []
     while len(made) < how_many:
         data = tuple(Datum(tokens=tuple(rng.randrange(3, 500) for _ in range(12))) for _ in range(3))
-        match rng.randrange(8):
-            case 0:
+        match rng.choice(_DRAWN + loads * ("load_state", "load_state")):
+            case "forward":
                 made.append(Forward(data=data, top_k=2))
-            case 1:
-                made.append(SaveState())
-            case 2 | 3 | 4:
+            case "gradients":
                 made.append(ForwardBackward(data=data))
-            case _:
+            case "labels":
+                made.append(ForwardBackward(data=tuple(labelled(datum, rng) for datum in data)))
+            case "step":
                 made += [ForwardBackward(data=data), OptimStep(learning_rate=0.01)]
+            case "load_state" if any(isinstance(each, SaveState) for each in made):
+                made.append(LoadState(state=_OWN, optimizer=rng.random() < 0.7))
+            case _:
+                made.append(SaveState())
     return made[:how_many]
+
+
+def labelled(datum: Datum, rng: random.Random) -> Datum:
+    """The datum with up to three labels in each place, each with a weight of its own."""
+    labels = [[rng.randrange(3, 500) for _ in range(rng.randrange(4))] for _ in datum.tokens[1:]]
+    weights = [[rng.random() for _ in each] for each in labels]
+    return Datum.model_validate({"tokens": datum.tokens, "labels": labels, "label_weights": weights})
+
+
+@dataclass
+class Sender:
+    """Sends commands to a session without waiting, but for the state that a load goes back to: one of the newest eight
+    that it saved, drawn alike in every session. The service looks it up when it accepts the load.
+    """
+
+    session: Session
+    pending: list[Pending] = field(default_factory=list)
+    _saves: list[Pending] = field(default_factory=list)
+    _draw: random.Random = field(default_factory=partial(random.Random, 1))
+
+    def send(self, asked: Asked) -> None:
+        if isinstance(asked, LoadState):
+            step = self._draw.choice(self._saves[-8:]).result(900).step
+            asked = asked.model_copy(update={"state": f"{self.session.id}:step-{step}"})
+        self.pending.append(self.session.send(asked))
+        if isinstance(asked, SaveState):
+            self._saves.append(self.pending[-1])
 
 
 def final_state(session: Session, client: Client) -> str:
@@ -91,25 +139,25 @@ def test_whatever_is_killed_every_future_resolves_to_the_same_bits(
     """Three sessions at once, while processes of every kind are killed, against each alone and undisturbed."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    commands = [commands_of(number, NUM_COMMANDS) for number in range(3)]
+    commands = [commands_of(number, NUM_COMMANDS, loads=True) for number in range(3)]
     alone = []
     for each in commands:
-        session = opened(client, tiny_model)
-        sent = [session.send(asked) for asked in each]
-        alone.append(([told(one.result(900)) for one in sent], final_state(session, client)))
+        sender = Sender(opened(client, tiny_model))
+        for asked in each:
+            sender.send(asked)
+        alone.append(([told(one.result(900)) for one in sender.pending], final_state(sender.session, client)))
 
-    sessions = [opened(client, tiny_model, save_after_s=0.5) for _ in commands]
-    pending: list[list[Pending]] = [[] for _ in commands]
+    senders = [Sender(opened(client, tiny_model, save_after_s=0.5)) for _ in commands]
     kills = sorted(rng.sample(range(1, NUM_COMMANDS), NUM_KILLS))
     for place in range(NUM_COMMANDS):
-        for number, each in enumerate(commands):
-            pending[number].append(sessions[number].send(each[place]))
+        for sender, each in zip(senders, commands, strict=True):
+            sender.send(each[place])
         if place in kills:
-            pending[rng.randrange(3)][-1].result(900)
+            senders[rng.randrange(3)].pending[-1].result(900)
             kill(stack, rng.choice(VICTIMS), 120)
-    for number, (results, state) in enumerate(alone):
-        assert [told(each.result(900)) for each in pending[number]] == results, f"session {number}, seed {SEED}"
-        assert final_state(sessions[number], client) == state, f"session {number}, seed {SEED}"
+    for number, (sender, (results, state)) in enumerate(zip(senders, alone, strict=True)):
+        assert [told(each.result(900)) for each in sender.pending] == results, f"session {number}, seed {SEED}"
+        assert final_state(sender.session, client) == state, f"session {number}, seed {SEED}"
 
 
 def test_commands_in_any_order_from_clients_that_vanish_are_done_once_and_in_theirs(
