@@ -9,10 +9,10 @@ from shared.jobs.packed import Units
 
 
 def loss_function(loss: Loss, temperature: float = 1.0) -> LossFunction:
-    """Return a loss. `temperature` divides a policy loss's logits; the other losses have none."""
+    """Return a loss. `temperature` divides its logits; that of preferences has none."""
     match loss:
         case CrossEntropy():
-            return cross_entropy.LOSS
+            return cross_entropy.cross_entropy_loss(temperature)
         case DPO():
             return dpo_loss(loss)
         case _:

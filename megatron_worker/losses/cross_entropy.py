@@ -10,4 +10,6 @@ def sums(scores: Scores, batch: Batch) -> LossSums:
     return LossSums(loss=loss_N.sum(), weight=batch.weight_N.sum())
 
 
-LOSS = LossFunction(outputs=Outputs(logprob=True), sums=sums)
+def cross_entropy_loss(temperature: float) -> LossFunction:
+    """`temperature`: what logits are divided by."""
+    return LossFunction(Outputs(temperature=temperature), sums)

@@ -117,8 +117,6 @@ class ForwardBackward(_OnData):
     @model_validator(mode="after")
     def _has_what_the_loss_needs(self) -> Self:
         if isinstance(self.loss, CrossEntropy):
-            if self.temperature != 1:
-                raise ValueError("temperature belongs to losses of sampled sequences: with cross_entropy it must be 1")
             return self
         if scores_old(self.loss):
             raise ValueError("loss.old: a session has no beginning to score by; send your own log-probabilities")

@@ -16,6 +16,7 @@ from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, 
 from shared.jobs.job import Lora
 from shared.jobs.layout import Layout
 from tests.megatron_worker.rows import VOCAB_SIZE
+from tests.megatron_worker.session_rank import AnyRank
 
 LORAS = {
     "one": Lora(rank=4, alpha=8),
@@ -37,7 +38,7 @@ def write_adapters(model: Path, folder: Path) -> dict[str, Path]:
     return folders
 
 
-def load_adapters(rank: TrainerRank, folders: dict[str, Path]) -> None:
+def load_adapters(rank: AnyRank, folders: dict[str, Path]) -> None:
     for name, folder in folders.items():
         rank.load_adapter(name, folder, trainable=name != "frozen")
 
@@ -98,7 +99,7 @@ def some_loss(outputs: Sequence[ForwardOutput]) -> Tensor:
     return total
 
 
-def gradient(rank: TrainerRank, name: str) -> Tensor:
+def gradient(rank: AnyRank, name: str) -> Tensor:
     """What an adapter has accumulated on this rank."""
-    slot = rank._adapters[name].slot
+    slot = rank._adapters[name].slot if isinstance(rank, TrainerRank) else rank.slot(name)
     return rank.engine._slots.trainings[slot].optimizer.grad.buffer.clone()

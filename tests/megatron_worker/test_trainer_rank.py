@@ -1,4 +1,7 @@
-"""TrainerRank on one rank: what it answers, against transformers, one input at a time, and torch's own heads."""
+"""TrainerRank on one rank: what it answers, against transformers, one input at a time, and torch's own heads.
+
+Tests that take a `rank` run on sessions too, each with a `direct` TrainerRank beside it to compare with.
+"""
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from megatron_worker.head.kernel_choice import policy
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
+from shared.jobs.commands import MAX_TOP_K
 from shared.jobs.job import Adam
 from shared.jobs.layout import Layout
 from tests.megatron_worker.engines import ENGINES
@@ -27,16 +31,33 @@ from tests.megatron_worker.ranks import (
     tensors_of,
 )
 from tests.megatron_worker.rows import VOCAB_SIZE
+from tests.megatron_worker.session_rank import SessionRank, sayable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def shared_rank(model, folders):
+def shared_direct(model, folders):
     """For tests that leave weights and gradients as they were."""
     rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), min_shared_tokens=4)
     load_adapters(rank, folders)
     return rank
+
+
+@pytest.fixture(scope="module", params=["direct", "session"])
+def shared_rank(request, shared_direct, model, folders, tmp_path_factory):
+    if request.param == "direct":
+        return shared_direct
+    rank = SessionRank(model, tmp_path_factory.mktemp("sessions"))
+    load_adapters(rank, folders)
+    return rank
+
+
+@pytest.fixture
+def direct(shared_direct):
+    yield shared_direct
+    shared_direct.zero_grad()
+    shared_direct.set_adapter(None)
 
 
 @pytest.fixture
@@ -56,11 +77,10 @@ class TestAnswers:
         with torch.no_grad():
             plain = rank.forward(
                 [
-                    ForwardInput(ids, positions, True, True, labels, 6, True, True, adapter=name),
+                    sayable(rank, ForwardInput(ids, positions, True, True, labels, 6, True, True, adapter=name)),
                     ForwardInput(ids, positions, True, True, labels, 6, adapter=name, temperature=0.5),
                 ]
             )
-        assert (plain[0].logit_PV - expected).abs().max() <= 2e-5
         for output, temperature in zip(plain, (1.0, 0.5), strict=True):
             logprob_PV = (expected / temperature).log_softmax(-1)
             targets = logprob_PV.gather(1, torch.tensor(ids)[torch.tensor(positions) + 1, None])[:, 0]
@@ -70,20 +90,23 @@ class TestAnswers:
             best = logprob_PV.topk(6)
             assert (output.top_k.logprob_PK - best.values).abs().max() <= 2e-5
             assert torch.equal(output.top_k.id_PK, best.indices)
-        weight_VH, shard = rank.engine.output_head
-        again = plain[0].hidden_PH @ weight_VH[: shard.vocab_size].t()
-        assert (again - expected).abs().max() <= 2e-5
+        if isinstance(rank, TrainerRank):
+            assert (plain[0].logit_PV - expected).abs().max() <= 2e-5
+            weight_VH, shard = rank.engine.output_head
+            again = plain[0].hidden_PH @ weight_VH[: shard.vocab_size].t()
+            assert (again - expected).abs().max() <= 2e-5
 
-    def test_gradients_of_every_answer_are_those_of_its_logits(self, rank):
-        """Each kind alone against the same function of logits, through the same backbone."""
+    def test_gradients_of_every_answer_are_those_of_its_logits(self, rank, direct):
+        """Each kind alone against the same function of TrainerRank's logits."""
         generator = np.random.default_rng(1)
         ids = random_ids(generator, 300)  # more than one chunk of rows
         labels = generator.integers(0, VOCAB_SIZE, (300, 3))
 
         def gradient_of(loss_of, **asked):
-            rank.zero_grad()
-            rank.backward(loss_of(rank.forward([ForwardInput(ids, adapter="one", **asked)])[0]))
-            return gradient(rank, "one")
+            asks = direct if asked.get("logits") or asked.get("hidden") else rank
+            asks.zero_grad()
+            asks.backward(loss_of(asks.forward([ForwardInput(ids, adapter="one", **asked)])[0]))
+            return gradient(asks, "one")
 
         def picked(output, id_PK):
             return (output.logit_PV / 0.7).log_softmax(-1).gather(1, id_PK)
@@ -105,7 +128,7 @@ class TestAnswers:
             lambda o: (weights[:-1, :1] * picked(o, target_PK)).sum(), logits=True, positions=range(299)
         )
         assert (target - target_by_logits).norm() <= 1e-5 * target_by_logits.norm()
-        weight_VH, _shard = rank.engine.output_head
+        weight_VH, _shard = direct.engine.output_head
         by_hidden = gradient_of(lambda o: (weights * (o.hidden_PH @ weight_VH[:3].t())).sum(), hidden=True)
         by_three = gradient_of(lambda o: (weights * o.logit_PV[:, :3]).sum(), logits=True)
         assert (by_hidden - by_three).norm() <= 1e-5 * by_three.norm()
@@ -145,20 +168,22 @@ class TestAnswers:
             (ForwardInput([1, 2], logits=True, adapter="absent"), "inputs[1].adapter", "no adapter 'absent'"),
         ],
     )
-    def test_a_wrong_input_is_named_with_its_rule(self, rank, asked, place, rule):
+    def test_a_wrong_input_is_named_with_its_rule(self, direct, asked, place, rule):
         with pytest.raises(InvalidInput, match=rule) as refused:
-            rank.forward([ForwardInput([1, 2, 3], logits=True), asked])
+            direct.forward([ForwardInput([1, 2, 3], logits=True), asked])
         assert refused.value.place == place
 
 
-def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank):
-    """Outputs, and the gradients of both trainable slots, of a batch of several slots and of its inputs alone."""
+def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank, direct):
+    """Outputs, and the gradients of both trainable slots, of a batch of several slots and of its inputs alone: of a
+    session 25, each against TrainerRank's.
+    """
     generator = np.random.default_rng(7)
     furthest = {"output": 0.0, "gradient": 0.0}
-    for _ in range(200):
+    for _ in range(200 if rank is direct else 25):
         prefix = random_ids(generator, int(generator.integers(0, 20)))
         inputs = [
-            random_input(generator, prefix if generator.random() < 0.5 else (), longest=20)
+            sayable(rank, random_input(generator, prefix if generator.random() < 0.5 else (), longest=20))
             for _ in range(generator.integers(1, 6))
         ]
         gradients = []
@@ -166,10 +191,10 @@ def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank):
         together = rank.forward(inputs)
         rank.backward(some_loss(together))
         gradients.append({name: gradient(rank, name) for name in ("one", "two")})
-        rank.zero_grad()
-        alone = [rank.forward([asked])[0] for asked in inputs]
-        rank.backward(some_loss(alone))
-        gradients.append({name: gradient(rank, name) for name in ("one", "two")})
+        direct.zero_grad()
+        alone = [direct.forward([asked])[0] for asked in inputs]
+        direct.backward(some_loss(alone))
+        gradients.append({name: gradient(direct, name) for name in ("one", "two")})
         for ours, theirs in zip(together, alone, strict=True):
             ours, theirs = tensors_of(ours), tensors_of(theirs)
             assert set(ours) == set(theirs)
@@ -207,10 +232,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path):
+@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
+def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path, is_session):
     """Neither forward nor backward, of a pack of several chunks, of a vocabulary wider than the model's own tensors."""
-    folder = make_tiny_model(tmp_path, ["hello there"], vocab_size=1500)
-    rank = TrainerRank(MegatronEngine(folder, Layout(), "float32"))
+    folder = make_tiny_model(tmp_path / "model", ["hello there"], vocab_size=3000)
+    if is_session:
+        rank = SessionRank(folder, tmp_path, max_tokens=2048)
+    else:
+        rank = TrainerRank(MegatronEngine(folder, Layout(), "float32"))
     rank.create_adapter("one", LORAS["one"], seed=0)
     generator = np.random.default_rng(4)
     ids, labels = random_ids(generator, 1200), generator.integers(0, VOCAB_SIZE, (1199, 3))
@@ -221,8 +250,9 @@ def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path)
         return seen.num_elements
 
     everything = ForwardInput(ids, range(1199), True, True, labels, 5, False, True, temperature=0.7)
-    assert largest(everything) < 1199 * 1500 / 3
-    assert largest(ForwardInput(ids, logits=True)) >= 1199 * 1500
+    assert largest(sayable(rank, everything)) < 1199 * 3000 / 3
+    if not is_session:
+        assert largest(ForwardInput(ids, logits=True)) >= 1199 * 3000
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -234,7 +264,7 @@ def test_heads_take_kernels_where_there_are_some(rank):
     asked = [
         ForwardInput(ids, range(24), True, True, labels, 4, adapter="one", temperature=0.7),
         ForwardInput(ids[:9], labels=labels[:9, :1], adapter="two"),
-        ForwardInput(ids[:9], top_k=VOCAB_SIZE, adapter="two"),
+        ForwardInput(ids[:9], top_k=VOCAB_SIZE if isinstance(rank, TrainerRank) else MAX_TOP_K - 1, adapter="two"),
     ]
 
     def answers(kernels):
@@ -256,19 +286,23 @@ def test_heads_take_kernels_where_there_are_some(rank):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-def test_bfloat16_answers_in_float32_and_learns(rank, model, folders):
+@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
+def test_bfloat16_answers_in_float32_and_learns(direct, model, folders, tmp_path, is_session):
     """Near what float32 says; the gradient points the same way."""
-    rounded = TrainerRank(MegatronEngine(model, Layout(), "bfloat16"))
+    if is_session:
+        rounded = SessionRank(model, tmp_path, dtype="bfloat16")
+    else:
+        rounded = TrainerRank(MegatronEngine(model, Layout(), "bfloat16"))
     load_adapters(rounded, folders)
     ids = random_ids(np.random.default_rng(2), 40)
-    asked = [ForwardInput(ids, None, True, True, np.full((39, 2), 7), 3, True, adapter="one")]
-    exact, near = rank.forward(asked)[0], rounded.forward(asked)[0]
+    asked = [sayable(rounded, ForwardInput(ids, None, True, True, np.full((39, 2), 7), 3, True, adapter="one"))]
+    exact, near = direct.forward(asked)[0], rounded.forward(asked)[0]
     for name, tensor in tensors_of(near).items():
         assert tensor.dtype == torch.float32
         assert (tensor - tensors_of(exact)[name]).abs().mean() <= 0.1, name
-    rank.backward(some_loss([exact]))
+    direct.backward(some_loss([exact]))
     rounded.backward(some_loss([near]))
-    ours, theirs = gradient(rounded, "one"), gradient(rank, "one")
+    ours, theirs = gradient(rounded, "one"), gradient(direct, "one")
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) >= 0.95
 
 
@@ -285,19 +319,22 @@ def benchmark_rank():
     return trainer_rank_step.start(TINY, "float32")
 
 
+@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_it_starts_around_either_engine(model, folders, engine):
+def test_it_starts_around_either_engine(model, folders, engine, tmp_path, is_session):
     """Both say the same, of slots side by side; fsdp refuses what it cannot split."""
-    rank = start(model, engine=engine)
+    rank = SessionRank(model, tmp_path, engine=engine) if is_session else start(model, engine=engine)
     load_adapters(rank, folders)
-    outputs = rank.forward([ForwardInput([5, 6, 7, 8], logits=True, adapter=name) for name in ("one", "two")])
+    labels = [list(range(100, 200))] * 4
+    outputs = rank.forward([ForwardInput([5, 6, 7, 8], labels=labels, adapter=name) for name in ("one", "two")])
     for output, name in zip(outputs, ("one", "two"), strict=True):
-        assert (output.logit_PV - reference_logits(model, folders[name], [5, 6, 7, 8])).abs().max() <= 2e-5
+        expected = reference_logits(model, folders[name], [5, 6, 7, 8]).log_softmax(-1)[:, 100:200]
+        assert (output.label_logprob_PK - expected).abs().max() <= 2e-5
     rank.backward(some_loss(outputs))
     norms = rank.optim_step(Adam(), 1e-3, adapters=["one", "two"])
     assert all(norm.grad_norm > 0 for norm in norms.values())
     rank.drop_adapter("one")
     assert rank.adapters == {"two": True, "frozen": False}
-    if engine == "fsdp":
+    if engine == "fsdp" and not is_session:
         with pytest.raises(InvalidInput, match="dp alone"):
             start(model, Layout(tp=2), engine=engine)

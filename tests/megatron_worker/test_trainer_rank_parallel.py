@@ -1,4 +1,6 @@
-"""TrainerRank on two and four ranks against one: outputs, micro-batches, norms, stepped weights, refusals."""
+"""TrainerRank on two and four ranks against one: outputs, micro-batches, norms, stepped weights, refusals. What of it
+can be said in commands is done by a session of the same layout as well.
+"""
 
 import json
 
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.timeout(600)  # two launches of several ranks
 
 def single(name: str) -> str:
     """The results of one rank that a trial's are to be like."""
-    return Trial(model=name.split("/")[0]).name
+    model, _, *rest = name.split("/")
+    return "/".join((Trial(model=model).name, *rest))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +67,11 @@ def furthest(ours, theirs):
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 class TestAgainstOneRank:
-    def test_outputs_of_own_inputs(self, results, trial):
-        expected, seen, relative = notes(results, single(trial.name), "own")[0], set(), []
-        for own in notes(results, trial.name, "own"):
+    @pytest.mark.parametrize("way", ["name", "session"], ids=["direct", "session"])
+    def test_outputs_of_own_inputs(self, results, trial, way):
+        name = getattr(trial, way)
+        expected, seen, relative = notes(results, single(name), "own")[0], set(), []
+        for own in notes(results, name, "own"):
             for place, outputs in own.items():
                 assert furthest(outputs, expected[place]) <= 2e-5
                 seen.add(place)
@@ -75,7 +80,7 @@ class TestAgainstOneRank:
                     relative.append(((ours - theirs) / theirs).abs())
         assert seen == set(expected)
         mean_relative = float(torch.cat(relative).mean())
-        print(trial.name, "mean relative difference of target logprobs", mean_relative)
+        print(name, "mean relative difference of target logprobs", mean_relative)
         assert mean_relative <= 2e-6
 
     def test_micro_batches_deal_out_each_item_once_and_alike(self, results, trial):
@@ -92,15 +97,17 @@ class TestAgainstOneRank:
                 for ours, theirs in zip(item, expected[place], strict=True):
                     assert furthest(ours, theirs) <= 2e-5
 
-    def test_norms_and_stepped_weights(self, results, trial):
-        expected = notes(results, single(trial.name), "norms")[0]
-        for norms in notes(results, trial.name, "norms"):
+    @pytest.mark.parametrize("way", ["name", "session"], ids=["direct", "session"])
+    def test_norms_and_stepped_weights(self, results, trial, way):
+        result = getattr(trial, way)
+        expected = notes(results, single(result), "norms")[0]
+        for norms in notes(results, result, "norms"):
             for (ours, clipped), (theirs, theirs_clipped) in zip(norms, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5) and clipped == theirs_clipped
         assert any(clipped for _, clipped in expected)
         for name in ("one", "two"):
             file = f"{name}/adapter_model.safetensors"
-            ours, theirs = load_file(results / trial.name / file), load_file(results / single(trial.name) / file)
+            ours, theirs = load_file(results / result / file), load_file(results / single(result) / file)
             assert set(ours) == set(theirs)
             assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) <= 1e-5
 

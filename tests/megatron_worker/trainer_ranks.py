@@ -7,14 +7,17 @@ The test compares what they leave with the same functions in its own process.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_worker.process.agreement import everyone
+from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.trainer_rank.micro_batches import measured_slots
 from shared.contract import Frozen
@@ -23,6 +26,7 @@ from shared.jobs.job import Adam
 from shared.jobs.layout import EngineName, Layout
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
+from tests.megatron_worker.session_rank import AnyRank, SessionRank
 from tests.megatron_worker.trials import given_trials
 
 _WITHOUT_LIMIT = 1 << 40  # bytes
@@ -40,6 +44,11 @@ class Trial(Frozen):
     def name(self) -> str:
         return f"{self.model}/{self.engine}-{self.layout.label}"
 
+    @property
+    def session(self) -> str:
+        """Where the results of its session go."""
+        return f"{self.name}/session"
+
 
 def items_of_all_kinds() -> list[list[ForwardInput]]:
     """Groups that share a prefix, of every slot and kind."""
@@ -52,23 +61,51 @@ def items_of_all_kinds() -> list[list[ForwardInput]]:
 
 
 def run(trial: Trial, out: Path) -> None:
+    step_as_a_session_can(start_session(trial, out), out / trial.session)
     rank = start(trial, out)
     out = out / trial.name
-    note(rank, out, "own", own_share(rank))
+    note(rank, out, "own", own_share(rank, inputs_of_all_kinds()))
     rank.memory_budget_bytes = budget_of(rank)
     note(rank, out, "micro_batches", dealt_out(rank))
-    adapters = ["one", "two"]
-    # Where a gradient is as small as Adam's usual eps, a step magnifies its rounding by learning rate / eps.
-    norms = rank.optim_step(Adam(clip_norm=1.0, eps=1e-5), 1e-3, 50.0, adapters=adapters)
-    note(rank, out, "norms", [[norms[name].grad_norm, norms[name].clipped] for name in adapters])
-    for name in adapters:
-        rank.export(name, out / name)
+    make_step(rank, out)
     note(rank, out, "refusals", refusals(rank))
     is_alone = trial.layout.world_size == 1
     turns = {n: range(n) for n in (1, 2, 4)} if is_alone else {rank.facts.dp_size: [rank.facts.dp_rank]}
     note(rank, out, "uneven", {str(dp_size): uneven(rank, dp_size, whose) for dp_size, whose in turns.items()})
     if rank.engine.in_step:
         note(rank, out, "refused_in_step", refused_in_step(rank))
+
+
+def make_step(rank: AnyRank, out: Path) -> None:
+    """Step both adapters, and note norms and weights."""
+    adapters = ["one", "two"]
+    # Where a gradient is as small as Adam's usual eps, a step magnifies its rounding by learning rate / eps.
+    norms = rank.optim_step(Adam(clip_norm=1.0, eps=1e-5), 1e-3, 50.0, adapters=adapters)
+    note(rank, out, "norms", [[norms[name].grad_norm, norms[name].clipped] for name in adapters])
+    for name in adapters:
+        rank.export(name, out / name)
+
+
+def step_as_a_session_can(rank: AnyRank, out: Path) -> None:
+    """Outputs, norms and weights of a step with all inputs in one call, without what no command asks for."""
+    inputs = [replace(asked, logits=False, hidden=False) for asked in inputs_of_all_kinds()]
+    note(rank, out, "own", own_share(rank, inputs))
+    rank.backward(some_loss(rank.forward(inputs)))
+    make_step(rank, out)
+
+
+def start_session(trial: Trial, out: Path) -> AnyRank:
+    """The session of a trial on several ranks; on one the TrainerRank that it must be like."""
+    if trial.layout.world_size == 1:
+        return start(trial, out)
+    store = dist.PrefixStore(trial.session, dist.distributed_c10d._get_default_store())
+    ranks = WorkerRanks(store, dist.get_rank(), dist.get_rank(), trial.layout.world_size)
+    folder = out / trial.model
+    rank = SessionRank(
+        folder / "model", out / trial.session, ranks, max_tokens=96, engine=trial.engine, layout=trial.layout
+    )
+    load_adapters(rank, {name: folder / "adapters" / name for name in LORAS})
+    return rank
 
 
 def start(trial: Trial, out: Path) -> TrainerRank:
@@ -90,9 +127,12 @@ def budget_of(rank: TrainerRank) -> int:
     return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
 
 
-def own_share(rank: TrainerRank) -> dict[str, dict[str, list]]:
+def inputs_of_all_kinds() -> list[ForwardInput]:
+    return [asked for item in items_of_all_kinds() for asked in item]
+
+
+def own_share(rank: AnyRank, inputs: Sequence[ForwardInput]) -> dict[str, dict[str, list]]:
     """Outputs of a forward of this data-parallel rank's own inputs, by their places among all."""
-    inputs = [asked for item in items_of_all_kinds() for asked in item]
     places = range(rank.facts.dp_rank, len(inputs), rank.facts.dp_size)
     with torch.no_grad():
         outputs = rank.forward([inputs[place] for place in places])
@@ -152,7 +192,7 @@ def uneven(rank: TrainerRank, dp_size: int, whose: Sequence[int]) -> dict[str, f
 
     The first rank alone has a loss of its earlier forward; the others let the outputs go, or have none.
     """
-    inputs = [asked for item in items_of_all_kinds() for asked in item]
+    inputs = inputs_of_all_kinds()
     for dp_rank in whose:
         own = inputs[dp_rank::dp_size]
         earlier = rank.forward(own[:4] if dp_rank < 2 else [])
@@ -189,7 +229,7 @@ def as_lists(tensors: dict[str, Tensor]) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def note(rank: TrainerRank, out: Path, name: str, value: object) -> None:
+def note(rank: AnyRank, out: Path, name: str, value: object) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}-{rank.facts.rank}.json").write_text(json.dumps(value))
 
