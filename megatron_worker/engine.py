@@ -330,3 +330,10 @@ class Engine(Protocol):
         ...
 
     def memory(self) -> Memory: ...
+
+    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
+        """Count the bytes that a slot takes on this rank's device while it is trained, without making it.
+
+        Exact. `weights` of Full are 0: those of the base are there in any case.
+        """
+        ...

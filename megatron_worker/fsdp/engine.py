@@ -1,16 +1,27 @@
 """FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outgoing, Outputs, Places, Scores, Where
+from megatron_worker.engine import (
+    Batch,
+    Facts,
+    LossFunction,
+    Memory,
+    Norms,
+    Outgoing,
+    Outputs,
+    Part,
+    Places,
+    Scores,
+    Where,
+)
 from megatron_worker.fsdp.adapter import Adapter
 from megatron_worker.fsdp.model import Model
 from megatron_worker.fsdp.optimizer import Optimizer
@@ -47,7 +58,13 @@ class FsdpEngine:
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
         self._slots = Slots(
-            base, self._ranks, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer
+            base,
+            self._ranks,
+            self._read_base,
+            self._model.set_adapter,
+            self._new_adapter,
+            Adapter.new_optimizer,
+            self._new_base_optimizer,
         )
         self._is_cut_short = False
         self.facts = _facts(self._ranks, layout, dtype, self._model.architecture.vocab_size)
@@ -58,8 +75,15 @@ class FsdpEngine:
         with self._ranks.agreement():
             read_model(self._folder, self._model.slices, self._model.shards, self._ranks)
 
-    def _new_adapter(self, lora: Lora) -> Adapter:
-        return Adapter(lora, self._model.sizes, self._ranks, self._dtype)
+    def _new_adapter(self, lora: Lora, device: torch.device) -> Adapter:
+        return Adapter(lora, self._model.sizes, dataclasses.replace(self._ranks, device=device), self._dtype)
+
+    def _new_base_optimizer(self, device: torch.device) -> Optimizer:
+        model = self._model
+        if device != self._ranks.device:
+            shards = {name: torch.empty_like(shard, device=device) for name, shard in model.shards.items()}
+            return Optimizer(model.slices, {}, shards, dataclasses.replace(self._ranks, device=device))
+        return Optimizer(model.slices, model.parameters, model.shards, self._ranks)
 
     # What is trained.
 
@@ -77,9 +101,7 @@ class FsdpEngine:
         self._slots.activate(name)
 
     def train_full(self, full: Full) -> None:
-        model = self._model
-        new_optimizer = partial(Optimizer, model.slices, model.parameters, model.shards, self._ranks)
-        self._slots.train_base(new_optimizer)
+        self._slots.train_base()
 
     # A step.
 
@@ -197,6 +219,9 @@ class FsdpEngine:
 
     def memory(self) -> Memory:
         return self._slots.residency.memory()
+
+    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
+        return self._slots.slot_bytes(trainable)
 
 
 def _one_token(empty: Batch) -> Batch:

@@ -1,15 +1,27 @@
 """MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outgoing, Outputs, Places, Scores, Where
+from megatron_worker.engine import (
+    Batch,
+    Facts,
+    LossFunction,
+    Memory,
+    Norms,
+    Outgoing,
+    Outputs,
+    Part,
+    Places,
+    Scores,
+    Where,
+)
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import linears_of, slices_of
@@ -52,7 +64,13 @@ class MegatronEngine:
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
         base = Base(model, architecture, self._slices_here, self._model.flat.views, [self._model.flat.buffer])
         self._slots = Slots(
-            base, self._mesh, self._read_base, self._model.set_adapter, self._new_adapter, Adapter.new_optimizer
+            base,
+            self._mesh,
+            self._read_base,
+            self._model.set_adapter,
+            self._new_adapter,
+            Adapter.new_optimizer,
+            self._new_base_optimizer,
         )
         self.facts = _facts(self._mesh, dtype, architecture.vocab_size)
         self._read_base()
@@ -61,8 +79,15 @@ class MegatronEngine:
         with self._mesh.agreement():
             read_model(self._folder, self._slices_here, self._model.flat.views, self._mesh)
 
-    def _new_adapter(self, lora: Lora) -> Adapter:
-        return Adapter(lora, linears_of(self._slices_here), self._mesh, self._model.flat.buffer.dtype)
+    def _new_adapter(self, lora: Lora, device: torch.device) -> Adapter:
+        mesh = replace(self._mesh, device=device)
+        return Adapter(lora, linears_of(self._slices_here), mesh, self._model.flat.buffer.dtype)
+
+    def _new_base_optimizer(self, device: torch.device) -> Optimizer:
+        flat, regions = self._model.flat, self._model.regions
+        if device != self._mesh.device:
+            return Optimizer({}, flat.like(flat.buffer.dtype, device), regions, self._mesh)
+        return Optimizer(self._model.parameters, flat, regions, self._mesh)
 
     # What is trained.
 
@@ -79,9 +104,7 @@ class MegatronEngine:
         self._slots.activate(name)
 
     def train_full(self, full: Full) -> None:
-        model = self._model
-        new_optimizer = partial(Optimizer, model.parameters, model.flat, model.regions, self._mesh)
-        self._slots.train_base(new_optimizer)
+        self._slots.train_base()
 
     # A step.
 
@@ -174,6 +197,9 @@ class MegatronEngine:
 
     def memory(self) -> Memory:
         return self._slots.residency.memory()
+
+    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
+        return self._slots.slot_bytes(trainable)
 
 
 def shape_of(architecture: Architecture) -> ModelShape:

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Outgoing
+from megatron_worker.engine import Outgoing, Part
 from megatron_worker.families import read_architecture
 from megatron_worker.families.architecture import Architecture
 from megatron_worker.families.tensor_slices import TensorSlice
@@ -26,7 +26,7 @@ from megatron_worker.tensors.state_files import (
     write_optimizer,
 )
 from shared.errors import InvalidInput
-from shared.jobs.job import Lora
+from shared.jobs.job import Full, Lora
 from shared.models import peft as peft_format
 
 
@@ -101,7 +101,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
     Args:
         read_base: read the published weights into the base's parameters.
         use: make the model compute with an adapter beside the base, or with none.
-        new_adapter: an adapter of zeros; `new_optimizer`: begin to train one.
+        new_adapter: an adapter of zeros, on the base's device or another one; `new_optimizer`: begin to train one.
+        new_base_optimizer: begin to train the base; for another device than its own, only make the buffers.
     """
 
     def __init__(
@@ -110,13 +111,17 @@ class Slots(Generic[AdapterT, OptimizerT]):
         ranks: StateRanks,
         read_base: Callable[[], None],
         use: Callable[[AdapterT | None], None],
-        new_adapter: Callable[[Lora], AdapterT],
+        new_adapter: Callable[[Lora, torch.device], AdapterT],
         new_optimizer: Callable[[AdapterT], OptimizerT],
+        new_base_optimizer: Callable[[torch.device], OptimizerT],
     ) -> None:
         self._base, self._ranks, self._read_base = base, ranks, read_base
         published = Resident([HostCopy(base.storages)], is_frozen=True, refill=self._refill_base)
-        self.residency = Residency(published, base.storages[0].device)
+        self._device = base.storages[0].device
+        self.residency = Residency(published, self._device)
         self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
+        self._new_base_optimizer = new_base_optimizer
+        self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
         self.adapters: dict[str, AdapterT] = {}
         self.trainings: dict[str | None, Training[OptimizerT]] = {}
@@ -134,7 +139,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active."""
         self.residency.bring_base()
-        adapter = self._new_adapter(lora)
+        adapter = self._new_adapter(lora, self._device)
         adapter.initialise(seed)
         self._install(name, adapter, trainable=True)
 
@@ -142,7 +147,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
         self.residency.bring_base()
         with self._ranks.agreement():
-            adapter = self._new_adapter(peft_format.read_config(folder, lora))
+            adapter = self._new_adapter(peft_format.read_config(folder, lora), self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
             read_adapter(folder, adapter.slices, exact.views, self._ranks)
@@ -155,23 +160,33 @@ class Slots(Generic[AdapterT, OptimizerT]):
         assert name not in self.adapters, f"slot {name!r} is taken"
         assert not (trainable and self._trains_base), "adapters are trained, or the base, not both"
         self.adapters[name] = adapter
-        self.residency.add(name, {"weights": Resident([adapter.flat.host])})
+        self.residency.add(name, _adapter_parts(adapter))
         if trainable:
             self._train(name, self._new_optimizer(adapter), adapter.slices)
         self.activate(name)
 
-    def train_base(self, new_optimizer: Callable[[], OptimizerT]) -> None:
+    def train_base(self) -> None:
         """Train every weight of the base."""
         assert not self.trainings, "drop_training_state comes before training something else"
         self.residency.add(None, {"weights": Resident([HostCopy(self._base.storages)])})
-        self._train(None, new_optimizer(), self._base.slices)
+        self._train(None, self._new_base_optimizer(self._device), self._base.slices)
 
     def _train(self, slot: str | None, optimizer: OptimizerT, slices: list[TensorSlice]) -> None:
         self.trainings[slot] = Training(slot, optimizer, slices)
-        gradients = Resident([optimizer.grad.host], refill=optimizer.zero_grad)
-        self.residency.add(
-            slot, {"gradients": gradients, "optimizer": Resident([flat.host for flat in optimizer.states()])}
-        )
+        self.residency.add(slot, _training_parts(optimizer))
+
+    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
+        """See `megatron_worker.engine.Engine.slot_bytes`. The slot is made on torch's device without memory."""
+        if trainable not in self._slot_bytes:
+            nowhere = torch.device("meta")
+            if isinstance(trainable, Full):
+                parts = _training_parts(self._new_base_optimizer(nowhere))
+            else:
+                adapter = self._new_adapter(trainable, nowhere)
+                parts = _adapter_parts(adapter) | _training_parts(self._new_optimizer(adapter))
+            nothing: dict[Part, int] = {"weights": 0}
+            self._slot_bytes[trainable] = nothing | {part: held.bytes.device for part, held in parts.items()}
+        return self._slot_bytes[trainable]
 
     def activate(self, name: str | None) -> None:
         self.active = name
@@ -267,3 +282,14 @@ class Slots(Generic[AdapterT, OptimizerT]):
     @property
     def _trains_base(self) -> bool:
         return None in self.trainings
+
+
+def _adapter_parts(adapter: SlotAdapter) -> dict[Part, Resident]:
+    return {"weights": Resident([adapter.flat.host])}
+
+
+def _training_parts(optimizer: SlotOptimizer) -> dict[Part, Resident]:
+    return {
+        "gradients": Resident([optimizer.grad.host], refill=optimizer.zero_grad),
+        "optimizer": Resident([flat.host for flat in optimizer.states()]),
+    }

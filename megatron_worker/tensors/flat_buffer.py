@@ -45,9 +45,9 @@ class Flat:
         shape, start = self.shapes[name], self.offsets[name]
         return self.buffer[start : start + math.prod(shape)].view(shape)
 
-    def like(self, dtype: torch.dtype) -> "Flat":
-        """Zeros of the same shapes at the same offsets."""
-        return Flat(self.shapes, dtype, self.buffer.device, self.multiples)
+    def like(self, dtype: torch.dtype, device: torch.device | None = None) -> "Flat":
+        """Zeros of the same shapes at the same offsets, on the same device unless another is given."""
+        return Flat(self.shapes, dtype, device or self.buffer.device, self.multiples)
 
     @property
     def num_bytes(self) -> int:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from megatron_worker.engine import Engine
+from megatron_worker.engine import Engine, PartBytes
 from megatron_worker.process.process_group import start_group
+from shared.jobs.job import Full, Lora
 from shared.jobs.layout import EngineName, Layout
 from tests.megatron_worker.driving import train
-from tests.megatron_worker.engines import start
+from tests.megatron_worker.engines import LORA, start
 from tests.megatron_worker.rows import random_rows
 
 BINS = [[row] for row in random_rows([40, 17, 90])]
@@ -27,6 +28,20 @@ Layouts = TypeAdapter(dict[EngineName, list[Layout]])
 def placed(engine: Engine) -> dict[str, str]:
     """Which part is where, by the bytes that it holds on the device."""
     return {part: "device" if held.device else "host" for part, held in engine.memory().parts.items()}
+
+
+def check_slot_bytes(engine: Engine, trainable: Lora | Full) -> None:
+    """What a slot is said to take is what the device has more by part, to the byte, once it is there."""
+    before = engine.memory()
+    said = engine.slot_bytes(trainable)
+    assert engine.memory() == before, "nothing was made"
+    if isinstance(trainable, Lora):
+        engine.add_adapter("counted", trainable, seed=0)
+    else:
+        engine.train_full(trainable)
+    after = engine.memory().parts
+    assert said == {part: after[part].device - before.parts.get(part, PartBytes()).device for part in PARTS}
+    assert said["gradients"] > 0 and said["optimizer"] > 0
 
 
 def train_everywhere(engine: Engine, kind: str, moves: bool) -> None:
@@ -52,6 +67,8 @@ def main() -> None:
     for name, chosen in layouts.items():
         for number, layout in enumerate(chosen):
             for kind, moves in product(RATES, (False, True)):
+                if not moves:
+                    check_slot_bytes(start(name, model, layout=layout), LORA if kind == "lora" else Full())
                 engine = start(name, model, kind, layout=layout)
                 train_everywhere(engine, kind, moves)
                 engine.save(out / f"{name}-{number}-{kind}" / ("moved" if moves else "plain"))

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron_worker.engine import Memory, Outputs, PartBytes
-from shared.jobs.job import Lora
+from shared.jobs.job import Full, Lora
 from shared.jobs.layout import Layout
 from tests.megatron_worker import residency_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
 from tests.megatron_worker.launch import fork_ranks
-from tests.megatron_worker.residency_ranks import train_everywhere
+from tests.megatron_worker.residency_ranks import check_slot_bytes, train_everywhere
 from tests.megatron_worker.rows import bin_of, random_rows
 
 ROWS = random_rows([40, 17, 90])
@@ -60,6 +60,14 @@ def test_bytes_by_part_are_exact(model: Path, engine):
     assert driven.memory().host_bytes == sum(part.host for part in driven.memory().parts.values())
     driven.place(gradients="dropped")
     assert driven.memory().parts["gradients"] == PartBytes(0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "trainable", [LORA, Lora(rank=3, targets=("q_proj", "down_proj")), Full()], ids=["all linears", "two", "full"]
+)
+def test_a_slot_s_bytes_are_known_before_it_is_made(model: Path, engine, dtype: str, trainable: Lora | Full):
+    check_slot_bytes(start(engine, model, dtype=dtype), trainable)
 
 
 def test_scoring_never_holds_the_optimizer_and_leaves_things_where_they_were(model: Path, engine):
