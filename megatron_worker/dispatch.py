@@ -23,6 +23,7 @@ from megatron_worker.weight_sync.sender import Sending, Sent, send
 from shared.errors import InvalidInput
 from shared.jobs.job import Adam, Full, JobPlan, Lora
 from shared.jobs.packed import Ints
+from shared.models.peft import read_config
 
 T = TypeVar("T")
 BINS_A_PASS = 8
@@ -126,6 +127,16 @@ class Dispatcher:
             self.engine.drop_training_state()
         else:
             self.engine.drop_adapter(slot)
+
+    def slot_bytes(self, trainable: Lora | Full, frozen: Path | None) -> tuple[int, int, int]:
+        """Count the bytes of a slot on this rank's device, without making it: weights, gradients, optimizer state.
+
+        `frozen`: a PEFT folder whose adapter is computed with beside it: its weights count, too. Raises InvalidInput
+        where it has none.
+        """
+        parts = self.engine.slot_bytes(trainable)
+        frozen_bytes = 0 if frozen is None else self.engine.slot_bytes(read_config(frozen))["weights"]
+        return parts["weights"] + frozen_bytes, parts["gradients"], parts["optimizer"]
 
     def load_state(self, slot: Slot, folder: Path, optimizer: bool = True) -> None:
         """Go on from what `save_state` wrote, under any layout. Raises InvalidInput where it does not fit.

@@ -25,6 +25,7 @@ from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
 from megatron_worker.runner import Outcome, Passes, make_deterministic
+from megatron_worker.slot_room import SlotRoom
 from megatron_worker.sums import MAX, reported
 from megatron_worker.training.checkpoint import (
     check_fits,
@@ -108,6 +109,7 @@ def _open(
     dispatcher = take_engine(warm, plan, folders, None, ranks)
     slot, _ = slots_of(plan.run_id, plan.trainable)
     load = partial(dispatcher.load_state, slot)
+    reserve = partial(warm.make_room, plan, folders, ranks)
     ranks.agree(lambda: make_trainable(dispatcher, job, folders))
     if job.needs_its_beginning and plan.initial_checkpoint is not None:
         before = folders[plan.initial_checkpoint]
@@ -126,7 +128,9 @@ def _open(
         device=dispatcher.facts.device_name,
         world_size=ranks.world_size,
     )
-    return Session(job, plan, model_sha256, dispatcher, slot, staging, report, ranks, cancelled, clean)
+    return Session(
+        job, plan, model_sha256, dispatcher, slot, warm.room, reserve, staging, report, ranks, cancelled, clean
+    )
 
 
 @dataclass
@@ -134,6 +138,7 @@ class Session:
     """The slot, and how far its commands have come.
 
     Attributes:
+        reserve: has room made on the device for the slot, as it was before the slot was away.
         clean: the last command that left no gradients behind.
         last: the last command that was done.
         saved: the command of the newest checkpoint, -1 before the first.
@@ -146,6 +151,8 @@ class Session:
     model_sha256: str
     dispatcher: Dispatcher
     slot: str | None
+    room: SlotRoom
+    reserve: Callable[[], None]
     staging: Staging
     report: Report
     ranks: WorkerRanks
@@ -196,6 +203,11 @@ class Session:
         return Path(self.job.commands_dir) / f"{self.last + 1:08d}.{suffix}"
 
     def _place(self, where: Where) -> None:
+        """Move the slot. While it is away, others may have its room; JobFailed is raised if it cannot come back."""
+        if where == "device":
+            self.reserve()
+        else:
+            self.room.on_device.discard(self.plan.run_id)
         self.dispatcher.engine.place(where, slots=[self.slot])
         self._is_away = where == "host"
 

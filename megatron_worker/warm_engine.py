@@ -1,7 +1,7 @@
 """Keeps the engine between jobs, to use it again if the next job needs an equal one."""
 
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatron_worker.process.faults import JobFailed, fault_of
 from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Folders
+from megatron_worker.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.training.checkpoint import Written
 from shared.contract import Artifact
 from shared.errors import InvalidInput
@@ -66,18 +67,24 @@ class Kept:
 class WarmEngine:
     """Holds at most one engine, with the slots of jobs in progress and of runs whose next job is expected.
 
+    Args:
+        slot_bytes: bytes for slots on each rank's device; None: on CUDA what base and passes leave, else no limit.
+
     Attributes:
         on_device: the engine's weights are in the accelerator's memory.
         in_hand: the runs whose job has taken the engine and not given it back.
+        room: bytes of the slots, and whose are on the device.
     """
 
-    def __init__(self, build: BuildEngine) -> None:
+    def __init__(self, build: BuildEngine, slot_bytes: int | None = None) -> None:
         self._build = build
+        self._slot_bytes = slot_bytes
         self._key: WorkerKey | None = None
         self._kept: dict[str, Kept] = {}
         self.dispatcher: Dispatcher | None = None
         self.on_device = False
         self.in_hand: set[str] = set()
+        self.room = SlotRoom()
 
     def kept_for(self, job: Job) -> Kept | None:
         """Return what the run's last job left, if this job begins with it."""
@@ -96,6 +103,7 @@ class WarmEngine:
             self.discard()
             self.dispatcher = Dispatcher(self._build(plan, model))
             self._key = key
+            self.room = SlotRoom(self._slot_limit())
         elif kept is None:
             self._forget([plan.run_id] if isinstance(plan.trainable, Lora) else list(self._kept))
         if isinstance(plan.trainable, Lora):
@@ -106,6 +114,46 @@ class WarmEngine:
         self.in_hand.add(plan.run_id)
         return self.dispatcher
 
+    def _slot_limit(self) -> int | None:
+        """Return the bytes for slots on this rank, while the engine has none."""
+        assert self.dispatcher is not None
+        engine, device = self.dispatcher.engine, self.dispatcher.facts.device
+        if self._slot_bytes is not None or device.type != "cuda":
+            return self._slot_bytes
+        total = torch.cuda.get_device_properties(device).total_memory
+        return max(0, total - total // PASSES_SHARE - engine.memory().parts["weights"].device)
+
+    def make_room(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> None:
+        """Reserve the device's memory for a run's slots, before they are made or brought back. Collective.
+
+        Kept slots that no job uses are offloaded for that, those first that were used least recently.
+
+        Raises:
+            JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
+        """
+        assert self.dispatcher is not None
+        if self.room.limit is None:
+            return
+        self.room.limit = -ranks.largest([-self.room.limit])[0]  # of the rank that has least
+        need = self.room.needs.get(plan.run_id) or self._need(plan, folders, ranks)
+        self.room.check_alone(need)
+        unused = [run_id for run_id in self._kept if run_id in self.room.on_device]
+        while not self.room.has_room(plan.run_id, need):
+            if not unused:
+                raise self.room.crowded(plan.run_id, need)
+            run_id = unused.pop(0)
+            self._move_away([run_id], slots_of(run_id, self._kept[run_id].trainable))
+        self.room.reserve(plan.run_id, need)
+
+    def _need(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> SlotNeed:
+        """Return what a plan's slots take on the rank where they take most, by part."""
+        dispatcher = self.dispatcher
+        assert dispatcher is not None
+        reference = reference_of(plan.loss) if isinstance(plan, JobPlan) else None
+        frozen = folders[reference] if isinstance(reference, Artifact) else None
+        of_rank = ranks.agree(lambda: dispatcher.slot_bytes(plan.trainable, frozen))
+        return SlotNeed(plan.trainable, *ranks.largest(list(of_rank)))
+
     def refuse(self, plan: WorkerPlan) -> None:
         """Give up taking an engine, because some rank could not: drop it on all, unless other jobs use it."""
         self.in_hand.discard(plan.run_id)
@@ -113,7 +161,10 @@ class WarmEngine:
             self.discard()
 
     def give_back(self, plan: WorkerPlan, kept: Kept | None) -> None:
-        """Give the engine back after a job. Its slots are dropped, unless `kept` says to keep them for the next job."""
+        """Give the engine back after a job. Its slots are dropped, unless `kept` says to keep them for the next job.
+
+        All that are kept, wherever they are, have as many bytes as there are for slots: the oldest are dropped.
+        """
         assert self.dispatcher is not None
         self.in_hand.remove(plan.run_id)
         if kept is None:
@@ -121,21 +172,31 @@ class WarmEngine:
         else:
             self._kept[plan.run_id] = kept
             self._forget(list(self._kept)[:-_MAX_KEPT])
+            while self.room.limit is not None and self.room.total(self._kept) > self.room.limit:
+                self._forget([next(iter(self._kept))])
 
     def offload(self, plan: WorkerPlan) -> None:
         """Take the run's slots off the device, and the base when no other job is in hand."""
         if self.dispatcher is None or not self.on_device:
             return
-        slots = None if not self.in_hand else slots_of(plan.run_id, plan.trainable)
+        if self.in_hand:
+            self._move_away([plan.run_id], slots_of(plan.run_id, plan.trainable))
+        else:
+            self._move_away(list(self.room.on_device), None)
+        self.on_device = bool(self.in_hand)
+
+    def _move_away(self, run_ids: Iterable[str], slots: Collection[Slot] | None) -> None:
+        """Take slots of runs without a job off the device; None: all slots, and the base."""
+        assert self.dispatcher is not None
         self.dispatcher.engine.place(gradients="dropped", slots=slots)  # they are zero between jobs
         self.dispatcher.engine.place("host", slots=slots)
-        self.on_device = bool(self.in_hand)
+        self.room.on_device.difference_update(run_ids)
 
     def discard(self) -> None:
         if self.dispatcher is not None:
             self.dispatcher = None
             collect_garbage()
-        self._key, self.on_device = None, False
+        self._key, self.on_device, self.room = None, False, SlotRoom()
         self._kept.clear()
 
     def _forget(self, run_ids: Sequence[str]) -> None:
@@ -145,6 +206,7 @@ class WarmEngine:
 
     def _drop(self, run_id: str, trainable: Lora | Full) -> None:
         assert self.dispatcher is not None
+        self.room.forget(run_id)
         for slot in slots_of(run_id, trainable):
             self.dispatcher.drop_slot(slot)
 
@@ -152,15 +214,21 @@ class WarmEngine:
 def take_engine(
     warm: WarmEngine, plan: WorkerPlan, folders: Folders, kept: Kept | None, ranks: WorkerRanks
 ) -> Dispatcher:
-    """Return the engine for a plan. Raises JobFailed if some rank cannot build it, or the number of ranks is wrong."""
+    """Return the engine for a plan, with room for its slots.
+
+    Raises:
+        JobFailed: some rank cannot build it, the number of ranks is wrong, or the slots do not fit.
+    """
     if plan.layout.world_size != ranks.world_size:
         place, message = "layout", f"it has {plan.layout.world_size} ranks, this worker {ranks.world_size}"
         raise JobFailed(fault_of(InvalidInput(message, place)))
     try:
-        return ranks.agree(lambda: warm.take(plan, folders[plan.model], kept))
+        dispatcher = ranks.agree(lambda: warm.take(plan, folders[plan.model], kept))
     except JobFailed:
         warm.refuse(plan)
         raise
+    warm.make_room(plan, folders, ranks)
+    return dispatcher
 
 
 def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:

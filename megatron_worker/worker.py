@@ -99,16 +99,16 @@ class InHand:
 
 
 class Worker:
-    """One rank's process, with its engine.
+    """One rank's process, with its engine, and `slot_bytes` for slots on its device (None: `WarmEngine` says).
 
     Several jobs may be in progress, of runs that train adapters on one engine. Their passes are done in turn; the
     results of each are equal, to the bit, to those of the job alone.
     """
 
-    def __init__(self, ranks: WorkerRanks, staging: Staging, build: BuildEngine) -> None:
+    def __init__(self, ranks: WorkerRanks, staging: Staging, build: BuildEngine, slot_bytes: int | None = None) -> None:
         self._ranks = ranks
         self._staging = staging
-        self._warm = WarmEngine(build)
+        self._warm = WarmEngine(build, slot_bytes)
         self._in_hand: dict[str, InHand] = {}
         self._turns = Turns()
         self._last: str | None = None

@@ -357,6 +357,7 @@ def _environment(settings: Settings) -> dict[str, str]:
     environment = {
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,
+        "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
         "LONGSHORE_S3__ENDPOINT_URL": settings.s3.endpoint_url,
         "LONGSHORE_S3__REGION": settings.s3.region,
     }

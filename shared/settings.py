@@ -201,6 +201,12 @@ class Settings(BaseSettings):
     sharing_window_s: float = Field(
         default=600.0, ge=0, description="others may join a worker so long after its lease began; then it comes free"
     )
+    slot_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="on each rank's device, for adapters in training with their gradients and optimizer state; if "
+        "absent, on CUDA what the base leaves of nine tenths of the device, on the CPU no limit",
+    )
     worker_idle_s: float = Field(default=30.0, description="how long a released worker process stays warm")
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
     kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")

@@ -6,7 +6,7 @@ from typing import Literal
 from shared.contract import Frozen
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, LongshoreError
 
-Kind = Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "error"]
+Kind = Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "crowded", "error"]
 
 
 class Fault(Frozen):

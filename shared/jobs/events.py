@@ -119,7 +119,7 @@ class Failed(_Event):
 
     event: Literal["failed"] = "failed"
     step: int
-    kind: Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "error"]
+    kind: Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "crowded", "error"]
     message: str
     device: Device
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_worker.__main__ import main
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Scores
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Part, Scores
 from megatron_worker.head.logprobs import score_targets, whole_vocabulary
 from megatron_worker.sums import over_ranks
 from shared.errors import CorruptArtifact, InvalidInput
@@ -249,6 +249,12 @@ class TinyEngine:
         yield
 
     scoring = training
+
+    def slot_bytes(self, trainable: Lora | Full) -> dict[Part, int]:
+        """In float32, with two moments; AdamW's step counts are left out."""
+        rank = trainable.rank if isinstance(trainable, Lora) else 0
+        weights = 4 * rank * (HIDDEN_SIZE + VOCAB_SIZE) or sum(t.nbytes for t in self._base.values())
+        return {"weights": weights if rank else 0, "gradients": weights, "optimizer": 2 * weights}
 
     def memory(self) -> Memory:
         return Memory(

@@ -21,9 +21,11 @@ from tests.megatron_worker.tiny_engine import build
 from tests.megatron_worker.workshop import Workshop, read_log, submit
 
 
-def new_worker(root: Path, build: BuildEngine = build, s3: S3Settings | None = None) -> Worker:
+def new_worker(
+    root: Path, build: BuildEngine = build, s3: S3Settings | None = None, slot_bytes: int | None = None
+) -> Worker:
     ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
-    return Worker(ranks, Staging(root / "cache", s3 or S3Settings(), ranks), build)
+    return Worker(ranks, Staging(root / "cache", s3 or S3Settings(), ranks), build, slot_bytes)
 
 
 def do(
