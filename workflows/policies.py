@@ -14,6 +14,8 @@ from shared.runs.start import RunTiming
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
 # Kinds of a job's `failed` event after which another worker would fail in the same way.
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
+# The kind of a job that was not begun, or a session that was not gone on with, as others' slots left it no memory.
+CROWDED = "crowded"
 # Kinds that fail one train step of an RL run but not the run: other groups may be trainable.
 STEP_KINDS = frozenset({"invalid_input", "not_finite"})
 

@@ -105,6 +105,8 @@ class _Applying:
         self._keys = RunKeys(request.run_id)
         outputs = worker.paths.outputs(request.run_id, request.job_id, request.fence)
         self._log, self._folder = outputs / "log.jsonl", outputs / "commands"
+        job = worker.paths.job(request.run_id, request.job_id, request.fence)
+        self._archived = worker.paths.archive / job.name
         self._next = request.next
         self._through = request.next - 1
         self._publishes = False
@@ -284,6 +286,8 @@ class _Applying:
             raise HostLeft(HOST_LEAVES)
         if activity.is_cancelled() or not self._worker.is_alive():
             raise WorkerLost("the session's worker ended, or was given back")
+        if self._archived.exists():  # the worker may serve other runs, and go on
+            raise WorkerLost("the session's job has ended")
         time.sleep(seconds)
 
 

@@ -23,7 +23,7 @@ from shared.settings import S3Settings
 from shared.storage.artifacts import seal, stage
 from shared.storage.paths import WorkerPaths, write_atomically
 
-SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905}
+SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905, "crowded": 906}
 
 
 def adapter_bytes(seed: int, step: int) -> bytes:
@@ -92,6 +92,8 @@ class StandIn:
         lease = LeaseMark.model_validate_json(self.paths.lease(plan.run_id).read_bytes())
         if job.fence.is_older_than(lease.fence):
             return Failed, {"step": 0, "kind": "stale_fence", "message": f"{job.fence.label} is older than the lease"}
+        if seed == SEEDS["crowded"] and job.fence.epoch == 1:
+            return Failed, {"step": 0, "kind": "crowded", "message": "a slot of rank 16 takes 1,234 bytes on a rank"}
         step, state = self._start(job)
         last_step = plan.first_step + plan.num_steps
         data = "" if plan.loss.kind == "cross_entropy" else f"/{plan.data.units.sha256}/{plan.data.plan.sha256}"

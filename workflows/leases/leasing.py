@@ -25,7 +25,8 @@ Answer = TypeVar("Answer")
 class Lost(Exception):
     """A lease ended before its process was up, or the process was lost. A new lease may succeed.
 
-    `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), if there was one.
+    `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), or the kind of its job's
+    failure, if there was one.
     """
 
     def __init__(self, message: str, kind: str | None = None) -> None:
@@ -86,11 +87,15 @@ class Leasing:
         self.epoch, self._shared_s = epoch, None
         self._asked = (self._ask(activity, request, self.queue),)
 
-    def take_worker(self, request: LeaseRequest) -> None:
-        """Ask for a worker of its own and, if the run may share one, also to join another's: the first grant counts."""
+    def take_worker(self, request: LeaseRequest, joins: bool = True) -> None:
+        """Ask for a worker of its own and, if the run may share one, also to join another's: the first grant counts.
+
+        `joins`: False for a worker of its own that others may join.
+        """
         self.take(Lease.lease, request, request.epoch)
         if request.join_queue is not None:
             self._shared_s = 0.0
+        if request.join_queue is not None and joins:
             self._asked += (self._ask(Lease.join_lease, request, request.join_queue),)
 
     def _ask(

@@ -131,6 +131,7 @@ class Training:
 
     async def _do(self, plan: AnyPlan) -> JobResult:
         losses: list[Lost] = []
+        num_crowded = 0
         self._found = None
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
@@ -144,7 +145,9 @@ class Training:
             try:
                 # The job may have killed its worker: next time it gets one that no other runs share.
                 is_suspect = len(losses) > 1 or any(loss.kind == WorkerLost.__name__ for loss in losses)
-                return await self._lease_and_run(plan, shares=not is_suspect)
+                # A run that was crowded out has a worker that others may join later, and if they came first, one alone.
+                shares = not is_suspect and num_crowded < 2
+                return await self._lease_and_run(plan, shares, joins=not num_crowded)
             except Damaged as damaged:
                 assert self.checkpoint is not None
                 self._passed_over += (self.checkpoint.artifact.uri,)
@@ -152,6 +155,9 @@ class Training:
             except Lost as loss:
                 if self.is_ending():
                     raise RunCancelled from loss  # it was lost while it was to end the job
+                if loss.kind == policies.CROWDED and num_crowded < 2:
+                    num_crowded += 1
+                    continue
                 losses.append(loss)
                 self.num_lost += loss.kind != HostLeft.__name__
                 workflow.logger.warning("lease %d came to nothing: %s", self.leasing.epoch, loss)
@@ -182,11 +188,11 @@ class Training:
         self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
-    async def _lease_and_run(self, plan: AnyPlan, shares: bool) -> JobResult:
+    async def _lease_and_run(self, plan: AnyPlan, shares: bool, joins: bool) -> JobResult:
         keep = False
         try:
             if not self.leasing.is_warm:
-                self._take_lease(plan, shares)
+                self._take_lease(plan, shares, joins)
             grant = await self.leasing.wait()
             if not self.is_tracked:  # if the worker is lost meanwhile, its job will fail
                 self.is_tracked = True
@@ -204,7 +210,7 @@ class Training:
             if not keep:
                 self.release()
 
-    def _take_lease(self, plan: AnyPlan, shares: bool) -> None:
+    def _take_lease(self, plan: AnyPlan, shares: bool, joins: bool) -> None:
         key, group = WorkerKey.of(plan), self.start.shares_with
         shares = shares and group is not None and isinstance(plan.trainable, Lora)
         request = LeaseRequest(
@@ -214,7 +220,7 @@ class Training:
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
             join_queue=policies.join_queue(self.start.shape, key, group or "") if shares else None,
         )
-        self.leasing.take_worker(request)
+        self.leasing.take_worker(request, joins)
         self.changed()
 
     async def _run_job(self, plan: AnyPlan, grant: LeaseGrant) -> JobResult:
@@ -243,4 +249,4 @@ def _accepted(result: JobResult) -> JobResult:
                 raise Damaged(result.damaged)
             if problem.kind in policies.FINAL_KINDS:
                 raise RunFailed(problem)
-            raise Lost(problem.message)
+            raise Lost(problem.message, problem.kind)

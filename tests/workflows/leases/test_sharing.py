@@ -13,7 +13,7 @@ from shared.jobs.leases import LeaseGrant
 from shared.runs.start import RunTiming
 from shared.runs.status import PhaseSpan, RunStatus
 from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
-from tests.workflows.stand_in_worker import adapter_bytes
+from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow
 
 SLOW_S = 0.02
@@ -144,3 +144,32 @@ async def test_a_run_that_is_cancelled_leaves_the_worker_to_the_others(stack: St
     assert (status.epoch, status.workers_lost) == (1, 0)
     assert stack.weights(status) == adapter_bytes(1, 100)
     await eventually(lambda: not list((stack.workers / worker_id / "leases").glob("*.json")), "no lease is left")
+
+
+async def test_a_run_that_is_crowded_out_has_the_next_worker_and_others_may_join_it(stack: Stack) -> None:
+    """It has lost nothing, and does not join the same worker again, which would refuse it again."""
+    seed = SEEDS["crowded"]
+    first = await stack.start(steps=60, seed=1, shares_with="")
+    await eventually(lambda: has_checkpoint(first), "a checkpoint")
+    crowded = await stack.start(steps=100, seed=seed, shares_with="")
+    await eventually(lambda: is_leased(crowded), "the joined run's lease")
+    stays = await stack.start(steps=1_000, seed=2, shares_with="")  # until it is cancelled: it holds the first worker
+    await eventually(lambda: is_leased(stays), "another lease of the first worker")
+
+    async def has_left() -> bool:
+        status = await crowded.query(SFTWorkflow.status)
+        return (status.phase, status.epoch) == ("waiting_for_worker", 2)
+
+    await eventually(has_left, "its next lease is asked for")
+    await asyncio.sleep(0.5)
+    assert await has_left(), "it does not join"
+    await stays.cancel()
+    await failure_of(stays)
+    await eventually(lambda: is_leased(crowded), "a worker of its own")
+    joined = await stack.start(steps=10, seed=3, shares_with="")
+    for handle, of, steps in ((first, 1, 60), (crowded, seed, 100), (joined, 3, 10)):
+        status = await handle.result()
+        assert status.workers_lost == 0
+        assert stack.weights(status) == adapter_bytes(of, steps)
+    left, found = await stack.result(crowded.id), await stack.result(joined.id)
+    assert training(found).began < training(left).ended, "others join it"
