@@ -1,21 +1,27 @@
-"""What one tenant occupies, the others still have: checks of data, tries of graders, questions."""
+"""What one tenant occupies, the others still have: checks of data, tries of graders, questions, commands."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.accounts.limits import FairShare
 from service.errors import Busy
+from shared.jobs.events import Applied
 from shared.settings import Settings
+from shared.storage.paths import RunKeys
 from tests.activities.web_server import Page, WebServer, serve_pages
-from tests.end_to_end.stack import wait_until
+from tests.end_to_end.stack import Stack, wait_until
+from tests.megatron_worker.workshop import read_log
 from tests.security.attacks.tenants import Tenant
 
 ROW = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n'
 _NUM_SLOW = 36
+BIN_TOKENS = 1024
 
 
 @pytest.fixture
@@ -80,6 +86,57 @@ def test_a_run_is_trained_beside_the_endless_ones_of_another_tenant(
         assert attacker.http.get(f"/api/v1/runs/{run_id}").json()["state"] == "running"
         assert attacker.http.post(f"/api/v1/runs/{run_id}/cancel").status_code == 202
     assert {attacker.ended(run_id)["state"] for run_id in theirs} == {"cancelled"}
+
+
+def heavy_command() -> bytes:
+    """A `forward_backward` of one pass of eight bins, which takes many times what a host needs to hand it on."""
+    data = [{"tokens": [(number * 7 + place) % 400 + 3 for place in range(BIN_TOKENS)]} for number in range(8)]
+    return json.dumps({"kind": "forward_backward", "data": data}).encode()
+
+
+def test_a_command_waits_for_two_passes_of_another_tenant_s_hundred(
+    attacker: Tenant, victim: Tenant, sharing: None, stack: Stack, tiny_model: Path
+) -> None:
+    """The attacker's wait in three sessions beside the victim's one, on one worker: turns are the tenants'."""
+
+    def opened(tenant: Tenant) -> str:
+        body = {"model": str(tiny_model), "trainable": {"kind": "lora", "rank": 4}, "max_tokens": BIN_TOKENS}
+        answer = tenant.http.post("/api/v1/sessions", json=body)
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["run_id"])
+
+    def send(tenant: Tenant, run_id: str, number: int, command: bytes, wait_s: float) -> dict[str, Any]:
+        path, headers = f"/api/v1/sessions/{run_id}/commands/{number}", {"content-type": "application/json"}
+        answer = tenant.http.put(path, content=command, headers=headers, params={"wait_s": wait_s})
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def applied(run_id: str) -> dict[int, float]:
+        """When each command of a session had taken effect, as the worker says."""
+        (log,) = stack.host_paths.workers.rglob(f"{run_id}/**/log.jsonl")
+        return {event.command: event.time for event in read_log(log) if isinstance(event, Applied)}
+
+    light = b'{"kind": "forward", "data": [{"tokens": [5, 6, 7]}]}'
+    theirs, mine = [opened(attacker) for _ in range(3)], opened(victim)
+    for tenant, run_id in [*((attacker, run_id) for run_id in theirs), (victim, mine)]:
+        assert send(tenant, run_id, 1, light, 60)["state"] == "done"
+    for number in range(100):
+        send(attacker, theirs[number % 3], 2 + number // 3, heavy_command(), 0)
+    answers = [send(victim, mine, number, light, 60) for number in range(2, 7)]
+    assert {answer["state"] for answer in answers} == {"done"}
+    effects = [time for run_id in theirs for time in applied(run_id).values()]
+    store, done = stack.host_paths.root / "store", applied(mine)
+    between = []
+    for number in range(2, 7):
+        accepted = (store / RunKeys(mine).command(number)).stat().st_mtime
+        between.append(sum(accepted < time < done[number] for time in effects))
+    print("the attacker's commands between the victim's and their effects:", between)
+    assert max(between) <= 2
+    assert sum(between) >= 3, "the attacker's were done meanwhile"
+    assert len(effects) < 50, "most of the attacker's still wait"
+    for tenant, run_id in [*((attacker, run_id) for run_id in theirs), (victim, mine)]:
+        assert tenant.http.post(f"/api/v1/runs/{run_id}/cancel").status_code == 202
+        tenant.ended(run_id)
 
 
 def test_runs_that_wait_for_a_worker_get_it_tenant_by_tenant(
