@@ -96,6 +96,7 @@ _POOLS: dict[str, Pool] = {
     "preview": "looks",
     "grade_one": "looks",
     "sample": "sampling",
+    "draw_share": "sampling",
     "prove_adapter": "sampling",
     "complete": "completions",
     "deliver": "webhooks",

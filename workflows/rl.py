@@ -210,7 +210,7 @@ class RLWorkflow(ClientDrivenHandlers):
     @workflow.signal
     def sampler_leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a sampler is up for this run."""
-        self._sampling.leasing.granted(grant)
+        self._sampling.granted(grant)
 
     def _yield_worker(self) -> None:
         if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
@@ -230,5 +230,5 @@ class RLWorkflow(ClientDrivenHandlers):
             estimated_end=eta,
             step=max(known.step, training.step) if in_job else known.step,
             metrics=known.metrics | training.metrics if in_job else known.metrics,
-            gpu_seconds=status.gpu_seconds + self._sampling.leasing.held_s,
+            gpu_seconds=status.gpu_seconds + self._sampling.held_s,
         )

@@ -70,6 +70,22 @@ class SampleRequest(Drawing, PolicyWeights):
         return content_key(_VERSION, own, self.prompts.sha256, *weights, server)
 
 
+class Share(Frozen):
+    """A part of a request's prompts: the groups whose number is `number` modulo `count`."""
+
+    number: int = Field(ge=0)
+    count: int = Field(ge=1)
+
+    def holds(self, group: int) -> bool:
+        return group % self.count == self.number
+
+
+class ShareRequest(SampleRequest):
+    """A sampler's share of the samples of a request. They are kept under the request's key, however it is shared."""
+
+    share: Share
+
+
 class Sampled(Frozen):
     """The samples: as `completions.jsonl`, one `SampledGroup` a line, and as `samples.jsonl`, the input of `grade`."""
 
@@ -118,7 +134,7 @@ class Proved(Frozen):
 
 
 class SamplerActivities:
-    """The activities `sample` and `prove_adapter`."""
+    """The activities `sample`, `draw_share` and `prove_adapter`."""
 
     def __init__(self, host: HostContext, samplers: Samplers) -> None:
         self._host = host
@@ -140,7 +156,7 @@ class SamplerActivities:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
                 parts = Parts(store, partial(sampled_part, request.key))
                 numbers = numbers_of(request.rows, len(prompts))
-                self._draw_missing(request, prompts, numbers, parts)
+                self._draw_missing(request, prompts, dict(enumerate(numbers)), parts)
                 groups = (read_record(store, parts.key_of(n), SampledGroup) for n in range(len(numbers)))
                 folders = scratch / "completions", scratch / "samples"
                 write_samples(groups, prompts, *folders)
@@ -150,6 +166,17 @@ class SamplerActivities:
         result = _result(store, request.key)
         assert result is not None
         return result
+
+    @activity.defn(name="draw_share")
+    def draw_share(self, request: ShareRequest) -> None:
+        """Draw the samples of some of a request's prompts, for `sample` to put together. Raises as `sample` does."""
+        store = self._host.store
+        if _result(store, request.key):
+            return
+        with beating(), PromptsFile(self._host.stage(request.prompts)) as prompts:
+            numbers = enumerate(numbers_of(request.rows, len(prompts)))
+            mine = {group: row for group, row in numbers if request.share.holds(group)}
+            self._draw_missing(request, prompts, mine, Parts(store, partial(sampled_part, request.key)))
 
     @activity.defn(name="prove_adapter")
     def prove_adapter(self, request: ProveRequest) -> Proved:
@@ -172,10 +199,15 @@ class SamplerActivities:
         difference = compare(told, request.logprobs, request.probe, request.bound)
         return Proved(max_difference=difference, was_sent=served.was_sent)
 
-    def _draw_missing(self, request: SampleRequest, prompts: PromptsFile, numbers: list[int], parts: Parts) -> None:
-        """Draw the samples that are not in the store. Each thread stores a prompt's before it takes another prompt."""
+    def _draw_missing(
+        self, request: SampleRequest, prompts: PromptsFile, numbers: dict[int, int], parts: Parts
+    ) -> None:
+        """Draw the samples that are not in the store, of these groups. `numbers`: their prompts.
+
+        Each thread stores a prompt's samples before it takes another prompt.
+        """
         drawn = parts.known()
-        missing = [(group, row) for group, row in enumerate(numbers) if group not in drawn]
+        missing = [(group, row) for group, row in numbers.items() if group not in drawn]
         if not missing:
             return
         with (

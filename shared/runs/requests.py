@@ -174,6 +174,12 @@ class Rollouts(Frozen):
     sampler_url: str | None = Field(
         default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
     )
+    samplers: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="samplers leased at most; a step's prompts are divided over those that are up",
+    )
     weight_sync: WeightSync = WeightSync()
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
     probe_bound: float | None = Field(
@@ -196,6 +202,12 @@ class Rollouts(Frozen):
     def _one_length(self) -> "Rollouts":
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give exactly one of epochs and steps")
+        return self
+
+    @model_validator(mode="after")
+    def _samplers_are_leased(self) -> "Rollouts":
+        if self.samplers > 1 and self.sampler_url is not None:
+            raise ValueError("a sampler behind a URL is one: drop samplers, or sampler_url")
         return self
 
 

@@ -53,6 +53,16 @@ class Leasing:
         return self.grant is not None and not self._asked[0].done()
 
     @property
+    def is_pending(self) -> bool:
+        """True while a process is asked for that is not up yet."""
+        return bool(self._asked) and self.grant is None and _ended(self._asked) is None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the lease that was asked for last ended before its process was up."""
+        return bool(self._asked) and self.grant is None and _ended(self._asked) is not None
+
+    @property
     def failure(self) -> Lost | None:
         """Why the lease ended, if it did so by itself."""
         ended = self._asked[0] if self.grant is not None and self._asked[0].done() else None
@@ -110,9 +120,9 @@ class Leasing:
             retry_policy=policies.ONCE,
         )
 
-    def take_sampler(self, run_id: str, key: SamplerKey) -> None:
-        """Ask for a sampler, with the next epoch. The one that was held before is given back."""
-        epoch, patience_s = self.epoch + 1, policies.WORKER_READY_TIMEOUT_S
+    def take_sampler(self, run_id: str, key: SamplerKey, epoch: int) -> None:
+        """Ask for a sampler. The one that was held before is given back."""
+        patience_s = policies.WORKER_READY_TIMEOUT_S
         request = SamplerLeaseRequest(run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s)
         self.take(LeaseSampler.lease_sampler, request, epoch)
 

@@ -109,7 +109,7 @@ class ServingWorkflow:
         Raises:
             Lost: it did not come up, or was lost. RunFailed: another sampler would fail in the same way.
         """
-        self._leasing.take_sampler(self._start.serving_id, self._start.key)
+        self._leasing.take_sampler(self._start.serving_id, self._start.key, self._leasing.epoch + 1)
         up = asyncio.create_task(self._leasing.wait())
         try:
             if not await self._until(up.done):

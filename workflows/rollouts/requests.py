@@ -137,19 +137,20 @@ def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy) -> Polic
     return PolicyWeights(adapter=policy.adapter, keep=keep, synced=policy.synced)
 
 
-def sync_target(start: RLStart, version: int, grant: LeaseGrant | None) -> SyncTarget | None:
+def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> SyncTarget | None:
     """Return where the trainer sends a version of the policy; None where samplers load it from the store.
 
     Full weights take the place of those that later steps' samples are still drawn from if the run samples ahead.
     """
     run, rollouts = start.run, start.run.rollouts
-    if rollouts is None or grant is None or grant.weights_socket is None or rollouts.weight_sync.backend == "store":
+    sockets = tuple(grant.weights_socket for grant in grants if grant.weights_socket is not None)
+    if rollouts is None or not sockets or rollouts.weight_sync.backend == "store":
         return None
     if isinstance(run.trainable, Full) and rollouts.off_policy_steps:
         return None
     backend = rollouts.weight_sync.backend
     return SyncTarget(
-        sockets=(grant.weights_socket,),
+        sockets=sockets,
         version=version,
         backend="shared_memory" if backend == "auto" else backend,
         bucket_bytes=rollouts.weight_sync.bucket_bytes,

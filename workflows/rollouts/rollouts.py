@@ -10,13 +10,22 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest
     from activities.records.run_records import RunRecords, StepRecordRequest, policy_of
-    from activities.sampling.sample import Sampled, SamplerActivities, SampleRequest
+    from activities.sampling.sample import (
+        Proved,
+        ProveRequest,
+        Sampled,
+        SamplerActivities,
+        SampleRequest,
+        Share,
+        ShareRequest,
+    )
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import GroupSamples
     from shared.contract import Artifact
+    from shared.jobs.leases import LeaseGrant
     from shared.jobs.weight_sync import SyncTarget
-    from shared.runs.serving import SamplerPlace
+    from shared.runs.serving import LeasedSampler, SamplerPlace
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, RLState, RolloutData, StepStatus
@@ -26,6 +35,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.sampling import Sampling
     from workflows.training.run import ActiveRun
     from workflows.training.train_step import unchanged
+
+_LATE_PROOF = "a sampler that comes after a proof proves the same before it draws"
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ class RolloutSource:
     """Makes the trajectory groups of train steps, up to `off_policy_steps` ahead of the step that is trained.
 
     Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which steps to come may be
-    sampled from; `end_step` adds one.
+    sampled from; `end_step` adds one. `_proof` is the last policy to prove, with the trainer's log-probabilities of
+    the probe; `_proved` are the samplers that were asked to prove it, by their leases' epochs: one that fails is lost.
     """
 
     start: RLStart
@@ -68,6 +80,8 @@ class RolloutSource:
     _tasks: dict[int, asyncio.Task[Rolled]] = field(default_factory=dict)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _grading: set[int] = field(default_factory=set)
+    _proof: tuple[Policy, tuple[float, ...]] | None = None
+    _proved: set[int] = field(default_factory=set)
 
     async def groups(self, step: int) -> Rolled:
         """Return the groups of a step, counted from 1, and start making those of the steps ahead."""
@@ -99,13 +113,13 @@ class RolloutSource:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.sampling.leasing.release()
+        self.sampling.release()
 
     async def _roll(self, step: int) -> Rolled:
         """Sample, grade and group one step. Only one step is sampled at a time; others may be graded meanwhile."""
         async with self._lock:
             began = workflow.time()
-            sampled = await self._sample(
+            sampled, metrics = await self._sample(
                 lambda place: rollout_requests.step_samples(
                     self.start, self.model, self.data.prompts, self.policies, step, place
                 )
@@ -120,14 +134,14 @@ class RolloutSource:
         request = rollout_requests.groups_request(self.start.run, sampled.completions, graded.grades, step)
         grouped = await control.do(GroupSamples.group_samples, request)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
-        return Rolled(grouped.groups_uri, grouped.metrics | seconds)
+        return Rolled(grouped.groups_uri, grouped.metrics | metrics | seconds)
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
         """Sample and grade the held-out prompts under a policy; no metrics where the run has none."""
         held_out = self.data.held_out
         if held_out is None:
             return {}
-        sampled = await self._sample(
+        sampled, _ = await self._sample(
             lambda place: rollout_requests.held_out_samples(
                 self.start, self.model, held_out, self.policies, policy, place
             )
@@ -161,19 +175,54 @@ class RolloutSource:
 
     def sync_target(self, version: int) -> SyncTarget | None:
         """Return where the trainer sends a version of the policy; None where samplers load it from the store."""
-        return rollout_requests.sync_target(self.start, version, self.sampling.leasing.grant)
+        return rollout_requests.sync_target(self.start, version, self.sampling.grants)
 
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
-        """Let the sampler prove that it serves a policy."""
-        proved = await self.sampling.do(
-            SamplerActivities.prove_adapter,
-            lambda place: rollout_requests.proof(self.start, self.data, self.policies, policy, logprobs, place),
-            self.model,
-        )
-        return {"probe_difference_max": proved.max_difference, "sync_used": float(proved.was_sent)}
+        """Let the samplers that are up prove that they serve a policy; those that come later do so before they draw."""
+        self._proof, self._proved = (policy, tuple(logprobs)), set()
+        proofs = [await self.sampling.do(SamplerActivities.prove_adapter, self._prove_request, self.model)]
 
-    async def _sample(self, request: Callable[[SamplerPlace], SampleRequest]) -> Sampled:
-        return await self.sampling.do(SamplerActivities.sample, request, self.model)
+        async def prove_too(grant: LeaseGrant, *_: int) -> None:
+            proofs.extend(await self._prove_once(grant))
+
+        await self.sampling.on_each(prove_too, self.model)
+        return {
+            "probe_difference_max": max(proved.max_difference for proved in proofs),
+            "sync_used": float(all(proved.was_sent for proved in proofs)),
+        }
+
+    async def _prove_once(self, grant: LeaseGrant) -> list[Proved]:
+        """Let a sampler prove that it serves the policy of the last proof, if it has not been asked to."""
+        if self._proof is None or grant.fence.epoch in self._proved or not workflow.patched(_LATE_PROOF):
+            return []
+        return [await self.sampling.ask(SamplerActivities.prove_adapter, self._prove_request, grant)]
+
+    def _prove_request(self, place: SamplerPlace) -> ProveRequest:
+        assert self._proof is not None
+        if isinstance(place, LeasedSampler):
+            self._proved.add(place.fence.epoch)
+        return rollout_requests.proof(self.start, self.data, self.policies, *self._proof, place)
+
+    async def _sample(self, request: Callable[[SamplerPlace], SampleRequest]) -> tuple[Sampled, dict[str, float]]:
+        """Draw samples: on all samplers that are up, again where one was lost, and what is missing then on one.
+
+        Returns also, as a metric, how many samplers drew at once, if the run may have several.
+        """
+        num_samplers = 1
+
+        async def draw(grant: LeaseGrant, number: int, count: int) -> None:
+            nonlocal num_samplers
+            await self._prove_once(grant)
+            num_samplers = max(num_samplers, count)
+            share = Share(number=number, count=count)
+            activity = SamplerActivities.draw_share
+            await self.sampling.ask(activity, lambda place: ShareRequest(**dict(request(place)), share=share), grant)
+
+        for _ in range(self.start.timing.max_losses):
+            if not await self.sampling.on_each(draw, self.model):
+                break
+        sampled = await self.sampling.do(SamplerActivities.sample, request, self.model, self._prove_once)
+        return sampled, {"samplers": float(num_samplers)} if self.sampling.is_shared_out else {}
 
     async def _grade(self, sampled: Sampled) -> Graded:
         request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader)

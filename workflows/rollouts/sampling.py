@@ -1,7 +1,8 @@
-"""A run's sampler: leased like a worker, or a server behind a URL. Its activities are idempotent."""
+"""A run's samplers: leased like workers, or a server behind a URL. Their activities are idempotent."""
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,19 +26,20 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class Sampling:
-    """A run's sampler and its leases. Two activities may use it at a time.
+    """A run's samplers and their leases: at most `rollouts.samplers`. Work goes on with those that are up.
 
     `waits` is called before the run waits for a sampler, so that it can give up an idle worker first.
     """
 
     start: RLStart
     waits: Callable[[], None]
-    leasing: Leasing = field(init=False)
+    leasings: tuple[Leasing, ...] = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _num_failed: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        queue = policies.sampler_queue(self.start.shape)
-        self.leasing = Leasing(queue, self.start.timing)
+        queue, rollouts = policies.sampler_queue(self.start.shape), self.start.run.rollouts
+        self.leasings = tuple(Leasing(queue, self.start.timing) for _ in range(rollouts.samplers if rollouts else 1))
 
     @property
     def is_served(self) -> bool:
@@ -45,21 +47,51 @@ class Sampling:
         return self.start.serves_sampler or (rollouts is not None and rollouts.sampler_url is not None)
 
     @property
+    def is_shared_out(self) -> bool:
+        """True where the run may have several samplers, which a step's prompts are divided over."""
+        return len(self.leasings) > 1 and not self.is_served
+
+    @property
     def is_up(self) -> bool:
-        return self.is_served or self.leasing.grant is not None
+        return self.is_served or any(leasing.grant is not None for leasing in self.leasings)
 
     @property
     def is_awaited(self) -> bool:
-        """True while the run waits for a sampler."""
-        return self._lock.locked() and not self.leasing.is_warm
+        """True while the run waits for its first sampler."""
+        return self._lock.locked() and not self.grants
+
+    @property
+    def grants(self) -> tuple[LeaseGrant, ...]:
+        """The samplers that are up."""
+        return tuple(one.grant for one in self.leasings if one.is_warm and one.grant is not None)
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that samplers were leased and up, over all leases so far."""
+        return sum(leasing.held_s for leasing in self.leasings)
+
+    def granted(self, grant: LeaseGrant) -> None:
+        """Take a host's signal that a sampler is up. No two leases of a run have the same epoch."""
+        for leasing in self.leasings:
+            leasing.granted(grant)
+
+    def release(self) -> None:
+        """Give all samplers back, and ask for no more."""
+        for leasing in self.leasings:
+            leasing.release()
 
     async def do(
-        self, activity: Callable[[Any, Request], Answer], request: Callable[[SamplerPlace], Request], model: Artifact
+        self,
+        activity: Callable[[Any, Request], Answer],
+        request: Callable[[SamplerPlace], Request],
+        model: Artifact,
+        before: Callable[[LeaseGrant], Coroutine[Any, Any, object]] | None = None,
     ) -> Answer:
-        """Execute an activity on the sampler of `model`, over as many leases as it takes.
+        """Execute an activity on a sampler of `model`, over as many leases as it takes.
 
         Args:
             request: makes the activity's request, given where the sampler is.
+            before: done first, with every leased sampler that is to execute it.
 
         Raises:
             RunFailed: it cannot be done, or too many samplers in a row were lost at it.
@@ -79,30 +111,82 @@ class Sampling:
                 await workflow.sleep(pause)
             grant: LeaseGrant | None = None
             try:
-                grant = await self._leased(model)
-                return await self._ask(activity, request, grant)
+                grant = await self._first(model)
+                if before is not None:
+                    await before(grant)
+                return await self.ask(activity, request, grant)
             except Lost as loss:
                 losses.append(str(loss))
             except ActivityError as error:
                 losses.append(str(lost(error)))
-            workflow.logger.warning("sampler lease %d came to nothing: %s", self.leasing.epoch, losses[-1])
-            if grant is None or self.leasing.grant is grant:  # else the other activity has taken a new lease
-                self.leasing.release()
+            self._give_up(grant, losses[-1])
 
-    async def _leased(self, model: Artifact) -> LeaseGrant:
-        """Return the sampler that is up, or lease a new one."""
+    async def on_each(self, work: Callable[[LeaseGrant, int, int], Coroutine[Any, Any, None]], model: Artifact) -> int:
+        """Share some work among the samplers that are up, if there are several; ask for those that are missing.
+
+        Args:
+            work: does one share, given the sampler, the share's number, and how many shares there are.
+
+        Returns:
+            how many samplers were lost, and have left their share undone.
+
+        Raises:
+            RunFailed: it cannot be done. ActivityError: it was cancelled.
+        """
+        if not self.is_shared_out:
+            return 0
+        self._ask_for_missing(model)
+        if len(grants := self.grants) < 2:
+            return 0
+        shares = (work(grant, number, len(grants)) for number, grant in enumerate(grants))
+        ended = await asyncio.gather(*shares, return_exceptions=True)
+        for grant, error in zip(grants, ended, strict=True):
+            if isinstance(error, ActivityError):
+                self._give_up(grant, str(lost(error)))
+            elif error is not None:
+                raise error
+        return len(ended) - ended.count(None)
+
+    def _give_up(self, grant: LeaseGrant | None, why: str) -> None:
+        """Give a lost sampler back, so that another one is asked for; without a grant, those that never came."""
+        for leasing in self.leasings:
+            # Otherwise another activity, which lost the same sampler, has taken a new lease.
+            if leasing.grant is grant and not leasing.is_pending:
+                workflow.logger.warning("sampler lease %d came to nothing: %s", leasing.epoch, why)
+                leasing.release()
+
+    def _ask_for_missing(self, model: Artifact) -> None:
+        """Ask for all samplers that are not up, without waiting. One that fails again and again is left out."""
+        key, grants = sampler_key(self.start, model), self.grants
+        for number, leasing in enumerate(self.leasings):
+            if leasing.is_warm or leasing.is_pending:
+                continue
+            self._num_failed[number] += leasing.has_failed
+            if not grants or self._num_failed[number] < self.start.timing.max_losses:
+                leasing.take_sampler(self.start.run_id, key, 1 + max(one.epoch for one in self.leasings))
+
+    async def _first(self, model: Artifact) -> LeaseGrant:
+        """Return a sampler that is up; if there is none, wait for the first that comes.
+
+        Raises:
+            ActivityError, Lost: none came.
+        """
         async with self._lock:
-            if not self.leasing.is_warm:
+            if not self.grants:
                 self.waits()
-                self.leasing.take_sampler(self.start.run_id, sampler_key(self.start, model))
-            return await self.leasing.wait()
+                self._ask_for_missing(model)
+            if len(self.leasings) == 1:
+                return await self.leasings[0].wait()
+            await workflow.wait_condition(lambda: bool(self.grants) or not any(one.is_pending for one in self.leasings))
+            return self.grants[0] if self.grants else await self.leasings[0].wait()
 
-    async def _ask(
+    async def ask(
         self,
         activity: Callable[[Any, Request], Answer],
         request: Callable[[SamplerPlace], Request],
         grant: LeaseGrant,
     ) -> Answer:
+        """Execute an activity on one sampler. Raises ActivityError."""
         place = LeasedSampler(run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id)
         result: Answer = await workflow.execute_activity_method(
             activity,
