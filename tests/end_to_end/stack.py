@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowHistory
 
 from service.cli.main import main
 from service.dev.connection import Connection
+from shared.child_environment import STACK_MARK, child_environment
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import HostPaths
 from tests import forks
+from tests.ended import end
 
 T = TypeVar("T")
 # Where something hangs, it is noticed; a machine that is shared with others may be ten times slower than a quiet one.
@@ -85,15 +87,35 @@ class Stack:
 
     def most_attempts(self, run_id: str) -> int:
         """How often a run tried the activity that it tried most often."""
+        starts = (event.activity_task_started_event_attributes for event in self.history(run_id).events)
+        return max(start.attempt for start in starts)
 
-        async def ask(address: str) -> int:
-            history = await (await Client.connect(address)).get_workflow_handle(run_id).fetch_history()
-            starts = (event.activity_task_started_event_attributes for event in history.events)
-            return max(start.attempt for start in starts)
+    def history(self, run_id: str) -> WorkflowHistory:
+        """The history of a run's newest execution."""
 
+        async def ask(address: str) -> WorkflowHistory:
+            return await (await Client.connect(address)).get_workflow_handle(run_id).fetch_history()
+
+        return asyncio.run(ask(self._connection.temporal_address))
+
+    @property
+    def _connection(self) -> Connection:
         connection = Connection.read(self.root)
         assert connection is not None
-        return asyncio.run(ask(connection.temporal_address))
+        return connection
+
+    @contextmanager
+    def another_sampler_host(self) -> Iterator[None]:
+        """A second sampler host of this stack, on this machine."""
+        address = {"LONGSHORE_TEMPORAL_ADDRESS": self._connection.temporal_address}
+        environment = child_environment("sampler", self._environment | address | {STACK_MARK: str(self.root)})
+        command = [sys.executable, "-P", "-m", "service.host", "--role", "sampler"]
+        with (self.root / "logs" / "sampler2.log").open("ab") as log:
+            host = subprocess.Popen(command, env=environment, cwd=self.root, stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            end(host)
 
     @property
     def host_paths(self) -> HostPaths:

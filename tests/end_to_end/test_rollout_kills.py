@@ -5,6 +5,7 @@ Kills at random moments: tests/chaos.
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
+    a_sampler,
     control_host,
     gpu_host,
     kill,
     sampler,
     sampler_host,
+    signal_all,
     temporal_server,
 )
 
@@ -139,6 +142,48 @@ def test_kills_while_full_weights_travel_change_nothing(fresh_stack: Stack, roll
     assert answer.json["status"] == "succeeded", answer
     models = [Path(one.json["adapter"].removeprefix("file://"), "model.safetensors") for one in (alone, answer)]
     assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_samplers_come_late_and_are_lost_and_change_nothing(
+    fresh_stack: Stack, undisturbed: Answer, rollout_options: list[str]
+) -> None:
+    """Two samplers: the second one comes in the middle of the run, and later one is killed while both draw."""
+    for folder in ("sampled", "graded"):  # so that this run draws its own
+        shutil.rmtree(fresh_stack.root / "store" / folder, ignore_errors=True)
+    run_id = fresh_stack.cli(*rollout_options, "--samplers", "2").json["run_id"]
+    wait_until(lambda: _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= 1, "a step with one sampler")
+    held = control_host(fresh_stack)  # nothing goes on without it
+    signal_all(held, signal.SIGSTOP)
+    try:
+        with fresh_stack.another_sampler_host():
+            wait_until(lambda: _num_grants(fresh_stack, run_id) == 2, "the second sampler is up")
+            signal_all(held, signal.SIGCONT)
+            num_before = _count(fresh_stack, f"runs/{run_id}/steps/*.json")
+            wait_until(
+                lambda: (
+                    _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= num_before + 3
+                    and sampling(fresh_stack, run_id)
+                ),
+                "samples of a step are drawn by both",
+                every_s=0.01,
+            )
+            kill(fresh_stack, a_sampler)
+            _assert_undisturbed(fresh_stack, run_id, undisturbed)
+    finally:
+        signal_all(held, signal.SIGCONT)
+    folder = fresh_stack.root / "store" / "runs" / run_id / "steps"
+    steps = [json.loads(path.read_text())["metrics"] for path in sorted(folder.iterdir())]
+    assert steps[0]["samplers"] == 1
+    both = [metrics for metrics in steps if metrics["samplers"] == 2]
+    assert any(metrics["sync_used"] == 1 and metrics["sync_failed"] == 0 for metrics in both)
+    assert all(metrics["probe_difference_max"] < 1e-4 for metrics in steps)
+
+
+def _num_grants(stack: Stack, run_id: str) -> int:
+    """How often a sampler was leased for a run."""
+    events = stack.history(run_id).events
+    names = [event.workflow_execution_signaled_event_attributes.signal_name for event in events]
+    return names.count("sampler_leased")
 
 
 def _kill_in_turn(stack: Stack, run_id: str, kills: list[tuple[Point, Victim]]) -> None:

@@ -38,6 +38,10 @@ def sampler(stack: Stack) -> list[psutil.Process]:
     return stack.processes(SAMPLER)
 
 
+def a_sampler(stack: Stack) -> list[psutil.Process]:
+    return sampler(stack)[:1]
+
+
 def sampler_host(stack: Stack) -> list[psutil.Process]:
     return stack.processes("service.host", "--role sampler")
 

@@ -23,6 +23,8 @@ from activities.sampling.sample import (
     Sampled,
     SamplerActivities,
     SampleRequest,
+    Share,
+    ShareRequest,
     draw_group,
 )
 from activities.sampling.samplers import Samplers
@@ -195,6 +197,31 @@ def cancelled_while_drawing(settings: Settings, request: SampleRequest, proxy: S
     thread.join(60)
     assert not thread.is_alive(), "it waits for answers that nobody wants"
     assert isinstance(ended[0], CancelledError)
+
+
+def test_shares_of_several_samplers_are_the_bytes_of_one(place: Place, tmp_path: Path) -> None:
+    """One share of three was lost before it was drawn: who puts the result together asks for its prompts alone."""
+    whole = settings_of(tmp_path / "whole", place)
+    expected = sampled(whole, request_of(place, rendered(whole, place)))
+    with proxy_of(place.sampler.url) as proxy:
+        shared = settings_of(tmp_path / "shared", place, proxy.url)
+        request = request_of(place, rendered(shared, place))
+        activities = SamplerActivities(HostContext(shared), Samplers(shared))
+        asked = []
+        for number in (2, 0):
+            share = ShareRequest(**dict(request), share=Share(number=number, count=3))
+            assert share.key == request.key
+            ActivityEnvironment().run(activities.draw_share, share)
+            asked.append(sorted(proxy.prompts()))
+            proxy.asked.clear()
+        found = sampled(shared, request)
+        asked.append(sorted(proxy.prompts()))
+        assert [len(prompts) for prompts in asked] == [NUM_PROMPTS // 3] * 3
+        assert len({prompt for prompts in asked for prompt in prompts}) == NUM_PROMPTS
+        proxy.asked.clear()
+        ActivityEnvironment().run(activities.draw_share, share)
+        assert not proxy.asked, "a share that comes late asks nobody"
+    assert (found.completions.sha256, found.samples.sha256) == (expected.completions.sha256, expected.samples.sha256)
 
 
 def test_a_second_attempt_asks_nobody(place: Place, tmp_path: Path) -> None:
