@@ -157,8 +157,8 @@ def test_samplers_come_late_and_are_lost_and_change_nothing(
     try:
         with fresh_stack.another_sampler_host():
             wait_until(lambda: _num_grants(fresh_stack, run_id) == 2, "the second sampler is up")
-            signal_all(held, signal.SIGCONT)
             num_before = _count(fresh_stack, f"runs/{run_id}/steps/*.json")
+            signal_all(held, signal.SIGCONT)
             wait_until(
                 lambda: (
                     _count(fresh_stack, f"runs/{run_id}/steps/*.json") >= num_before + 3
@@ -174,8 +174,8 @@ def test_samplers_come_late_and_are_lost_and_change_nothing(
     folder = fresh_stack.root / "store" / "runs" / run_id / "steps"
     steps = [json.loads(path.read_text())["metrics"] for path in sorted(folder.iterdir())]
     assert steps[0]["samplers"] == 1
-    both = [metrics for metrics in steps if metrics["samplers"] == 2]
-    assert any(metrics["sync_used"] == 1 and metrics["sync_failed"] == 0 for metrics in both)
+    both = steps[num_before + 2]  # sampled and trained between the second one's coming and the kill
+    assert (both["samplers"], both["sync_used"], both["sync_failed"]) == (2, 1, 0)
     assert all(metrics["probe_difference_max"] < 1e-4 for metrics in steps)
 
 
