@@ -135,7 +135,7 @@ def result_sha256(store: ObjectStore, run_id: str) -> str | None:
 
 def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     """Refuse what no host could start, data-parallel ranks that would never have anything to do, and full training
-    with a sampler that takes adapters alone.
+    or several samplers where one server behind a URL samples.
 
     Args:
         below: where the run's fields stand in the request, such as `run.`.
@@ -151,6 +151,9 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             if run.trainable.kind == "full" and settings.sampling.url is not None:
                 rule = "this installation's sampler is a server behind a URL, which does not take whole weights"
                 raise InvalidInput(f"{rule}: train a lora", f"{below}trainable")
+            if rollouts.samplers > 1 and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL: samplers may be 1 at most"
+                raise InvalidInput(rule, f"{below}rollouts.samplers")
             examples = rollouts.prompts_per_step * rollouts.group_size
             examples_named = f"the {examples} samples of a step"
         case _:

@@ -28,6 +28,16 @@ def test_full_weights_need_a_sampler_that_takes_them():
     check_startable(RLRun.model_validate(FULL), settings("http://localhost:8000"))  # its client samples
 
 
+def test_several_samplers_are_leased_ones():
+    run = RLRun.model_validate({"kind": "rl", "model": "/model", "rollouts": ROLLOUTS | {"samplers": 2}})
+    check_startable(run, settings(None))
+    with pytest.raises(InvalidInput, match="samplers may be 1 at most") as refused:
+        check_startable(run, settings("http://localhost:8000"), "run.")
+    assert refused.value.place == "run.rollouts.samplers"
+    with pytest.raises(ValidationError, match="drop samplers, or sampler_url"):
+        RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"samplers": 2, "sampler_url": "http://localhost:8000"}})
+
+
 def test_full_training_does_not_go_on_from_an_adapter():
     with pytest.raises(ValidationError, match="drop initial_adapter"):
         RLRun.model_validate(FULL | {"initial_adapter": "/adapter"})
