@@ -6,12 +6,11 @@ from pydantic import Field, JsonValue, model_validator
 
 from shared.contract import Frozen
 from shared.field_rules import NO_NUL, pattern
-from shared.grading.graders import Grader
 from shared.jobs.job import PPO, Dtype, Lora, PolicyLoss, Trainable
 from shared.jobs.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
 from shared.jobs.loss_presets import PRESETS, AdvantageKind, Preset, with_algorithm
-from shared.jobs.weight_sync import WeightSync
-from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, PromptsSource
+from shared.runs.rollouts import Rollouts
+from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource
 
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
@@ -131,84 +130,6 @@ class DPORun(_DatasetRun):
 
 
 DatasetRun = Annotated[SFTRun | DPORun, Field(discriminator="kind")]
-
-
-class HeldOut(Frozen):
-    """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
-
-    prompts: PromptsSource = Field(description="held-out prompts, sampled and graded before and after")
-    every_steps: int = Field(
-        default=0, ge=0, description="train steps from one evaluation to the next; 0: only before and after"
-    )
-    samples_per_prompt: int = Field(default=1, ge=1, le=1024, description="samples of each held-out prompt")
-    temperature: float = Field(default=0.0, ge=0, le=10, description="of held-out samples; 0: greedy")
-    target: float | None = Field(
-        default=None, allow_inf_nan=False, description="mean grade at which the run ends, with the step that reached it"
-    )
-
-    @model_validator(mode="after")
-    def _greedy_once(self) -> "HeldOut":
-        if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError("greedy samples of a prompt are all the same: one is enough")
-        return self
-
-
-class Rollouts(Frozen):
-    """Settings by which a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
-
-    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
-    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first.
-    """
-
-    prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
-    grader: Grader = Field(description="what grades samples, in OpenAI's fields (docs/graders.md)")
-    prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
-    group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
-    epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the prompts, instead of steps")
-    steps: int | None = Field(default=None, ge=1, le=1_000_000, description="train steps of the run's own rollouts")
-    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), max_length=16, description="text that ends a sample"
-    )
-    off_policy_steps: int = Field(default=0, ge=0, le=64, description="steps sampled ahead; 0: on-policy")
-    sampler_url: str | None = Field(
-        default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
-    )
-    samplers: int = Field(
-        default=1,
-        ge=1,
-        le=16,
-        description="samplers leased at most; a step's prompts are divided over those that are up",
-    )
-    weight_sync: WeightSync = WeightSync()
-    max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
-    probe_bound: float | None = Field(
-        default=None,
-        gt=0,
-        description="nats between sampler and trainer over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
-    )
-    max_ungraded_fraction: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="share of a step's samples without a grade: they are left out, and the run fails beyond it",
-    )
-    shuffle_rewards: bool = Field(
-        default=False, description="a control experiment: rewards change places within their group, and say nothing"
-    )
-    held_out: HeldOut | None = None
-
-    @model_validator(mode="after")
-    def _one_length(self) -> "Rollouts":
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give exactly one of epochs and steps")
-        return self
-
-    @model_validator(mode="after")
-    def _samplers_are_leased(self) -> "Rollouts":
-        if self.samplers > 1 and self.sampler_url is not None:
-            raise ValueError("a sampler behind a URL is one: drop samplers, or sampler_url")
-        return self
 
 
 class RLRun(Frozen):

@@ -15,7 +15,6 @@ from shared.runs.requests import (
     DatasetRun,
     DPORun,
     RLRun,
-    Rollouts,
     Run,
     RunId,
     RunRecord,
@@ -23,6 +22,7 @@ from shared.runs.requests import (
     SFTRun,
     Tenant,
 )
+from shared.runs.rollouts import Rollouts
 from shared.runs.sessions import SessionState
 from shared.runs.status import RLState
 from shared.settings import Settings, WorkerSharing

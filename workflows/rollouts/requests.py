@@ -14,7 +14,8 @@ from shared.contract import Artifact
 from shared.jobs.job import Full
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.jobs.weight_sync import SyncTarget
-from shared.runs.requests import RLRun, Rollouts
+from shared.runs.requests import RLRun
+from shared.runs.rollouts import Rollouts
 from shared.runs.serving import SamplerPlace
 from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart

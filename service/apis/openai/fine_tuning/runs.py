@@ -19,7 +19,8 @@ from service.apis.openai.fine_tuning.request import (
 )
 from shared.errors import InvalidInput
 from shared.jobs.job import Lora
-from shared.runs.requests import DPORun, RLRun, Rollouts, Run, SFTRun, Source
+from shared.runs.requests import DPORun, RLRun, Run, SFTRun, Source
+from shared.runs.rollouts import Rollouts
 
 _KEPT_CHECKPOINTS = 3
 _GROUP_SIZE = Rollouts.model_fields["group_size"].default
