@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,6 +26,7 @@ from shared.chat.completions import (
     ErrorResponse,
     ModelCard,
     ModelList,
+    SamplerMemory,
     Sampling,
 )
 from shared.errors import InvalidInput, SamplerUnavailable
@@ -207,6 +208,14 @@ class Sampler:
         except InvalidInput:
             return False
         return True
+
+    def sleep(self, level: Literal[1, 2]) -> SamplerMemory:
+        """Have our own sampler give its memory back, when the sequences under way have ended."""
+        return _parsed(SamplerMemory, self._ask("POST", "/v1/sleep", {"level": level}), self._url)
+
+    def wake(self) -> SamplerMemory:
+        """Have our own sampler take its memory again. One that is awake stays so."""
+        return _parsed(SamplerMemory, self._ask("POST", "/v1/wake"), self._url)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter, if it is loaded."""

@@ -49,6 +49,7 @@ def serve(options: argparse.Namespace) -> None:
         from megatron_worker.sampler.generation import Generator
         from megatron_worker.sampler.models import Models, accept_weights
         from megatron_worker.sampler.server import Server
+        from megatron_worker.sampler.sleep import Sleep
         from megatron_worker.training.evaluation import read_stop_ids
 
     torch.set_num_threads(options.threads)
@@ -65,7 +66,7 @@ def serve(options: argparse.Namespace) -> None:
     name = options.served_model_name or str(options.model)
     models = Models(name, options.model, decoder, generator, limits.max_model_len)
     answers = Answers(models, decoder, tokenizer, read_stop_ids(options.model), generator, limits)
-    server = Server(answers, _key(options.key_file), options.port)
+    server = Server(answers, Sleep(decoder, models, generator), _key(options.key_file), options.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: generator.stop())
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()

@@ -10,7 +10,8 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket
+from megatron_worker.sampler.ending import Ending
+from megatron_worker.sampler.generation import Generator, Sequence, Ticket
 from megatron_worker.sampler.models import Models, Refused, parsed
 from shared.chat.completions import (
     MAX_SAMPLES,

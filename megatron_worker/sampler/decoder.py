@@ -53,6 +53,10 @@ class Prefilled:
     keys: list[Tensor]
     values: list[Tensor]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values))
+
 
 class Cache:
     """Keys and values of all slots, one tensor a layer: [blocks, B, G, S, D]. Grows by blocks of zeros."""
@@ -63,6 +67,10 @@ class Cache:
         self.keys = [torch.zeros(empty, dtype=dtype, device=device) for _ in range(a.num_layers)]
         self.values = [torch.zeros(empty, dtype=dtype, device=device) for _ in range(a.num_layers)]
         self.slots_B = torch.arange(num_slots, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def reserve(self, num_tokens: int) -> None:
         missing = -(-num_tokens // BLOCK) - len(self.keys[0])

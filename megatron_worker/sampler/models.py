@@ -71,6 +71,7 @@ class Models:
         self._unnamed: dict[Sha256, Adapter] = {}
         self._lock = threading.Lock()
         self._created = int(time.time())
+        self.is_asleep = False
 
     def cards(self) -> ModelList:
         with self._lock:
@@ -87,16 +88,44 @@ class Models:
         with self._lock:
             base = self._base
             adapter = base if base is not None and name == base.name else self._adapters.get(name)
+        self._refuse_asleep()
         if base is None:
             raise Refused(503, "the sampler's weights are not complete: load them again")
         if adapter is None:
             raise Refused(404, f"The model `{name}` does not exist.", "model", "model_not_found")
         return adapter
 
+    # Sleep.
+
+    def adapters(self) -> list[Adapter]:
+        """Return all adapters, those without a name too."""
+        with self._lock:
+            return [*self._adapters.values(), *self._unnamed.values()]
+
+    def drop(self) -> tuple[Adapter | None, list[Adapter]]:
+        """Forget the weights and all adapters. Returns those that came from folders, and can be read there again."""
+        with self._lock:
+            base, adapters = self._base, list(self._adapters.values())
+            self._base = self._synced = None
+            self._adapters.clear()
+            self._unnamed.clear()
+        kept = [adapter for adapter in adapters if Path(adapter.folder).is_dir()]
+        return (base if base is not None and Path(base.folder).is_dir() else None), kept
+
+    def restore(self, base: Adapter | None, adapters: list[Adapter]) -> None:
+        """Serve again what `drop` returned, after it was read again."""
+        with self._lock:
+            self._base, self._adapters = base, {adapter.name: adapter for adapter in adapters}
+
+    def _refuse_asleep(self) -> None:
+        if self.is_asleep:
+            raise Refused(503, "the sampler is asleep: POST /v1/wake first")
+
     # Adapters.
 
     def load(self, body: bytes) -> str:
         request = parsed(LoadAdapterRequest, body)
+        self._refuse_asleep()
         self._refuse_taken(request.lora_name)
         folder = Path(request.lora_path)
         if not (folder / peft_format.CONFIG).is_file():
@@ -106,6 +135,7 @@ class Models:
         except InvalidInput as error:
             raise Refused(400, f"the adapter cannot be used: {error}", "lora_path") from error
         with self._lock:
+            self._refuse_asleep()  # it may have fallen asleep since
             self._refuse_taken(request.lora_name)
             self._adapters[request.lora_name] = adapter
         return f"Success: LoRA adapter '{request.lora_name}' added successfully."
@@ -144,6 +174,7 @@ class Models:
     def name_weights(self, body: bytes) -> str:
         """Name what came by a sync. Doing it again changes nothing."""
         request = parsed(NameWeightsRequest, body)
+        self._refuse_asleep()
         with self._lock:
             if request.digest in self._unnamed:
                 adapter = self._unnamed.pop(request.digest)
@@ -160,6 +191,7 @@ class Models:
         """Write the weights between two tokens; `write` returns what they are. If it fails the sampler has none."""
 
         def change() -> None:
+            self._refuse_asleep()
             with self._lock:
                 self._base = self._synced = None
                 self._adapters.clear()
@@ -176,12 +208,13 @@ class Models:
         """Receive one version from a trainer. Whatever is wrong is told to it, and logged by nobody else."""
         receiving = Receiving(connection)
         try:
+            self._refuse_asleep()
             with torch.inference_mode():
                 if receiving.announcement.lora is None:
                     self._receive_weights(receiving)
                 else:
                     self._receive_adapter(receiving, receiving.announcement.lora)
-        except InvalidInput as error:
+        except (InvalidInput, Refused) as error:
             receiving.reply(Reply(refused=str(error)))
         finally:
             receiving.close()
@@ -194,6 +227,7 @@ class Models:
         digest = _assembled(receiving, tensors)
         adapter = adapter_of(f"sync-{digest}", digest, lora, self._decoder, tensors)
         with self._lock:
+            self._refuse_asleep()
             self._unnamed[digest] = adapter
             while len(self._unnamed) > _MAX_UNNAMED:
                 del self._unnamed[next(iter(self._unnamed))]

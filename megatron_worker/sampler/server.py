@@ -12,14 +12,15 @@ from pydantic import BaseModel
 
 from megatron_worker.sampler.answers import Answers
 from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.sleep import Sleep
 from shared.chat.completions import ErrorDetail, ErrorResponse
 
 _MAX_BODY_BYTES = 32 << 20
 _POST = (
     *("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/v1/load_weights", "/v1/name_weights"),
+    *("/v1/load_weights", "/v1/name_weights", "/v1/sleep", "/v1/wake"),
 )
-_GET = ("/health", "/v1/models")
+_GET = ("/health", "/v1/models", "/v1/memory")
 
 
 class Server(ThreadingHTTPServer):
@@ -28,8 +29,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answers: Answers, api_key: str, port: int) -> None:
+    def __init__(self, answers: Answers, sleep: Sleep, api_key: str, port: int) -> None:
         self.answers = answers
+        self.sleep = sleep
         self.api_key = api_key
         super().__init__(("127.0.0.1", port), _Exchange)
 
@@ -95,6 +97,12 @@ class _Exchange(BaseHTTPRequestHandler):
                 return answers.models.load_weights(body)
             case "POST", "/v1/name_weights":
                 return answers.models.name_weights(body)
+            case "GET", "/v1/memory":
+                return self.server.sleep.memory()
+            case "POST", "/v1/sleep":
+                return self.server.sleep.sleep(body)
+            case "POST", "/v1/wake":
+                return self.server.sleep.wake()
         if path in (*_GET, *_POST):
             raise Refused(405, f"{path} is not asked with {method}")
         raise Refused(404, f"there is no {path}")

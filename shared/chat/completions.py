@@ -111,6 +111,12 @@ class NameWeightsRequest(Request):
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class SleepRequest(Request):
+    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
+
+    level: Literal[1, 2] = 1
+
+
 class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -183,6 +189,29 @@ class ModelCard(Answer):
 class ModelList(Answer):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class PartMemory(Answer):
+    """Bytes of a part of a sampler, on its device and in the host's memory beside that."""
+
+    device: int = 0
+    host: int = 0
+
+
+class SamplerMemory(Answer):
+    """`GET /v1/memory` of our own sampler: how deep it sleeps (0: awake), and the bytes of its parts.
+
+    `caches`: keys and values of the sequences that are under way.
+    """
+
+    asleep: Literal[0, 1, 2]
+    weights: PartMemory
+    adapters: PartMemory
+    caches: PartMemory
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weights.device + self.adapters.device + self.caches.device
 
 
 class ErrorDetail(Answer):

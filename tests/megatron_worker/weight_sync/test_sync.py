@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder, load_adapter
-from megatron_worker.sampler.generation import Ending, Sequence, Ticket
+from megatron_worker.sampler.ending import Ending
+from megatron_worker.sampler.generation import Sequence, Ticket
 from megatron_worker.sampler.models import Refused
 from megatron_worker.weight_sync.buckets import cut, fill, shapes_sha256
 from megatron_worker.weight_sync.sender import Sent, send

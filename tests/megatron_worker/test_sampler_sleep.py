@@ -1,0 +1,130 @@
+"""Sleep: what a sampler gives back, and that it draws the same bits when it is awake again."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from activities.sampling.client import Sampler
+from examples.tiny_model import make_tiny_model
+from megatron_worker.sampler.models import Refused
+from megatron_worker.sampler.sleep import Sleep
+from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
+from shared.errors import InvalidInput, SamplerUnavailable
+from tests.conftest import CORPUS
+from tests.megatron_worker.engines import start as start_engine
+from tests.megatron_worker.sampler_process import NAME, running, write_adapter
+from tests.megatron_worker.weight_sync.samplers import listening
+from tests.megatron_worker.weight_sync.test_sync import sync
+
+PROMPT = tuple(range(3, 40))
+HOW = Sampling(temperature=1.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """83 MB of weights: what the process has besides them does not hide them."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    return make_tiny_model(folder, CORPUS, hidden_size=512, num_layers=7, num_heads=8, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def sampler(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SamplerReady]:
+    with running(large, tmp_path_factory.mktemp("sampler"), "--slots", "4") as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def adapter(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter"), large, 1, ("q_proj", "down_proj"), rank=16)
+
+
+def memory(sampler: SamplerReady) -> SamplerMemory:
+    key = {"Authorization": f"Bearer {sampler.api_key}"}
+    return SamplerMemory.model_validate_json(httpx.get(f"{sampler.url}/v1/memory", headers=key).content)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_gives_its_memory_back_and_draws_the_same_bits_again(sampler: SamplerReady, adapter: Path, level) -> None:
+    """On the CPU the host's memory is the device: both levels drop what the folders have."""
+    process = psutil.Process(sampler.pid)
+    with Sampler(sampler.url, sampler.api_key, attempts=1) as client:
+        name = f"adapter-{level}"
+        client.load_adapter(name, str(adapter))
+        before = [client.sample(model, PROMPT, HOW, n=6, seed=5) for model in (NAME, name)]
+        assert before[0] != before[1]
+        awake, awake_rss = memory(sampler), process.memory_info().rss
+        assert awake.weights.device > 80_000_000 and awake.adapters.device > 1_000_000 and awake.asleep == 0
+        for _ in range(2):  # the second time it is asleep already
+            asleep = client.sleep(level)
+            assert asleep == memory(sampler) and asleep.asleep == level
+            assert asleep.device_bytes == 0 and asleep.weights.host == 0
+        freed = awake_rss - process.memory_info().rss
+        print(f"level {level}: {awake.device_bytes:,} bytes by part, {freed:,} of the process")
+        assert freed > 0.9 * awake.device_bytes
+        with pytest.raises(SamplerUnavailable, match=r"503: the sampler is asleep: POST /v1/wake first"):
+            client.sample(NAME, PROMPT, HOW, n=1, seed=5)
+        with pytest.raises(SamplerUnavailable, match="asleep"):
+            client.load_adapter("other", str(adapter))
+        with pytest.raises(InvalidInput, match="level"):
+            client.sleep(3)
+        for _ in range(2):
+            assert client.wake() == awake
+        assert [client.sample(model, PROMPT, HOW, n=6, seed=5) for model in (NAME, name)] == before
+        client.unload_adapter(name)
+
+
+def test_sequences_under_way_end_first(sampler: SamplerReady) -> None:
+    long = Sampling(temperature=1.0, max_tokens=150, ignore_eos=True)
+    drawn = []
+    with Sampler(sampler.url, sampler.api_key, attempts=1) as client:
+        asking = threading.Thread(target=lambda: drawn.append(client.sample(NAME, PROMPT, long, n=2, seed=1)))
+        asking.start()
+        while not memory(sampler).caches.device:
+            assert asking.is_alive()
+        assert client.sleep(2).device_bytes == 0
+        asking.join(60)
+        assert [len(one.token_ids) for one in drawn[0]] == [150, 150]
+        client.wake()
+
+
+def test_weights_that_came_by_a_sync_have_to_come_again(model, tmp_path) -> None:
+    """Nothing is sent to a sampler that is asleep. Awake it serves what was its model's, or nothing."""
+    full, lora = start_engine("megatron", model, "full"), start_engine("megatron", model, "lora")
+    with listening(model, tmp_path, 1) as [one]:
+        sleep = Sleep(one.decoder, one.models, one.generator)
+        digest = sync(lora, "run", [one], 1).digest
+        one.models.name_weights(json.dumps({"name": "a", "digest": digest}).encode())
+        sleep.sleep(b"")
+        assert "asleep" in sync(lora, "run", [one], 1).problems[one.path]
+        assert "asleep" in sync(full, None, [one], 1).problems[one.path]
+        sleep.wake()
+        assert [card.id for card in one.models.cards().data] == [NAME], "the adapter was no folder's"
+        assert sync(full, None, [one], 1).problems == {}
+        sleep.sleep(b"")
+        sleep.wake()
+        assert one.models.cards().data == []
+        with pytest.raises(Refused, match="not complete"):
+            one.models.find(NAME)
+        one.models.load_weights(json.dumps({"name": "again", "path": str(model)}).encode())
+        assert one.models.find("again")
+
+
+def test_a_sampler_whose_folder_is_gone_sleeps_on(model, tmp_path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    with listening(tmp_path / "model", tmp_path, 1) as [one]:
+        sleep = Sleep(one.decoder, one.models, one.generator)
+        sleep.sleep(b'{"level": 2}')
+        (tmp_path / "model" / "model.safetensors").rename(tmp_path / "away")
+        with pytest.raises(Refused, match="cannot wake") as refused:
+            sleep.wake()
+        assert refused.value.status == 503
+        assert sleep.memory().asleep == 2 and sleep.memory().device_bytes == 0
+        (tmp_path / "away").rename(tmp_path / "model" / "model.safetensors")
+        assert sleep.wake().asleep == 0
+        assert one.models.find(NAME)
