@@ -1,7 +1,7 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop check test gpu-check lint lock wheel docs
+.PHONY: help setup demo demo-stop check test test-vllm gpu-check lint lock wheel docs
 
 installed := .venv/installed
 
@@ -11,6 +11,7 @@ help:
 	@echo "make demo-stop  stop that stack"
 	@echo "make check      for the inner loop: linters, types, the pure maths, one run end to end (minutes)"
 	@echo "make test       the whole test suite"
+	@echo "make test-vllm  a leased vLLM, in an environment of its own (.venv-vllm, 3.5 GB)"
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make lock       write requirements/constraints.txt from .venv, and requirements/locked, the same with hashes"
@@ -41,6 +42,10 @@ check: lint
 
 test: setup
 	@tests/run.sh
+
+test-vllm: setup
+	@requirements/vllm.sh
+	@.venv/bin/python -m pytest tests/vllm tests/megatron_worker/test_sampler_conformance.py
 
 gpu-check: setup
 	@.venv/bin/python -m benchmarks.gpu_check

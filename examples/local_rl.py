@@ -33,7 +33,7 @@ from activities.trajectories.group_samples import GroupSamples
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from shared.chat.completions import SamplerReady
 from shared.contract import Artifact, Fence
-from shared.errors import WorkerLost
+from shared.errors import InvalidInput, WorkerLost
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
 from shared.jobs.job import Job, JobPlan, reference_uri
 from shared.jobs.leases import ProcessKey, WorkerKey
@@ -69,6 +69,8 @@ def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
     settings = Settings(root=folder.resolve(), download=DownloadSettings(file_roots=(Path("/"),)))
     state, paths = prepare(start, settings), HostPaths(settings.root_path)
     assert state.rollouts is not None
+    if run.rollouts is not None and run.rollouts.sampler != "own":
+        raise InvalidInput("this loop starts Longshore's own sampler alone", "rollouts.sampler")
     key = rollout_requests.sampler_key(start, state.model)
     with running(paths, key, SamplerCommand(HostContext(settings))) as sampler:
         ready = SamplerReady.model_validate_json(sampler.paths.ready.read_bytes())

@@ -10,9 +10,10 @@ from typing import Literal
 from shared.jobs.leases import WORKER_ID_VARIABLE
 from shared.settings import Settings
 
-Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "wandb", "confined", "template"]
-"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `wandb` is a control host's
-writer; `confined` works on strangers' data, which it reads from the store; `template` renders strangers' templates."""
+Kind = Literal["temporal", "web", "control", "gpu", "sampler", "worker", "vllm", "wandb", "confined", "template"]
+"""`control`, `gpu` and `sampler` are hosts; `worker` is what the latter two start; `vllm` is a sampler host's vLLM;
+`wandb` is a control host's writer; `confined` works on strangers' data, which it reads from the store; `template`
+renders strangers' templates."""
 
 STACK_MARK = "LONGSHORE_DEV_ROOT"
 """Carried by every process of a `longshore dev` stack, so that the next one finds what a killed one left behind."""
@@ -35,18 +36,25 @@ _DEVICE = (
     *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUBLAS_*", "CC", "CXX"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*"),
 )
+_VLLM = ("VLLM_*",)
 _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "temporal": (*_SYSTEM, "GOGC", "GOMEMLIMIT", "GOMAXPROCS", "GODEBUG"),
     "web": (*_SYSTEM, *_NETWORK, *_S3, "PG*"),
     "control": (*_SYSTEM, *_NETWORK, *_S3, *_HUB, "WANDB_*"),
     "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
-    "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
-    "worker": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE),
+    "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE, *_VLLM),
+    "worker": (*_SYSTEM, *_NETWORK, *_S3, *_DEVICE, *_VLLM),
+    # Neither a proxy nor credentials, as it reads folders alone; no PYTHON*, as it has a Python of its own.
+    "vllm": (
+        *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        *("MALLOC_*", STACK_MARK, WORKER_ID_VARIABLE, *_DEVICE, *_VLLM),
+    ),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
     "confined": ("PATH", "TZ", *_NETWORK, *_S3),
     "template": ("PATH", "TZ"),
 }
 _SET: dict[Kind, Mapping[str, str]] = {
+    "vllm": {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
     "wandb": {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
     "confined": {
         "LANG": "C.UTF-8",
@@ -71,6 +79,7 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
     "grading": ("control",),
     "sampling": ("web", "control"),
     "sampling__api_key": ("control",),
+    "sampling__vllm_command": ("sampler",),
 }
 """Settings that hold secrets, and the kinds of process that get them; other settings go to all that read settings."""
 

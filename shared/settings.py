@@ -61,10 +61,15 @@ class ConfinedSettings(BaseModel):
 
 
 class SamplingSettings(BaseModel):
-    """The installation's own sampler, where it is a server that speaks vLLM's protocol and not a sampler host."""
+    """The installation's own sampler, where it is a server that speaks vLLM's protocol; and vLLM on sampler hosts."""
 
     url: str | None = Field(default=None, description="http://host:8000, of runs that name none")
     api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
+    vllm_command: str | None = Field(
+        default=None,
+        description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and what else `vllm serve` is "
+        "to be told, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
+    )
 
 
 class ServingSettings(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from temporalio.common import RetryPolicy
 
-from shared.jobs.leases import WorkerKey
+from shared.jobs.leases import SamplerKey, WorkerKey
 from shared.runs.start import RunTiming
 
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
@@ -49,6 +49,8 @@ RECORD_TIMEOUT = timedelta(minutes=2)
 # A lease may wait for a host for ever, and is held as long as a run takes.
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
+# vLLM compiles a model, and starts three processes that each import it: minutes on a busy machine.
+_VLLM_READY_TIMEOUT_S = 1800.0
 PREVIEW_TIMEOUT = timedelta(minutes=5)
 # OpenAI's clients wait this long for an answer.
 COMPLETION_TIMEOUT = timedelta(minutes=10)
@@ -71,6 +73,10 @@ def join_queue(shape: str, key: WorkerKey, group: str) -> str:
 
 def sampler_queue(shape: str) -> str:
     return f"sampler-{shape}"
+
+
+def sampler_ready_timeout_s(key: SamplerKey) -> float:
+    return _VLLM_READY_TIMEOUT_S if key.sampler == "vllm" else WORKER_READY_TIMEOUT_S
 
 
 # Pools of activities of a control host, by what they wait for: each has threads and a queue of its own. Activities that

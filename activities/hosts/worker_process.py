@@ -22,6 +22,7 @@ from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, Sample
 from shared.storage.paths import HostPaths, WorkerPaths, write_atomically
 
 _TERM_GRACE_S = 1.0
+_VLLM_TERM_GRACE_S = 15.0  # killed, it leaves hundreds of megabytes in /dev/shm
 _STOP_GRACE_S = 5.0
 # A killed process can take long to end, or stay for ever, if it is in a system call of a device that has failed.
 _KILL_PATIENCE_S = 60.0
@@ -130,7 +131,7 @@ class WorkerProcess:
                 write_atomically(self.paths.stop, b"")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_STOP_GRACE_S)
-        end_processes(self.worker_id, self._process.pid if self.is_alive() else None)
+        end_processes(self.worker_id, self._process.pid if self.is_alive() else None, _grace_s(self.key))
         self._process.wait()
 
     def remove(self) -> None:
@@ -223,7 +224,8 @@ def end_leftovers(paths: HostPaths) -> list[ProcessKey]:
         if record is not None and any(WorkerPaths(folder).leases.glob("*.json")):
             were.append(record.key)
         known = record is not None and _is_running(record.pid, record.started_at)
-        end_processes(folder.name, record.pid if record is not None and known else None)
+        grace_s = _grace_s(record.key) if record is not None else _TERM_GRACE_S
+        end_processes(folder.name, record.pid if record is not None and known else None, grace_s)
         shutil.rmtree(folder, ignore_errors=True)
         _log.warning("ended worker %s, left behind by a host that is gone", folder.name)
     return were
@@ -240,7 +242,7 @@ def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]
     return [p for p in found.values() if p.pid != os.getpid() and _lives(p)]
 
 
-def end_processes(worker_id: str, pid: int | None = None) -> None:
+def end_processes(worker_id: str, pid: int | None = None, grace_s: float = _TERM_GRACE_S) -> None:
     """SIGTERM, a grace, then SIGKILL until none is left: ranks have sessions of their own, and may start more.
 
     Raises:
@@ -249,7 +251,7 @@ def end_processes(worker_id: str, pid: int | None = None) -> None:
     asked = processes_of(worker_id, pid)
     for process in asked:
         _signal(process, kill=False)
-    _wait_until_gone(asked, _TERM_GRACE_S)
+    _wait_until_gone(asked, grace_s)
     deadline = time.monotonic() + _KILL_PATIENCE_S
     while left := [p for p in asked if _lives(p)] or processes_of(worker_id, pid):
         if time.monotonic() > deadline:
@@ -259,6 +261,10 @@ def end_processes(worker_id: str, pid: int | None = None) -> None:
             _signal(process, kill=True)
         _wait_until_gone(left, 0.2)
         asked = left
+
+
+def _grace_s(key: ProcessKey) -> float:
+    return _VLLM_TERM_GRACE_S if isinstance(key, SamplerKey) and key.sampler == "vllm" else _TERM_GRACE_S
 
 
 def tail(path: Path) -> str:

@@ -47,6 +47,12 @@ _LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are par
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 A = TypeVar("A")
 R = TypeVar("R")
+# Events of httpcore by which a connection gets a socket.
+_CONNECTED = (
+    "connection.connect_tcp.complete",
+    "connection.connect_unix_socket.complete",
+    "connection.start_tls.complete",
+)
 _LISTEN_S = 0.2  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
 
 
@@ -74,6 +80,7 @@ class Sampler:
         timeout_s: of one request, from its last byte to the answer's first.
         attempts: how often a request is made before SamplerUnavailable is raised.
         confinement: for a server that is not trusted: limits of the child process that parses its large answers.
+        socket_path: of the Unix socket at which the server listens, in the place of the address of `url`.
 
     Every method raises InvalidInput for what the server refuses (4xx), and SamplerUnavailable for passing faults.
     """
@@ -85,6 +92,7 @@ class Sampler:
         timeout_s: float = TIMEOUT_S,
         attempts: int = ATTEMPTS,
         confinement: ConfinedSettings | None = None,
+        socket_path: str | None = None,
     ) -> None:
         import httpx
 
@@ -92,9 +100,8 @@ class Sampler:
         timeout = httpx.Timeout(timeout_s, connect=10.0)
         # No proxy from the environment (trust_env). No limit on connections: each thread that calls needs one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = httpx.Client(
-            base_url=url.rstrip("/"), headers=headers, timeout=timeout, limits=limits, trust_env=False
-        )
+        transport = httpx.HTTPTransport(limits=limits, trust_env=False, uds=socket_path)
+        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
         self._url = url.rstrip("/")
         self._attempts = attempts
         self._confined = confinement
@@ -117,7 +124,7 @@ class Sampler:
         self._client.close()
 
     def _note(self, event: str, info: dict[str, Any]) -> None:
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+        if event in _CONNECTED:
             connection = info["return_value"].get_extra_info("socket")
             with self._sockets_lock:
                 self._sockets = [each for each in self._sockets if each.fileno() >= 0]  # those still open

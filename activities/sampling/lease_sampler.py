@@ -1,5 +1,7 @@
 """The lease of a sampler: the model brought here, its process started or adopted, and held while its run samples."""
 
+import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.samplers import connected
 from shared.contract import Frozen
-from shared.errors import HostLeft, SamplerUnavailable, WorkerLost
+from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import ProcessKey, SamplerKey
 from shared.runs.requests import RunId
 from shared.storage.paths import WorkerPaths
@@ -34,21 +36,35 @@ class SamplerLeaseRequest(Frozen):
 
 @dataclass(frozen=True)
 class SamplerCommand:
-    """Makes the command line of Longshore's own sampler. The model's files are staged on this machine first."""
+    """Makes the command line of a sampler. The model's files are staged on this machine first."""
 
     host: HostContext
 
     def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
+        """Raises InvalidInput where this host has no such sampler."""
         assert isinstance(key, SamplerKey)
+        vllm = self._vllm() if key.sampler == "vllm" else []
         model = self.host.stage(key.model)  # fast: the lease activity has fetched it already
         paths = WorkerPaths(folder)
-        return [
-            *(sys.executable, "-P", "-m", "megatron_worker.sampler", "--model", str(model)),
-            *("--ready-file", str(paths.ready), "--host-record", str(paths.record)),
-            *("--weights-socket", str(paths.weights_socket)),
+        common = [
+            *("--model", str(model), "--ready-file", str(paths.ready), "--host-record", str(paths.record)),
             *("--dtype", key.dtype, "--threads", str(key.threads), "--slots", str(key.slots)),
-            *("--max-model-len", str(key.max_model_len), "--logprobs-mode", "processed_logprobs"),
+            *("--max-model-len", str(key.max_model_len)),
         ]
+        program = [sys.executable, "-P", "-m", "megatron_worker.sampler"]
+        if key.sampler == "vllm":
+            program[-1] += ".vllm"
+            return [*program, *common, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
+        own = ["--weights-socket", str(paths.weights_socket), "--logprobs-mode", "processed_logprobs"]
+        return [*program, *common, *own]
+
+    def _vllm(self) -> list[str]:
+        command = shlex.split(self.host.settings.sampling.vllm_command or "")
+        if not command or shutil.which(command[0]) is None:
+            what = f"finds no {command[0]}" if command else "has no vLLM"
+            message = f"the sampler host {what}: set LONGSHORE_SAMPLING__VLLM_COMMAND there, or sample with own"
+            raise InvalidInput(message, "rollouts.sampler")
+        return command
 
 
 class LeaseSampler:
@@ -67,7 +83,7 @@ class LeaseSampler:
 
         Raises:
             WorkerLost: the process ended or did not come up, or this host leaves.
-            InvalidInput: the model cannot be used, or its files are not what they were.
+            InvalidInput: the model cannot be used, or its files are not what they were; or the host has no vLLM.
             StoreUnavailable: the model's files cannot be reached.
         """
         try:
@@ -84,7 +100,9 @@ class LeaseSampler:
         with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
             if worker is not None:
                 _forget(worker, self._host.stage(request.key.model))
-                if self._lease.tell(worker, mark, weights_socket=str(worker.paths.weights_socket)):
+                takes_weights = request.key.sampler == "own"
+                weights_socket = str(worker.paths.weights_socket) if takes_weights else None
+                if self._lease.tell(worker, mark, weights_socket=weights_socket):
                     self._lease.hold(worker)
 
 

@@ -27,7 +27,7 @@ from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.job import Dtype
 from shared.runs.requests import RunId
-from shared.runs.serving import SamplerPlace, ServedSampler
+from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find, read_record
 from shared.storage.paths import completions, content_key, sampled_part, samples
 from shared.storage.store import ObjectStore
@@ -66,7 +66,13 @@ class SampleRequest(Drawing, PolicyWeights):
         """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"})
         weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
-        server = self.place.model_dump_json() if isinstance(self.place, ServedSampler) else "leased"
+        match self.place:
+            case ServedSampler():
+                server = self.place.model_dump_json()
+            case LeasedSampler(sampler="own"):
+                server = "leased"
+            case LeasedSampler(sampler=sampler):
+                server = f"leased {sampler}"
         return content_key(_VERSION, own, self.prompts.sha256, *weights, server)
 
 

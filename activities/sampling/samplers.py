@@ -102,7 +102,7 @@ def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int
         ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())
     except FileNotFoundError as error:
         raise WorkerLost(worker.death_report()) from error
-    with Sampler(ready.url, ready.api_key, timeout_s, attempts) as client:
+    with Sampler(ready.url, ready.api_key, timeout_s, attempts, socket_path=ready.socket) as client:
         yield OpenSampler(client, ready.model)
 
 

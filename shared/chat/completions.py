@@ -226,9 +226,13 @@ class ErrorResponse(Answer):
 
 
 class SamplerReady(Frozen):
-    """The ready file: written, for the owner's eyes alone, when the sampler answers."""
+    """The ready file: written, for the owner's eyes alone, when the sampler answers.
+
+    `socket`: the path of the Unix socket at which it listens, where it does not listen at the address of `url`.
+    """
 
     url: str
+    socket: str | None = None
     api_key: str
     pid: int
     model: str

@@ -1,10 +1,11 @@
 """Files between a host and its worker or sampler besides jobs: the process's identity, and the lease that it serves."""
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from shared.contract import Artifact, Fence, Frozen
+from shared.field_rules import only
 from shared.jobs.job import Dtype, WorkerPlan
 from shared.jobs.layout import EngineName, Layout
 
@@ -24,14 +25,26 @@ class WorkerKey(Frozen):
         return cls.model_validate(plan, from_attributes=True)
 
 
+SamplerKind = Annotated[
+    Literal["own", "vllm"],
+    only("own", "vllm", words="a sampler is own or vllm; other programs, SGLang among them, are not supported"),
+]
+"""The program of a sampler that a host starts: Longshore's own, or a vLLM server."""
+
+
 class SamplerKey(Frozen):
-    """Properties that a sampler process has for life. On one machine, equal keys give bit-identical samples."""
+    """Properties that a sampler process has for life.
+
+    On one machine, equal keys of Longshore's own sampler give bit-identical samples.
+    """
 
     model: Artifact
+    sampler: SamplerKind = "own"
     dtype: Dtype = "float32"
     threads: int = Field(default=1, ge=1, description="CPU threads")
     slots: int = Field(default=32, ge=1, description="sequences a step")
     max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
+    max_lora_rank: int = Field(default=0, ge=0, description="of vLLM: the highest rank of its adapters")
 
 
 ProcessKey = WorkerKey | SamplerKey

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from shared.contract import Frozen
 from shared.grading.graders import Grader
+from shared.jobs.leases import SamplerKind
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import PromptsSource
 
@@ -48,6 +49,7 @@ class Rollouts(Frozen):
         default=(), max_length=16, description="text that ends a sample"
     )
     off_policy_steps: int = Field(default=0, ge=0, le=64, description="steps sampled ahead; 0: on-policy")
+    sampler: SamplerKind = Field(default="own", description="that a host starts: Longshore's own, or its vLLM")
     sampler_url: str | None = Field(
         default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
     )

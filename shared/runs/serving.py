@@ -7,7 +7,7 @@ from pydantic import Field
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.contract import Artifact, Fence, Frozen
-from shared.jobs.leases import SamplerKey
+from shared.jobs.leases import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
 
@@ -19,6 +19,7 @@ class LeasedSampler(Frozen):
     run_id: RunId
     fence: Fence
     worker_id: str
+    sampler: SamplerKind = "own"
 
 
 class ServedSampler(Frozen):

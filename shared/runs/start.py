@@ -8,6 +8,7 @@ from pydantic import Field
 
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, NotFound
+from shared.jobs.job import Lora
 from shared.jobs.layout import EngineName, Layout, check_ranks
 from shared.models.shape import ModelShape
 from shared.runs.requests import (
@@ -32,6 +33,7 @@ from shared.storage.store import ObjectStore
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
 SESSION_WORKFLOW = "SessionWorkflow"
+_VLLM_MAX_RANK = 512
 # A living host takes a job at once. One that has not after so many heartbeat timeouts is considered dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
@@ -134,8 +136,8 @@ def result_sha256(store: ObjectStore, run_id: str) -> str | None:
 
 
 def check_startable(run: Run, settings: Settings, below: str = "") -> None:
-    """Refuse what no host could start, data-parallel ranks that would never have anything to do, and full training
-    or several samplers where one server behind a URL samples.
+    """Refuse what no host could start, data-parallel ranks that would never have anything to do, and what one server
+    behind a URL does not do where it samples: full training, several samplers, or to be a host's vLLM.
 
     Args:
         below: where the run's fields stand in the request, such as `run.`.
@@ -154,6 +156,8 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             if rollouts.samplers > 1 and settings.sampling.url is not None:
                 rule = "this installation's sampler is a server behind a URL: samplers may be 1 at most"
                 raise InvalidInput(rule, f"{below}rollouts.samplers")
+            if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
+                raise InvalidInput(reason, f"{below}rollouts.sampler")
             examples = rollouts.prompts_per_step * rollouts.group_size
             examples_named = f"the {examples} samples of a step"
         case _:
@@ -161,6 +165,21 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     if run.layout.dp > examples:
         rule = f"dp={run.layout.dp} ranks would share out {examples_named}: dp may be {examples} at most"
         raise InvalidInput(rule, f"{below}layout.dp")
+
+
+def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | None:
+    """Return why no host starts a vLLM for a run, if none does."""
+    if rollouts.sampler_url is not None:
+        return "vllm is started by a sampler host: drop it, or sampler_url"
+    if settings.sampling.url is not None:
+        return "this installation's sampler is a server behind a URL, and no host starts another: leave it out"
+    if not isinstance(run.trainable, Lora):
+        return "vllm samples from adapters alone: train a lora, or sample with own"
+    if run.trainable.rank > _VLLM_MAX_RANK:
+        return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
+    if rollouts.weight_sync.backend not in ("auto", "store"):
+        return "vllm loads adapters from the store: weight_sync.backend may be auto or store"
+    return None
 
 
 def timing_of(settings: Settings) -> RunTiming:

@@ -52,6 +52,8 @@ class Host:
 class Held:
     """A lease's activity in a thread; `grant` once it is given, `error` once it failed."""
 
+    patience_s = 150.0
+
     def __init__(self, notebook: Notebook, signal: str, lease: Callable[[Any], None], request: Frozen) -> None:
         self.environment = ActivityEnvironment()
         self.error: BaseException | None = None
@@ -70,7 +72,9 @@ class Held:
     @property
     def grant(self) -> LeaseGrant:
         grants = wait_until(
-            lambda: self.notebook.of(self.signal) or (["failed"] if self.error else None), "a grant", timeout_s=150
+            lambda: self.notebook.of(self.signal) or (["failed"] if self.error else None),
+            "a grant",
+            timeout_s=self.patience_s,
         )
         assert isinstance(grants[0], LeaseGrant), self.error
         return grants[0]
@@ -106,8 +110,9 @@ class HeldLease(Held):
 class HeldSampler(Held):
     """A sampler's."""
 
-    def __init__(self, host: Host, settings: Settings, key: SamplerKey, epoch: int) -> None:
+    def __init__(self, host: Host, settings: Settings, key: SamplerKey, epoch: int, patience_s: float = 150.0) -> None:
+        self.patience_s = patience_s
         notebook = Notebook()
         lease = LeaseSampler(host.pool, HostContext(settings), notebook, "host-queue")
-        request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=150)
+        request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=patience_s)
         super().__init__(notebook, "sampler_leased", lease.lease_sampler, request)

@@ -1,4 +1,5 @@
-"""What any sampler must do: ours always, and the one behind LONGSHORE_SAMPLER_URL (and _KEY) too, where one is named.
+"""What any sampler must do: ours always, the vLLM of .venv-vllm where that is (`make test-vllm`), and the one behind
+LONGSHORE_SAMPLER_URL (and _KEY) where one is named.
 
 export LONGSHORE_SAMPLER_URL=http://127.0.0.1:8000 LONGSHORE_SAMPLER_KEY=...
 pytest tests/megatron_worker/test_sampler_conformance.py
@@ -15,6 +16,7 @@ from shared.chat.completions import CompletionResponse, Sampling
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.sampler_process import NAME, running
+from tests.vllm.environment import IS_THERE, running_vllm
 
 PROMPT = (10, 20, 30, 40, 50)
 OTHER_SERVER = os.environ.get("LONGSHORE_SAMPLER_URL")
@@ -25,10 +27,15 @@ class Subject:
     url: str
     key: str
     model: str
+    socket: str | None = None
+
+    def http(self):
+        return httpx.Client(transport=httpx.HTTPTransport(uds=self.socket), base_url=self.url, timeout=300)
 
     def ask(self, path, body, key=None):
-        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=300, trust_env=False)
+        with self.http() as client:
+            headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+            return client.post(path, json=body, headers=headers)
 
     def complete(self, **body):
         response = self.ask("/v1/completions", {"model": self.model, "prompt": list(PROMPT), **body})
@@ -36,7 +43,9 @@ class Subject:
         return CompletionResponse.model_validate_json(response.content)
 
 
-@pytest.fixture(scope="module", params=["ours", *(["another"] if OTHER_SERVER else [])])
+@pytest.fixture(
+    scope="module", params=["ours", *(["vllm"] if IS_THERE else []), *(["another"] if OTHER_SERVER else [])]
+)
 def subject(request, tmp_path_factory):
     if request.param == "another":
         key = os.environ.get("LONGSHORE_SAMPLER_KEY", "")
@@ -44,18 +53,23 @@ def subject(request, tmp_path_factory):
         yield Subject(OTHER_SERVER.rstrip("/"), key, model)
         return
     folder = tmp_path_factory.mktemp("sampler")
+    if request.param == "vllm":
+        with running_vllm(distinct_model(folder / "model", head_dim=32), folder) as ready:
+            yield Subject(ready.url, ready.api_key, ready.model, ready.socket)
+        return
     with running(distinct_model(folder / "model"), folder) as ready:
         yield Subject(ready.url, ready.api_key, NAME)
 
 
 @pytest.fixture
 def sampler(subject):
-    with Sampler(subject.url, subject.key) as sampler:
+    with Sampler(subject.url, subject.key, socket_path=subject.socket) as sampler:
         yield sampler
 
 
 def test_health_and_models(subject, sampler):
-    assert httpx.get(f"{subject.url}/health", trust_env=False).is_success
+    with subject.http() as client:
+        assert client.get("/health").is_success
     assert subject.model in sampler.models()
 
 
@@ -87,7 +101,7 @@ def test_sample_j_is_the_sample_of_seed_plus_j(subject, sampler):
 
 def test_temperature_0_ignores_the_seed(subject, sampler):
     sampling = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
-    assert len({s.token_ids for j in range(2) for s in sampler.sample(subject.model, PROMPT, sampling, 2, j)}) == 1
+    assert len({s.token_ids for j in range(2) for s in sampler.sample(subject.model, PROMPT, sampling, 1, j)}) == 1
 
 
 def test_tiny_top_p_is_greedy(subject, sampler):
@@ -199,7 +213,8 @@ def test_bad_requests_are_refused_in_openais_shape(subject, change, status):
 
 def test_a_body_that_is_no_json_is_refused(subject):
     headers = {"Authorization": f"Bearer {subject.key}", "Content-Type": "application/json"}
-    response = httpx.post(f"{subject.url}/v1/completions", content=b"{", headers=headers, trust_env=False)
+    with subject.http() as client:
+        response = client.post("/v1/completions", content=b"{", headers=headers)
     assert 400 <= response.status_code < 500
     assert response.json()["error"]["message"]
 
@@ -209,7 +224,7 @@ def test_a_wrong_key_is_refused(subject):
         pytest.skip("this server asks for no key")
     assert subject.ask("/v1/completions", {"model": subject.model, "prompt": [1]}, key="wrong").status_code == 401
     with pytest.raises(InvalidInput, match="401"):
-        Sampler(subject.url, "wrong").models()
+        Sampler(subject.url, "wrong", socket_path=subject.socket).models()
 
 
 def test_unloading_what_is_not_there_is_a_404(subject):

@@ -38,14 +38,20 @@ def test_a_process_is_told_what_is_listed_for_its_kind_and_no_more():
         "longshore_database_url": "x",
         "LONGSHORE_SAMPLING__URL": "x",
         "LONGSHORE_SAMPLING__API_KEY": "x",
+        "LONGSHORE_SAMPLING__VLLM_COMMAND": "x",
         "LONGSHORE_UNKNOWN": "x",
+        "VLLM_LOGGING_LEVEL": "x",
     }
     always = {"PATH", "LC_ALL", "LONGSHORE_ROOT"}
     told = {
         "temporal": always,
         "web": always | {"AWS_PROFILE", "LONGSHORE_SHAPE", "longshore_database_url", "LONGSHORE_SAMPLING__URL"},
         "gpu": always | {"AWS_PROFILE", "LONGSHORE_SHAPE", "NCCL_DEBUG"},
-        "worker": always | {"AWS_PROFILE", "NCCL_DEBUG"},
+        "sampler": always
+        | {"AWS_PROFILE", "LONGSHORE_SHAPE", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "LONGSHORE_SAMPLING__VLLM_COMMAND"},
+        "worker": always | {"AWS_PROFILE", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL"},
+        "vllm": {"PATH", "LC_ALL", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL"}
+        | {"HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"},
         "wandb": always | {"WANDB_API_KEY", "WANDB_ERROR_REPORTING", "WANDB_SILENT"},
         "template": {"PATH", "LANG"},
     }

@@ -122,7 +122,7 @@ class Leasing:
 
     def take_sampler(self, run_id: str, key: SamplerKey, epoch: int) -> None:
         """Ask for a sampler. The one that was held before is given back."""
-        patience_s = policies.WORKER_READY_TIMEOUT_S
+        patience_s = policies.sampler_ready_timeout_s(key)
         request = SamplerLeaseRequest(run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s)
         self.take(LeaseSampler.lease_sampler, request, epoch)
 

@@ -11,7 +11,7 @@ from activities.tokenizing.render_prompts import Prompts, PromptsRequest
 from activities.trajectories.group_samples import GroupSamplesRequest
 from shared.chat.completions import Sampling
 from shared.contract import Artifact
-from shared.jobs.job import Full
+from shared.jobs.job import Full, Lora
 from shared.jobs.leases import LeaseGrant, SamplerKey
 from shared.jobs.weight_sync import SyncTarget
 from shared.runs.requests import RLRun
@@ -64,8 +64,11 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
 def sampler_key(start: RLStart, model: Artifact) -> SamplerKey:
     """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker."""
     run, rollouts = start.run, rollouts_of(start.run)
+    rank = run.trainable.rank if isinstance(run.trainable, Lora) else 0
     return SamplerKey(
         model=model,
+        sampler=rollouts.sampler,
+        max_lora_rank=rank if rollouts.sampler == "vllm" else 0,
         dtype=run.dtype,
         threads=start.threads_per_rank * run.layout.world_size,
         slots=min(_MOST_SLOTS, rollouts.prompts_per_step * rollouts.group_size),

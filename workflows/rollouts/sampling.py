@@ -187,7 +187,11 @@ class Sampling:
         grant: LeaseGrant,
     ) -> Answer:
         """Execute an activity on one sampler. Raises ActivityError."""
-        place = LeasedSampler(run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id)
+        rollouts = self.start.run.rollouts
+        assert rollouts is not None
+        place = LeasedSampler(
+            run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id, sampler=rollouts.sampler
+        )
         result: Answer = await workflow.execute_activity_method(
             activity,
             request(place),

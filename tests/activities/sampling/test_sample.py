@@ -283,6 +283,7 @@ def test_the_samples_follow_from_what_the_key_holds_and_from_nothing_else(place:
     }
     keys = {request_of(place, prompts, **{name: value}).key for name, value in others.items()} | {first.key}
     assert len(keys) == len(others) + 1
+    assert request_of(place, prompts, place=lease.model_copy(update={"sampler": "vllm"})).key not in keys
     later = lease.model_copy(update={"fence": Fence(epoch=7), "worker_id": "w2", "run_id": "r2"})
     assert request_of(place, prompts, place=later).key == request_of(place, prompts, place=lease).key
 

@@ -38,6 +38,27 @@ def test_several_samplers_are_leased_ones():
         RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"samplers": 2, "sampler_url": "http://localhost:8000"}})
 
 
+def test_a_vllm_that_nobody_can_start_is_refused():
+    vllm = ROLLOUTS | {"sampler": "vllm"}
+    run = RLRun.model_validate(FULL | {"rollouts": vllm, "trainable": {"kind": "lora"}})
+    check_startable(run, settings(None))
+    with pytest.raises(InvalidInput, match="a server behind a URL") as refused:
+        check_startable(run, settings("http://localhost:8000"), "run.")
+    assert refused.value.place == "run.rollouts.sampler"
+    lora = {"kind": "lora"}
+    for trainable, change, rule in (
+        (lora, {"sampler_url": "http://localhost:8000"}, "drop it, or sampler_url"),
+        (lora, {"weight_sync": {"backend": "shared_memory"}}, "auto or store"),
+        ({"kind": "lora", "rank": 513}, {}, "lower trainable.rank"),
+        ({"kind": "full"}, {}, "adapters alone"),
+    ):
+        asked = RLRun.model_validate(FULL | {"rollouts": vllm | change, "trainable": trainable})
+        with pytest.raises(InvalidInput, match=rule):
+            check_startable(asked, settings(None))
+    with pytest.raises(ValidationError, match=r"own or vllm.*SGLang"):
+        RLRun.model_validate(FULL | {"rollouts": vllm | {"sampler": "sglang"}})
+
+
 def test_full_training_does_not_go_on_from_an_adapter():
     with pytest.raises(ValidationError, match="drop initial_adapter"):
         RLRun.model_validate(FULL | {"initial_adapter": "/adapter"})

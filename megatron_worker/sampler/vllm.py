@@ -1,0 +1,161 @@
+"""vLLM as a host's sampler: start it at a Unix socket, say when it answers, and end it in time.
+
+    python -m megatron_worker.sampler.vllm --model FOLDER --ready-file FILE ... -- /opt/vllm/bin/vllm [OPTIONS]
+
+vLLM asks for its API key below /v1 alone: at /invocations whoever can connect draws samples. So it listens at a Unix
+socket that only this user can open. The key reaches it by its environment, which has only what is listed
+(shared/child_environment.py). This process ends it when its engine has died, on SIGTERM, and when the parent, or the
+host of `--host-record`, is gone.
+"""
+
+import argparse
+import os
+import re
+import secrets
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import httpx
+import psutil
+
+from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
+from shared.chat.completions import SamplerReady
+from shared.child_environment import child_environment
+from shared.jobs.job import Dtype
+from shared.storage.paths import write_atomically
+
+_SOCKET = "vllm.sock"
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
+_ADAPTERS_A_BATCH = 2  # a step's policy, and the one of held-out samples or of a proof
+_LOOK_EVERY_S, _LOOK_TIMEOUT_S = 1.0, 30.0
+_TERM_GRACE_S = 15.0
+# The first error in vLLM's output, which later ones follow from; and the indented line below it, where there is one.
+_CAUSE = re.compile(rb"\b\w+(?:Error|Exception): .*(?:\n +\S.*)?")
+_OUTPUT_BYTES, _CAUSE_BYTES = 4 << 20, 500
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    os.umask(0o077)
+    parent = os.getppid()
+    # A name of the folder that is good for this user's processes while this one lives: its path may be longer than the
+    # 107 bytes of a socket's address.
+    folder = f"/proc/{os.getpid()}/fd/{os.open(options.ready_file.parent, os.O_PATH | os.O_DIRECTORY)}"
+    ready = SamplerReady(
+        url="http://vllm",
+        socket=f"{folder}/{_SOCKET}",
+        api_key=secrets.token_urlsafe(24),
+        pid=os.getpid(),
+        model=str(options.model),
+    )
+    server = subprocess.Popen(command_of(options, folder), env=environment_of(options, folder, ready.api_key))
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    try:
+        _watch(server, ready, parent, options)
+    finally:
+        options.ready_file.unlink(missing_ok=True)
+        _end(server)
+    return 1
+
+
+def command_of(options: argparse.Namespace, folder: str) -> list[str]:
+    """Return vLLM's command line: the operator's options, then those of the lease, which count where both are given."""
+    executable, *own = options.command
+    return [
+        *(executable, "serve", str(options.model), *own),
+        *("--uds", f"{folder}/{_SOCKET}", "--served-model-name", str(options.model)),
+        *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
+        *("--max-num-seqs", str(options.slots), "--seed", "0", "--load-format", "safetensors"),
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+        *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
+        *(_lora_options(options.max_lora_rank) if options.max_lora_rank else ()),
+    ]
+
+
+def _lora_options(rank: int) -> list[str]:
+    room = next(each for each in _LORA_RANKS if each >= rank)
+    return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(_ADAPTERS_A_BATCH)]
+
+
+def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> dict[str, str]:
+    """Return vLLM's environment: the operator's variables, but for those that open it, and what it needs."""
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # where there is no GPU: threads take whichever core is free
+        "VLLM_HOST_IP": "127.0.0.1",
+        **child_environment("vllm"),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        "OMP_NUM_THREADS": str(options.threads),
+        "VLLM_RPC_BASE_PATH": folder,
+        "VLLM_API_KEY": api_key,
+    }
+
+
+def _watch(server: "subprocess.Popen[bytes]", ready: SamplerReady, parent: int, options: argparse.Namespace) -> None:
+    """Write the ready file when vLLM answers. Returns when vLLM is of no use any more, or to nobody."""
+    look_at = 0.0
+    while server.poll() is None:
+        if os.getppid() != parent or (options.host_record and host_is_gone(options.host_record)):
+            print("vLLM ends: its host is gone", file=sys.stderr, flush=True)
+            return
+        if time.monotonic() > look_at:
+            status, is_ready = health(ready), options.ready_file.exists()
+            if status == httpx.codes.OK and not is_ready:
+                write_atomically(options.ready_file, ready.model_dump_json().encode())
+            if status == httpx.codes.SERVICE_UNAVAILABLE and is_ready:
+                print(f"vLLM's engine has died: {_cause()}", file=sys.stderr, flush=True)
+                return
+            look_at = time.monotonic() + _LOOK_EVERY_S
+        time.sleep(PERIOD_S)
+    print(f"vLLM ended with exit code {server.returncode}: {_cause()}", file=sys.stderr, flush=True)
+
+
+def health(ready: SamplerReady) -> int | None:
+    """Return the status of vLLM's answer to a health check; None without an answer, as while it starts or is busy."""
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=ready.socket), timeout=_LOOK_TIMEOUT_S) as client:
+            return client.get(f"{ready.url}/health").status_code
+    except httpx.TransportError:
+        return None
+
+
+def _cause() -> str:
+    """Return the first error in the output, which vLLM writes to the same file as this process."""
+    output = Path("/proc/self/fd/1")
+    if not stat.S_ISREG(os.fstat(1).st_mode):
+        return "see its output"
+    with output.open("rb") as file:
+        found = _CAUSE.search(file.read(_OUTPUT_BYTES))
+    return " ".join(found[0][:_CAUSE_BYTES].decode(errors="replace").split()) if found else "it names no error"
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    """End vLLM and its processes. Asked, they leave nothing in /dev/shm."""
+    family = psutil.Process().children(recursive=True)
+    server.terminate()
+    for process in psutil.wait_procs(family, _TERM_GRACE_S)[1]:
+        process.kill()
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron_worker.sampler.vllm", description="vLLM as a host's sampler.")
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--ready-file", type=Path, required=True, help="where the socket and the key are written")
+    parser.add_argument("--host-record", type=Path, help="a worker.json: leave when that host is gone")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--slots", type=int, default=32, help="sequences a step")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
+    parser.add_argument("--max-lora-rank", type=int, default=0, help="of adapters; 0: it takes none")
+    parser.add_argument("command", nargs="+", help="vLLM's executable and options, behind --")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

