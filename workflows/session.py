@@ -252,6 +252,7 @@ class SessionWorkflow(ClientDrivenHandlers):
             next=self._next,
             most=1 if self._is_idle else _MOST_AT_ONCE,  # return after one, to show that it is no longer idle
             idle_s=min(self._start.run.idle_s, self._start.run.gap_s, _IDLE_CALL_S),
+            tenant=self._start.tenant,
         )
         return await on_leased_host(ApplyCommands.apply_commands, request, grant, self._start.timing, _APPLY_RETRY)
 

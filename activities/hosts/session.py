@@ -18,7 +18,8 @@ from shared.field_rules import first_error
 from shared.jobs.commands import CommandHead, CommandProblem, CommandResult, Skip
 from shared.jobs.events import Started, parse_event
 from shared.jobs.leases import LeaseMark
-from shared.runs.requests import RunId
+from shared.runs.requests import FIRST_TENANT, RunId, Tenant
+from shared.runs.session_results import SessionResults
 from shared.runs.sessions import MAX_NUMBER
 from shared.runs.status import CheckpointRef
 from shared.storage.paths import MANIFEST, RunKeys, write_atomically
@@ -46,6 +47,7 @@ class ApplyRequest(Frozen):
     next: int
     most: int
     idle_s: float
+    tenant: Tenant = FIRST_TENANT
 
 
 class Applied(Frozen):
@@ -103,6 +105,7 @@ class _Applying:
         self._request = request
         self._store = store
         self._keys = RunKeys(request.run_id)
+        self._results = SessionResults(store, request.tenant, request.run_id)
         outputs = worker.paths.outputs(request.run_id, request.job_id, request.fence)
         self._log, self._folder = outputs / "log.jsonl", outputs / "commands"
         job = worker.paths.job(request.run_id, request.job_id, request.fence)
@@ -191,7 +194,7 @@ class _Applying:
         return unquote(artifact.uri.removeprefix(f"{self._store.uri}/"))
 
     def _has_result(self) -> bool:
-        return self._store.head(self._keys.command_result(self._next)) is not None
+        return self._results.has(self._next)
 
     def _give(self) -> bool:
         """Give the next command to the worker, if it has arrived and the worker has fewer than _MOST_AHEAD waiting.
@@ -236,7 +239,7 @@ class _Applying:
             if self._publishes and self._next == self._through:
                 self._to_publish, self._next = checkpoint, self._next + 1
                 return True
-        self._put(self._next, data)
+        self._results.put(self._next, data)
         self._next += 1
         self._publishes = self._publishes and self._next <= self._through
         return True
@@ -250,7 +253,7 @@ class _Applying:
         else:
             step = self._next if head.kind == "load_state" else checkpoint.step
             result = CommandResult(number=self._next, kind=head.kind, step=step)
-            self._put(self._next, result.model_dump_json().encode())
+            self._results.put(self._next, result.model_dump_json().encode())
         self._next += 1
 
     def _checkpoint(self, most: int = MAX_NUMBER) -> CheckpointRef | None:
@@ -268,9 +271,6 @@ class _Applying:
             return CommandHead.model_validate_json(data)
         except ValidationError as error:
             raise CorruptArtifact(first_error(error)[1], self._keys.command(number)) from None
-
-    def _put(self, number: int, data: bytes) -> None:
-        self._store.put_bytes(self._keys.command_result(number), data)
 
     def _write(self, number: int, data: bytes, through: int) -> None:
         """Write a command's file for the worker, unless it is there. That of a gap stands for all up to `through`."""
@@ -291,20 +291,19 @@ class _Applying:
         time.sleep(seconds)
 
 
-def carry_results(store: ObjectStore, run_id: str, folder: Path, through: int) -> None:
+def carry_results(results: SessionResults, folder: Path, through: int) -> None:
     """Put results that are not in the store yet there, before a state that includes their commands is uploaded.
 
     A worker that goes on from that state does not repeat the commands, so the results would be lost. Results of
     commands that save a state are left out, as they wait for it.
     """
-    keys = RunKeys(run_id)
     missing = []
     for number in range(through, 0, -1):
         path = folder / f"{number:08d}.result.json"
-        if not path.exists() or store.head(keys.command_result(number)) is not None:
+        if not path.exists() or results.has(number):
             break
         missing.append((number, path.read_bytes()))
     for number, data in reversed(missing):
         result = _ResultHead.model_validate_json(data)
         if result.kind not in (*_SAVES, "skip") or result.problem is not None:
-            store.put_bytes(keys.command_result(number), data)
+            results.put(number, data)

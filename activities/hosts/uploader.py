@@ -14,6 +14,8 @@ from activities.records.checkpoints import prune
 from shared.errors import CorruptArtifact, DiskFull, StoreUnavailable
 from shared.jobs.events import Event, Kept, Saved, parse_event
 from shared.jobs.job import Job, SessionPlan
+from shared.runs.requests import FIRST_TENANT
+from shared.runs.session_results import SessionResults
 from shared.runs.status import CheckpointRef
 from shared.storage.artifacts import upload
 from shared.storage.paths import RunKeys
@@ -161,7 +163,8 @@ class Uploader:
             shutil.rmtree(folder, ignore_errors=True)
             return False
         if self._job.commands_dir is not None:
-            carry_results(self._store, self._job.plan.run_id, Path(self._job.commands_dir), saved.step)
+            results = SessionResults(self._store, self._job.tenant or FIRST_TENANT, self._job.plan.run_id)
+            carry_results(results, Path(self._job.commands_dir), saved.step)
         artifact = upload(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
         if artifact.sha256 != saved.manifest_sha256:
             raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)

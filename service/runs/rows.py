@@ -174,10 +174,11 @@ class RunRows:
         query = select(RunRow.run_id, RunRow.phase).where(RunRow.state == "running").order_by(RunRow.updated_at)
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
 
-    async def ended_sessions(self, begin: float, end: float) -> tuple[str, ...]:
-        """The ids of sessions that ended between two times, in seconds since 1970."""
-        query = select(RunRow.run_id).where(RunRow.kind == "session", RunRow.ended_at >= begin, RunRow.ended_at < end)
-        return tuple(await self._database.reading(lambda session: session.scalars(query).all()))
+    async def ended_sessions(self, begin: float, end: float) -> list[tuple[str, str]]:
+        """The ids of sessions that ended between two times, in seconds since 1970, and their tenants."""
+        ended = (RunRow.kind == "session", RunRow.ended_at >= begin, RunRow.ended_at < end)
+        query = select(RunRow.run_id, RunRow.tenant).where(*ended)
+        return await self._database.reading(lambda session: [(row[0], row[1]) for row in session.execute(query)])
 
     async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
         """Change a run's status, unless its row has been changed meanwhile. Returns the run as it is then."""

@@ -19,6 +19,7 @@ from shared.jobs.commands import Asked, CommandHead, CommandResult, LoadState, L
 from shared.jobs.job import Full, Lora
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
+from shared.runs.session_results import SessionResults
 from shared.runs.sessions import MAX_WAITING, Sent
 from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
@@ -32,7 +33,6 @@ _ASK_EACH_S = 1.0
 _ATTENDED_S = 0.25
 _MOST_ANSWERED = 4096
 _DAY_S = 86_400.0
-_SMALL_RESULT_BYTES = 2048  # those are not read, to be made a little smaller
 
 
 class CommandView(Frozen):
@@ -111,23 +111,12 @@ class TrainingSessions:
         return await self._runs.view(tenant, run_id)
 
     async def prune(self) -> None:
-        """Delete the scores in results of sessions that ended `results_days` ago. The results themselves stay, as they
-        say which commands were done.
-        """
+        """Delete the scores in results of sessions that ended `results_days` ago."""
         before = time.time() - self._results_days * _DAY_S
         # A day again: an end may come late into the index.
-        for run_id in await self._rows.ended_sessions(self._pruned_until - _DAY_S, before):
-            await asyncio.to_thread(self._delete_scores, RunKeys(run_id).command_result())
+        for run_id, tenant in await self._rows.ended_sessions(self._pruned_until - _DAY_S, before):
+            await asyncio.to_thread(SessionResults(self._store, tenant, run_id).delete_scores)
         self._pruned_until = before
-
-    def _delete_scores(self, results: str) -> None:
-        for info in self._store.list(results):
-            if info.size <= _SMALL_RESULT_BYTES or (data := self._read(info.key)) is None:
-                continue
-            result = CommandResult.model_validate_json(data)
-            if result.data is not None:
-                left = result.model_copy(update={"data": None, "expired": True})
-                self._store.put_bytes(info.key, left.model_dump_json().encode())
 
     async def _record(self, tenant: str, run_id: str) -> RunRecord:
         record = await self._runs.record(tenant, run_id)

@@ -47,10 +47,10 @@ class Ledger:
     _tenant: str
 
     def count(self) -> StoredCount:
-        """Count uploads, published adapters and models, and what runs have downloaded."""
+        """Count uploads, published adapters and models, what runs have downloaded, and scores that sessions have."""
         at = time.time()
         stored = sum(item.size for item in self._store.list(f"{paths.tenant_folder(self._tenant)}/"))
-        brought = sum(int(_last(item.key)) for item in self._store.list(paths.brought(self._tenant)))
+        brought = sum(_bytes_of(item.key) for item in self._store.list(paths.brought(self._tenant)))
         return StoredCount(at, stored + brought)
 
     def written_since(self, at: float) -> int:
@@ -75,6 +75,22 @@ class Ledger:
 
     def has_brought(self, run_id: str, name: str) -> bool:
         return any(True for _ in self._store.list(f"{paths.brought(self._tenant, run_id)}{name}/"))
+
+    def bring_result(self, run_id: str, number: int, num_bytes: int) -> None:
+        """Record the bytes of the result of a session's command."""
+        self._store.put_bytes(self._result(run_id, number, num_bytes), b"")
+
+    def results(self, run_id: str) -> Iterator[tuple[int, int]]:
+        """Yield the numbers and bytes of the results on record, in order."""
+        for item in self._store.list(f"{paths.brought(self._tenant, run_id)}results/"):
+            yield int(_last(item.key).partition("-")[0]), _bytes_of(item.key)
+
+    def forget_result(self, run_id: str, number: int, num_bytes: int) -> None:
+        self._store.delete(self._result(run_id, number, num_bytes))
+
+    def _result(self, run_id: str, number: int, num_bytes: int) -> str:
+        # All in one folder: in a local store an empty one would stay.
+        return f"{paths.brought(self._tenant, run_id)}results/{number:08d}-{num_bytes}"
 
     def forget(self, run_id: str) -> None:
         """Forget the bytes that a run has downloaded: they are gone."""
@@ -220,3 +236,7 @@ def _quotas_of(store: ObjectStore, tenant: str, quotas: QuotaSettings) -> QuotaS
 
 def _last(key: str) -> str:
     return key.rpartition("/")[2]
+
+
+def _bytes_of(key: str) -> int:
+    return int(_last(key).rpartition("-")[2])

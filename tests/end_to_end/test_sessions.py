@@ -36,6 +36,8 @@ from shared.jobs.layout import Layout
 from shared.runs.requests import SessionRun
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
+from shared.storage.store import LocalStore
+from shared.storage.stored_bytes import Ledger
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import Victim, a_rank, control_host, gpu_host, kill, temporal_server, web_service
 
@@ -218,6 +220,10 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     session.close()
     wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
     keys, store = RunKeys(session.id), stack.host_paths.root / "store"
+    sizes = {path.name.removesuffix(".json"): path.stat().st_size for path in (store / keys.command_result()).iterdir()}
+    counted = dict(Ledger(LocalStore(store), "default").results(session.id))
+    assert counted == {int(number): size for number, size in sizes.items() if size > 2048}
+    assert counted, "its scores count as stored bytes"
     (tmp_path / "commands").mkdir()
     for path in (store / keys.prefix / "commands").iterdir():
         (tmp_path / "commands" / path.name).write_bytes(path.read_bytes())

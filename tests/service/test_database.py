@@ -27,6 +27,7 @@ from shared.runs.requests import RunRecord, SessionRun, SFTRun, Source
 from shared.settings import QuotaSettings, Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
+from shared.storage.stored_bytes import Ledger
 from tests.conftest import free_port
 from tests.service.conftest import sft
 
@@ -241,7 +242,7 @@ async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Data
     """Of others they stay, and so does what the results say beside them."""
     store = LocalStore(tmp_path / "store")
     backend = Backend(Settings(root=tmp_path, session_results_days=2), store, database)
-    rows, now = rows_of(database, tmp_path), time.time()
+    rows, now, ledger = rows_of(database, tmp_path), time.time(), Ledger(store, "acme")
     many = CommandResult(number=1, kind="forward", data=(TokenScores(logprobs=(-0.5,) * 1000),))
     few = CommandResult(number=2, kind="forward_backward", metrics={"loss": 1.0}, data=(TokenScores(logprobs=(-0.5,)),))
     sessions = {"old": now - 3 * 86_400, "new": now - 86_400, "open": None}
@@ -254,6 +255,7 @@ async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Data
         for result in (many, few):
             key = RunKeys(made.run_id).command_result(result.number)
             store.put_bytes(key, result.model_dump_json().encode())
+        ledger.bring_result(made.run_id, 1, 7000)
     for _ in range(2):
         await backend.training_sessions.prune()
         found = {
@@ -265,3 +267,4 @@ async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Data
         }
         assert found["new"] == found["open"] == [many, few]
         assert found["old"] == [many.model_copy(update={"data": None, "expired": True}), few]
+        assert [len(list(ledger.results(f"session-{name}"))) for name in sessions] == [0, 1, 1]
