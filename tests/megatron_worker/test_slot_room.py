@@ -117,12 +117,10 @@ def serving(worker: Worker, paths: WorkerPaths) -> Iterator[None]:
     """A worker on a thread, until the block ends; all its jobs must have ended by then."""
     thread = threading.Thread(target=worker.serve, args=[paths], daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
-        write_atomically(paths.stop, b"")
-        thread.join(300)
-        assert not thread.is_alive()
+    yield
+    write_atomically(paths.stop, b"")
+    thread.join(300)
+    assert not thread.is_alive()
 
 
 def wait_for(condition, timeout_s: float = 300) -> None:
@@ -184,6 +182,12 @@ def test_an_idle_session_gives_its_room_to_a_newcomer_and_goes_on_elsewhere_in_t
         refused = open_session(paths, session_plan(workshop, run_id="refused"))
         wait_for(lambda: has_ended(refused))
         assert failure(refused).kind == "crowded"
+        assert failure(refused).message == (
+            "a slot of rank 4 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj takes 5,120 bytes "
+            "on a rank (weights 1,280, gradients 1,280, optimizer state 2,560); of 5,120 for slots other runs have "
+            "5,120: 1 of its kind fit at once"
+        )
+        assert not has_ended(busy), "who was there first goes on"
         large = open_session(paths, session_plan(workshop, run_id="large", trainable=Lora(rank=5)))
         wait_for(lambda: has_ended(large))
         assert failure(large).kind == "invalid_input"

@@ -70,6 +70,30 @@ def test_a_slot_s_bytes_are_known_before_it_is_made(model: Path, engine, dtype: 
     check_slot_bytes(start(engine, model, dtype=dtype), trainable)
 
 
+def test_each_slot_s_bytes_come_move_and_go_by_themselves(model: Path, engine):
+    driven = start(engine, model)
+    base = driven.memory().parts["weights"].device
+    loras = {"small": Lora(rank=2, targets=("q_proj", "down_proj")), "large": LORA}
+    taken = {name: driven.slot_bytes(lora) for name, lora in loras.items()}
+    assert 0 < sum(taken["small"].values()) < sum(taken["large"].values())
+
+    def on_device() -> dict[str, int]:
+        held = {part: bytes_.device for part, bytes_ in driven.memory().parts.items()}
+        return held | {"weights": held["weights"] - base}
+
+    both = {part: taken["small"][part] + taken["large"][part] for part in taken["small"]}
+    for name, lora in loras.items():
+        driven.add_adapter(name, lora, seed=0)
+    assert on_device() == both
+    driven.place("host", slots=["small"])
+    assert on_device() == taken["large"]
+    assert driven.memory().parts["optimizer"].host == taken["small"]["optimizer"]
+    driven.place("device", slots=["small"])
+    assert on_device() == both
+    driven.drop_adapter("large")
+    assert on_device() == taken["small"]
+
+
 def test_scoring_never_holds_the_optimizer_and_leaves_things_where_they_were(model: Path, engine):
     driven = start(engine, model, "lora")
     driven.add_adapter("other", Lora(rank=2), seed=1)
