@@ -20,7 +20,7 @@ from activities.sampling.completions import (
     sample_of,
     sample_seed,
 )
-from activities.sampling.samplers import PolicyWeights, Samplers, refusal, using
+from activities.sampling.samplers import PolicyWeights, Samplers, refusal
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from shared.chat.completions import MAX_SAMPLES, Sampling
 from shared.contract import Artifact, Frozen
@@ -195,8 +195,7 @@ class SamplerActivities:
         """
         with (
             beating(),
-            self._samplers.open(request.place) as opened,
-            using(opened, request.run_id, request, self._host) as served,
+            self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served),
         ):
             try:
                 told = opened.client.score(served.name, request.probe)
@@ -216,10 +215,7 @@ class SamplerActivities:
         missing = [(group, row) for group, row in numbers.items() if group not in drawn]
         if not missing:
             return
-        with (
-            self._samplers.open(request.place) as opened,
-            using(opened, request.run_id, request, self._host) as served,
-        ):
+        with self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served):
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 group = draw_group(opened.client, served.name, *asked, request)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,50 @@ class OpenSampler(NamedTuple):
     model: str
 
 
+class PolicyWeights(Frozen):
+    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the model as it is.
+
+    `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
+    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or where they have not arrived, they are loaded.
+    """
+
+    adapter: Artifact | None = None
+    weights: Artifact | None = None
+    keep: tuple[Artifact, ...] = ()
+    synced: Sha256 | None = None
+
+
+class Served(NamedTuple):
+    """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there."""
+
+    name: str
+    was_sent: bool = False
+
+
+class WeightsInUse:
+    """Lets activities of one host use a sampler at the same time only if they need the same weights."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._users: dict[tuple[str, str], int] = {}
+
+    @contextmanager
+    def hold(self, sampler: str, weights: str) -> Iterator[None]:
+        """Wait until nobody uses other weights of this sampler, and keep others waiting until the block ends."""
+        mine = sampler, weights
+        with self._changed:
+            self._changed.wait_for(lambda: not any(key[0] == sampler and key != mine for key in self._users))
+            self._users[mine] = self._users.get(mine, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users[mine] -= 1
+                if not self._users[mine]:
+                    del self._users[mine]
+                self._changed.notify_all()
+
+
 class Samplers:
     """Every sampler that activities of this host can reach. Safe to use from several threads."""
 
@@ -48,6 +93,7 @@ class Samplers:
         """
         self._settings = settings
         self._pool = pool
+        self._weights_in_use = WeightsInUse()
 
     def open(self, place: SamplerPlace) -> AbstractContextManager[OpenSampler]:
         """Connect to a sampler. A leased one is not given back before the block ends.
@@ -62,6 +108,25 @@ class Samplers:
                 return self._open_leased(place)
             case ServedSampler():
                 return self._open_served(place)
+
+    @contextmanager
+    def serving(
+        self, place: SamplerPlace, run_id: str, policy: PolicyWeights, host: HostContext
+    ) -> Iterator[tuple[OpenSampler, Served]]:
+        """Connect to a sampler, and have it serve a run's policy for a `with` block.
+
+        Raises: as `open`, and
+            InvalidInput: the sampler refuses the policy. CorruptArtifact: its files are not what they were.
+            SamplerUnavailable: the sampler does not answer.
+        """
+        with self.open(place) as opened:
+            if policy.weights is None:
+                yield opened, use_adapter(opened, run_id, policy, host)
+                return
+            name, client = adapter_name(run_id, policy.weights), opened.client
+            with self._weights_in_use.hold(client.url, name):
+                load = partial(client.load_weights, name)
+                yield opened, _serve(client, name, policy, client.models(), load, host)
 
     @contextmanager
     def _open_leased(self, place: LeasedSampler) -> Iterator[OpenSampler]:
@@ -139,69 +204,6 @@ def adapter_name(run_id: str, adapter: Artifact) -> str:
     return f"{run_id}-{adapter.sha256[:_DIGITS]}"
 
 
-class PolicyWeights(Frozen):
-    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the model as it is.
-
-    `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
-    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or where they have not arrived, they are loaded.
-    """
-
-    adapter: Artifact | None = None
-    weights: Artifact | None = None
-    keep: tuple[Artifact, ...] = ()
-    synced: Sha256 | None = None
-
-
-class Served(NamedTuple):
-    """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there."""
-
-    name: str
-    was_sent: bool = False
-
-
-class WeightsInUse:
-    """Lets activities of one host use a sampler at the same time only if they need the same weights."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._users: dict[tuple[str, str], int] = {}
-
-    @contextmanager
-    def hold(self, sampler: str, weights: str) -> Iterator[None]:
-        """Wait until nobody uses other weights of this sampler, and keep others waiting until the block ends."""
-        mine = sampler, weights
-        with self._changed:
-            self._changed.wait_for(lambda: not any(key[0] == sampler and key != mine for key in self._users))
-            self._users[mine] = self._users.get(mine, 0) + 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users[mine] -= 1
-                if not self._users[mine]:
-                    del self._users[mine]
-                self._changed.notify_all()
-
-
-_weights_in_use = WeightsInUse()
-
-
-@contextmanager
-def using(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Iterator[Served]:
-    """Have a sampler serve a run's policy for a `with` block.
-
-    Raises:
-        InvalidInput: the sampler refuses the policy. CorruptArtifact: its files are not what they were.
-        SamplerUnavailable: the sampler does not answer.
-    """
-    if policy.weights is None:
-        yield use_adapter(opened, run_id, policy, host)
-        return
-    name, client = adapter_name(run_id, policy.weights), opened.client
-    with _weights_in_use.hold(client.url, name):
-        yield _serve(client, name, policy, client.models(), lambda folder: client.load_weights(name, folder), host)
-
-
 def _serve(
     client: Sampler,
     name: str,
@@ -230,7 +232,7 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
     Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. Unless a trainer has sent
     it, the sampler gets the adapter as a folder of this machine: a server behind a URL must see this host's disk.
 
-    Raises: as `using`.
+    Raises: as `Samplers.serving`.
     """
     sampler, adapter, keep = opened.client, policy.adapter, policy.keep
     wanted = {adapter_name(run_id, one) for one in (adapter, *keep) if one is not None}
@@ -241,7 +243,7 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
     if adapter is None:
         return Served(opened.model)
     name = adapter_name(run_id, adapter)
-    return _serve(sampler, name, policy, present, lambda folder: sampler.load_adapter(name, folder), host)
+    return _serve(sampler, name, policy, present, partial(sampler.load_adapter, name), host)
 
 
 def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> InvalidInput | SamplerUnavailable:
