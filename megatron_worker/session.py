@@ -247,8 +247,7 @@ class Session:
         """Return an error as a command's problem. If the command may have changed the gradients, drop all of them."""
         message = fault.message
         if self._is_touched:
-            self.dispatcher.zero_grad(self.slot)
-            self.sums = {}
+            self._drop_gradients()
             message = f"{message}; {_DROPPED}"
         match fault.kind:
             case "invalid_input" | "not_finite":
@@ -256,9 +255,15 @@ class Session:
             case _:
                 return CommandProblem(kind="error", message=message)
 
+    def _drop_gradients(self) -> None:
+        self.dispatcher.zero_grad(self.slot)
+        self.sums = {}
+
     def _result(self, number: int, asked: Command) -> Doing:
         match asked:
             case Skip() | Gap():
+                if isinstance(asked, Skip) and asked.drops:
+                    self._drop_gradients()
                 return CommandResult(number=number, kind=asked.kind)
             case Forward():
                 return (yield from self._forward(number, asked))

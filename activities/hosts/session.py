@@ -30,7 +30,8 @@ _LONGEST_POLL_S = 0.05  # of the store, while no command comes
 _CLOSED_POLL_S = 0.1
 _SAVED_POLL_S = 0.02
 _MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
-_SKIP = Skip().model_dump_json().encode()
+_SKIP, _DROP = (Skip(drops=drops).model_dump_json().encode() for drops in (False, True))
+_CHANGES = ("forward_backward", "optim_step")  # kinds whose errors drop gradients
 _SAVES = ("save_state", "load_state")  # kinds of commands whose result waits for the state that they save
 
 
@@ -154,7 +155,7 @@ class _Applying:
     def _begin_behind(self, command: int) -> None:
         """Bring a worker that starts from the state after `command` up to the last command that has a result.
 
-        It repeats the commands in between, except those that change no state (`Skip`). Up to `command`, all others have
+        It repeats the commands in between (`_again`). Up to `command`, all others have
         results, as `carry_results` stores them before the state: commands without one were to save that state.
         """
         while self._next <= command and self._to_publish is None:
@@ -177,7 +178,21 @@ class _Applying:
                 raise CorruptArtifact(message, self._keys.command(number))
             head = self._head(number, data)
             self._check_is_repeatable(number, head)
-            self._write(number, _SKIP if head.kind == "forward" else data, head.through)
+            self._write(number, self._again(number, head, data), head.through)
+
+    def _again(self, number: int, head: CommandHead, data: bytes) -> bytes:
+        """Return what a new worker does for a command that has a result: the same, unless that would change no state.
+
+        An `error`, such as of a device without memory, might not come again: its effect does, as the client knows it.
+        """
+        if head.kind == "forward":
+            return _SKIP
+        if head.kind == "gap" or (problem := self._problem(number)) is None or problem.kind != "error":
+            return data
+        return _DROP if head.kind in _CHANGES else _SKIP
+
+    def _problem(self, number: int) -> CommandProblem | None:
+        return _ResultHead.model_validate_json(self._store.get_bytes(self._keys.command_result(number))).problem
 
     def _check_is_repeatable(self, number: int, head: CommandHead) -> None:
         """Raise CorruptArtifact if a `load_state` that succeeded cannot be repeated, because its state has gone.
@@ -186,8 +201,7 @@ class _Applying:
         """
         if head.checkpoint is None or self._store.head(f"{self._key_of(head.checkpoint)}/{MANIFEST}") is not None:
             return
-        result = _ResultHead.model_validate_json(self._store.get_bytes(self._keys.command_result(number)))
-        if result.problem is None:
+        if self._problem(number) is None:
             raise CorruptArtifact(f"the state that command {number} loaded has gone", head.checkpoint.uri)
 
     def _key_of(self, artifact: Artifact) -> str:

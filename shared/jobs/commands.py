@@ -174,9 +174,13 @@ class LoadStored(LoadState):
 
 
 class Skip(Frozen):
-    """Replaces a command that a new worker need not repeat, since it changes no state and its result is stored."""
+    """Replaces a command that a new worker must not repeat, as it changes no state or its error might not come again.
+
+    Its result is stored. `drops`: it has dropped the gradients accumulated so far.
+    """
 
     kind: Literal["skip"] = "skip"
+    drops: bool = False
 
 
 class Gap(Frozen):

@@ -134,9 +134,11 @@ def test_no_pass_exceeds_the_budget_and_the_largest_uses_it(tmp_path, dtype, kin
         assert len(peaks) > 3 and (0.85 if kind == "chains" else 0.75) * budget <= max(peaks) <= budget
 
 
-def test_no_pass_of_a_policy_s_job_exceeds_the_budget(tmp_path):
-    """Passes that score the old policy's and the reference's log-probabilities do not, either."""
-    engine = MegatronEngine(distinct_model(tmp_path / "model", num_layers=1), Layout(), "float32")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_no_pass_of_a_policy_s_job_exceeds_the_budget(tmp_path, family):
+    """Passes that score the old policy's and the reference's log-probabilities do not either; experts are as drawn."""
+    model = distinct_model(tmp_path / "model", family, tied=family == "qwen3", num_layers=1)
+    engine = MegatronEngine(model, Layout(), "float32")
     dispatcher, loss, budget = Dispatcher(engine), loss_function(TRAINER, 0.7), 2_000_000
     dispatcher.create_slot("one", Lora(rank=4, alpha=8), 0)
     write_random_units(tmp_path / "units", np.random.default_rng(3), 2000, num_branches=6, columns=COLUMNS)

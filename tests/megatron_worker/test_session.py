@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
+from megatron_worker.engine import Batch, LossFunction
 from megatron_worker.process.event_log import Report
 from shared.jobs.commands import (
     Command,
@@ -31,6 +33,7 @@ from tests.megatron_worker.session_jobs import (
     session_job,
     sft_commands,
 )
+from tests.megatron_worker.tiny_engine import TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, new_worker
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
 
@@ -264,6 +267,32 @@ def test_what_is_not_finite_drops_the_gradients_and_no_weight(workshop: Workshop
     assert "dropped" in problem.message
     plain = do_all(workshop, tmp_path / "plain", [*commands[:2], Skip(), Skip(), *commands[2:]])
     assert adapter_sha256(job, 6) == adapter_sha256(plain, 6)
+
+
+class SmallDevice(TinyEngine):
+    """It is out of memory beyond so many tokens, halfway through a pass."""
+
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        sums = super().forward_backward(batch, loss)
+        if len(batch.token_id_T) > 20:
+            raise torch.OutOfMemoryError("a device of 20 tokens")
+        return sums
+
+
+def test_a_command_that_the_device_has_no_memory_for_fails_alone(workshop: Workshop, tmp_path: Path) -> None:
+    """It drops the gradients; a worker that has the memory does the same where it repeats the session."""
+    small = [ForwardBackward(data=(Datum(tokens=tuple(range(3, 13 + n))),)) for n in range(4)]
+    large = ForwardBackward(data=(Datum(tokens=tuple(range(3, 27))),))
+    step = OptimStep(learning_rate=0.1)
+    worker = new_worker(workshop.root, lambda plan, model: SmallDevice(model))
+    job = do_all(workshop, tmp_path / "small", [small[0], step, small[1], large, small[2], step, small[3]], worker)
+    problem = result(job, 4).problem
+    assert problem is not None and problem.kind == "error"
+    assert "a device of 20 tokens" in problem.message and "dropped" in problem.message
+    assert [e.command for e in read_log(job.log_path) if isinstance(e, Applied) and e.failed] == [4]
+    plain = do_all(workshop, tmp_path / "plain", [small[0], step, Skip(), Skip(), small[2], step, small[3]])
+    again = do_all(workshop, tmp_path / "again", [small[0], step, small[1], Skip(drops=True), *small[2:3], step])
+    assert adapter_sha256(job, 6) == adapter_sha256(plain, 6) == adapter_sha256(again, 6)
 
 
 def test_a_gap_stands_for_all_numbers_that_it_names(workshop: Workshop, tmp_path: Path) -> None:
