@@ -256,7 +256,7 @@ def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[
     from activities.sampling.sample import SamplerActivities
 
     ask = SamplerActivities(host, samplers)
-    return [ask.sample, ask.draw_share, ask.prove_adapter]
+    return [ask.sample, ask.draw_share, ask.prove_adapter, ask.sleep_sampler, ask.wake_sampler]
 
 
 @asynccontextmanager

@@ -104,6 +104,8 @@ _POOLS: dict[str, Pool] = {
     "sample": "sampling",
     "draw_share": "sampling",
     "prove_adapter": "sampling",
+    "sleep_sampler": "sampling",
+    "wake_sampler": "sampling",
     "complete": "completions",
     "deliver": "webhooks",
     "give_up_delivery": "webhooks",

@@ -46,6 +46,8 @@ class RLWorkflow(ClientDrivenHandlers):
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
         self._run.training.must_yield = lambda: self._sampling.is_awaited and workflow.patched(_SAMPLER_FIRST)
+        self._run.training.device = self._sampling.lent
+        self._run.training.shares = not self._sampling.is_colocated
         self._run.training.leasing.epoch = before.epoch if before else 0
         self._run.training.is_tracked = self._run.training.leasing.epoch > 0
 

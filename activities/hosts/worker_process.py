@@ -54,6 +54,7 @@ class WorkerProcess:
     """A worker that this host started. `leases`: those it serves now, by run id; none while it waits in the pool.
 
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
+    `is_asleep`: a sampler was asked to sleep, and has not been woken since.
     """
 
     def __init__(self, paths: WorkerPaths, key: ProcessKey, process: subprocess.Popen[bytes]) -> None:
@@ -63,6 +64,7 @@ class WorkerProcess:
         self.leases: dict[str, LeaseMark] = {}
         self.num_jobs: Counter[str] = Counter()
         self.holds_device = False
+        self.is_asleep = False
         self._process = process
         self._lock = threading.Lock()
         self._turn_s, self._turn_until = 0.0, time.monotonic()  # seconds of a lease served since the worker's start

@@ -109,9 +109,13 @@ class LeaseSampler:
 def _forget(worker: WorkerProcess, model: Path) -> None:
     """Unload all adapters of a sampler, and load the model's own weights where others have taken their place.
 
-    An adopted process may still hold those of runs that it served before.
+    An adopted process may still hold those of runs that it served before, or sleep.
     """
     try:
+        if worker.is_asleep:
+            with connected(worker) as (client, _):
+                client.wake()
+            worker.is_asleep = False
         with connected(worker, _ANSWER_S, attempts=2) as (client, name):
             served = client.models()
             for adapter in [name for name, card in served.items() if card.parent is not None]:

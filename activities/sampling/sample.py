@@ -22,7 +22,7 @@ from activities.sampling.completions import (
 )
 from activities.sampling.samplers import PolicyWeights, Samplers, refusal
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
-from shared.chat.completions import MAX_SAMPLES, Sampling
+from shared.chat.completions import MAX_SAMPLES, SamplerMemory, Sampling
 from shared.contract import Artifact, Frozen
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.job import Dtype
@@ -140,7 +140,7 @@ class Proved(Frozen):
 
 
 class SamplerActivities:
-    """The activities `sample`, `draw_share` and `prove_adapter`."""
+    """The activities that ask a sampler for something on behalf of a run."""
 
     def __init__(self, host: HostContext, samplers: Samplers) -> None:
         self._host = host
@@ -203,6 +203,22 @@ class SamplerActivities:
                 raise refusal(opened.client, served.name, error, "probe") from error
         difference = compare(told, request.logprobs, request.probe, request.bound)
         return Proved(max_difference=difference, was_sent=served.was_sent)
+
+    @activity.defn(name="sleep_sampler")
+    def sleep_sampler(self, place: LeasedSampler) -> SamplerMemory:
+        """Have a sampler give its device's memory back. One that sleeps already sleeps on.
+
+        Raises:
+            SamplerUnavailable, WorkerLost: there is no sampler at this place now.
+        """
+        with beating():
+            return self._samplers.sleep(place)
+
+    @activity.defn(name="wake_sampler")
+    def wake_sampler(self, place: LeasedSampler) -> SamplerMemory:
+        """Have a sampler take its memory again. Raises as `sleep_sampler` does."""
+        with beating():
+            return self._samplers.wake(place)
 
     def _draw_missing(
         self, request: SampleRequest, prompts: PromptsFile, numbers: dict[int, int], parts: Parts

@@ -18,7 +18,7 @@ from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import checked, resolve, shown
-from shared.chat.completions import SamplerReady
+from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.contract import Artifact, Frozen, Sha256
 from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.leases import LeaseMark
@@ -109,6 +109,19 @@ class Samplers:
             case ServedSampler():
                 return self._open_served(place)
 
+    def sleep(self, place: LeasedSampler) -> SamplerMemory:
+        """Have a leased sampler give its memory back. Raises as `open` does."""
+        with self._using(place) as (worker, opened):
+            worker.is_asleep = True
+            return opened.client.sleep(1)
+
+    def wake(self, place: LeasedSampler) -> SamplerMemory:
+        """Have a leased sampler take its memory again. Raises as `open` does."""
+        with self._using(place) as (worker, opened):
+            memory = opened.client.wake()
+            worker.is_asleep = False
+            return memory
+
     @contextmanager
     def serving(
         self, place: SamplerPlace, run_id: str, policy: PolicyWeights, host: HostContext
@@ -130,13 +143,18 @@ class Samplers:
 
     @contextmanager
     def _open_leased(self, place: LeasedSampler) -> Iterator[OpenSampler]:
+        with self._using(place) as (_, opened):
+            yield opened
+
+    @contextmanager
+    def _using(self, place: LeasedSampler) -> Iterator[tuple[WorkerProcess, OpenSampler]]:
         if self._pool is None:
             raise WorkerLost("this host leases no samplers out")
         lease = LeaseMark(run_id=place.run_id, fence=place.fence)
         with self._pool.using(place.worker_id, lease) as worker:
             try:
                 with connected(worker) as opened:
-                    yield opened
+                    yield worker, opened
             except SamplerUnavailable as error:
                 if worker.is_alive():
                     raise

@@ -220,6 +220,8 @@ class RLRun(Frozen):
         rollouts = self.rollouts
         if rollouts is None:
             return self
+        if rollouts.colocate and self.between_steps == "keep":
+            raise ValueError("rollouts.colocate: the trainer leaves the device after a step: between_steps is offload")
         if rollouts.max_completion_tokens >= self.max_tokens:
             raise ValueError("max_tokens must hold a prompt too: more than rollouts.max_completion_tokens")
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:

@@ -59,6 +59,9 @@ class Rollouts(Frozen):
         le=16,
         description="samplers leased at most; a step's prompts are divided over those that are up",
     )
+    colocate: bool = Field(
+        default=False, description="trainer and sampler share one device: each leaves it before the other works"
+    )
     weight_sync: WeightSync = WeightSync()
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
     probe_bound: float | None = Field(
@@ -87,4 +90,16 @@ class Rollouts(Frozen):
     def _samplers_are_leased(self) -> Self:
         if self.samplers > 1 and self.sampler_url is not None:
             raise ValueError("a sampler behind a URL is one: drop samplers, or sampler_url")
+        return self
+
+    @model_validator(mode="after")
+    def _one_device_at_a_time(self) -> Self:
+        if not self.colocate:
+            return self
+        if self.samplers > 1 or self.sampler_url is not None:
+            raise ValueError("colocate: a device has one sampler, which is leased: drop samplers and sampler_url")
+        if self.off_policy_steps:
+            raise ValueError("colocate: nothing is sampled while the trainer has the device: drop off_policy_steps")
+        if self.weight_sync.backend not in ("auto", "store"):
+            raise ValueError("colocate: a sampler that sleeps takes no weights: weight_sync.backend is auto or store")
         return self

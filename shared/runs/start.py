@@ -137,7 +137,7 @@ def result_sha256(store: ObjectStore, run_id: str) -> str | None:
 
 def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     """Refuse what no host could start, data-parallel ranks that would never have anything to do, and what one server
-    behind a URL does not do where it samples: full training, several samplers, or to be a host's vLLM.
+    behind a URL does not do where it samples: full training, several samplers, to sleep, or to be a host's vLLM.
 
     Args:
         below: where the run's fields stand in the request, such as `run.`.
@@ -153,9 +153,11 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             if run.trainable.kind == "full" and settings.sampling.url is not None:
                 rule = "this installation's sampler is a server behind a URL, which does not take whole weights"
                 raise InvalidInput(f"{rule}: train a lora", f"{below}trainable")
-            if rollouts.samplers > 1 and settings.sampling.url is not None:
-                rule = "this installation's sampler is a server behind a URL: samplers may be 1 at most"
-                raise InvalidInput(rule, f"{below}rollouts.samplers")
+            if (rollouts.samplers > 1 or rollouts.colocate) and settings.sampling.url is not None:
+                rule = "this installation's sampler is a server behind a URL"
+                if rollouts.colocate:
+                    raise InvalidInput(f"{rule}, which does not sleep", f"{below}rollouts.colocate")
+                raise InvalidInput(f"{rule}: samplers may be 1 at most", f"{below}rollouts.samplers")
             if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
                 raise InvalidInput(reason, f"{below}rollouts.sampler")
             examples = rollouts.prompts_per_step * rollouts.group_size
@@ -177,6 +179,8 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
         return "vllm samples from adapters alone: train a lora, or sample with own"
     if run.trainable.rank > _VLLM_MAX_RANK:
         return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
+    if rollouts.colocate:
+        return "vllm stays on its device: drop colocate, or sample with own"
     if rollouts.weight_sync.backend not in ("auto", "store"):
         return "vllm loads adapters from the store: weight_sync.backend may be auto or store"
     return None

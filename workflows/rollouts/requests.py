@@ -148,7 +148,7 @@ def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> S
     """
     run, rollouts = start.run, start.run.rollouts
     sockets = tuple(grant.weights_socket for grant in grants if grant.weights_socket is not None)
-    if rollouts is None or not sockets or rollouts.weight_sync.backend == "store":
+    if rollouts is None or not sockets or rollouts.weight_sync.backend == "store" or rollouts.colocate:
         return None
     if isinstance(run.trainable, Full) and rollouts.off_policy_steps:
         return None

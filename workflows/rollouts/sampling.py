@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
+    from activities.sampling.sample import SamplerActivities
     from shared.contract import Artifact
     from shared.jobs.leases import LeaseGrant
     from shared.runs.serving import LeasedSampler, SamplerPlace, ServedSampler
@@ -28,7 +30,9 @@ Answer = TypeVar("Answer")
 class Sampling:
     """A run's samplers and their leases: at most `rollouts.samplers`. Work goes on with those that are up.
 
-    `waits` is called before the run waits for a sampler, so that it can give up an idle worker first.
+    `waits` is called before the run waits for a sampler, so that it can give up an idle worker first. A sampler that
+    shares its device with the trainer sleeps while a job has that, and is woken when it is asked something; `_asleep`
+    has the epochs of leases whose samplers sleep.
     """
 
     start: RLStart
@@ -36,6 +40,9 @@ class Sampling:
     leasings: tuple[Leasing, ...] = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _num_failed: Counter[int] = field(default_factory=Counter)
+    _asleep: set[int] = field(default_factory=set)
+    _num_at_work: int = 0
+    _is_lent: bool = False
 
     def __post_init__(self) -> None:
         queue, rollouts = policies.sampler_queue(self.start.shape), self.start.run.rollouts
@@ -50,6 +57,12 @@ class Sampling:
     def is_shared_out(self) -> bool:
         """True where the run may have several samplers, which a step's prompts are divided over."""
         return len(self.leasings) > 1 and not self.is_served
+
+    @property
+    def is_colocated(self) -> bool:
+        """True where trainer and sampler share one device."""
+        rollouts = self.start.run.rollouts
+        return rollouts is not None and rollouts.colocate and not self.is_served
 
     @property
     def is_up(self) -> bool:
@@ -171,6 +184,8 @@ class Sampling:
         Raises:
             ActivityError, Lost: none came.
         """
+        if self._is_lent:
+            await workflow.wait_condition(lambda: not self._is_lent)
         async with self._lock:
             if not self.grants:
                 self.waits()
@@ -180,21 +195,47 @@ class Sampling:
             await workflow.wait_condition(lambda: bool(self.grants) or not any(one.is_pending for one in self.leasings))
             return self.grants[0] if self.grants else await self.leasings[0].wait()
 
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Have a sampler that shares its device leave it for a `with` block. What is asked meanwhile waits."""
+        if not self.is_colocated:
+            yield
+            return
+        await workflow.wait_condition(lambda: not self._num_at_work)
+        self._is_lent = True
+        try:
+            for grant in self.grants:
+                self._asleep.add(grant.fence.epoch)
+                try:
+                    await self._execute(SamplerActivities.sleep_sampler, self._place(grant), grant)
+                except ActivityError as error:
+                    self._give_up(grant, str(lost(error)))
+            yield
+        finally:
+            self._is_lent = False
+
     async def ask(
         self,
         activity: Callable[[Any, Request], Answer],
         request: Callable[[SamplerPlace], Request],
         grant: LeaseGrant,
     ) -> Answer:
-        """Execute an activity on one sampler. Raises ActivityError."""
-        rollouts = self.start.run.rollouts
-        assert rollouts is not None
-        place = LeasedSampler(
-            run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id, sampler=rollouts.sampler
-        )
+        """Execute an activity on one sampler, which is woken first if it sleeps. Raises ActivityError."""
+        if self._is_lent:
+            await workflow.wait_condition(lambda: not self._is_lent)
+        self._num_at_work += 1
+        try:
+            if grant.fence.epoch in self._asleep:
+                await self._execute(SamplerActivities.wake_sampler, self._place(grant), grant)
+                self._asleep.discard(grant.fence.epoch)
+            return await self._execute(activity, request(self._place(grant)), grant)
+        finally:
+            self._num_at_work -= 1
+
+    async def _execute(self, activity: Callable[[Any, Request], Answer], request: Request, grant: LeaseGrant) -> Answer:
         result: Answer = await workflow.execute_activity_method(
             activity,
-            request(place),
+            request,
             task_queue=grant.host_queue,
             schedule_to_start_timeout=policies.pickup_timeout(self.start.timing),
             start_to_close_timeout=policies.DATA_TIMEOUT,
@@ -202,3 +243,10 @@ class Sampling:
             retry_policy=policies.ONCE,
         )
         return result
+
+    def _place(self, grant: LeaseGrant) -> LeasedSampler:
+        rollouts = self.start.run.rollouts
+        assert rollouts is not None
+        return LeasedSampler(
+            run_id=self.start.run_id, fence=grant.fence, worker_id=grant.worker_id, sampler=rollouts.sampler
+        )

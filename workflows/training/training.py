@@ -1,6 +1,7 @@
 """A run's jobs on leased workers. A worker that is lost is replaced, and the job goes on from its newest checkpoint."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from temporalio import workflow
@@ -63,6 +64,8 @@ class Training:
         changed: called when a lease begins, is granted, or ends.
         holds: keep a worker after its job for the next one, until `release`.
         must_yield: tells that it is not to be kept all the same, as the run waits for a sampler.
+        shares: other runs may train on its worker, if the run was accepted with that.
+        device: makes a context in which a job has its device, which it may share with a sampler.
         num_lost: leases of this execution that ended in a loss.
         notices: messages for the run's user.
         eta: of the steps within a job.
@@ -75,6 +78,8 @@ class Training:
     changed: Callable[[], None]
     holds: bool = False
     must_yield: Callable[[], bool] = lambda: False
+    shares: bool = True
+    device: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
@@ -212,7 +217,7 @@ class Training:
 
     def _take_lease(self, plan: AnyPlan, shares: bool, joins: bool) -> None:
         key, group = WorkerKey.of(plan), self.start.shares_with
-        shares = shares and group is not None and isinstance(plan.trainable, Lora)
+        shares = shares and self.shares and group is not None and isinstance(plan.trainable, Lora)
         request = LeaseRequest(
             run_id=self.start.run_id,
             epoch=self._last_epoch + 1,
@@ -233,7 +238,8 @@ class Training:
             tenant=self.start.tenant,
         )
         cancellation = workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
-        return await on_leased_host(RunJob.run_job, request, grant, self.start.timing, policies.ONCE, cancellation)
+        async with self.device():
+            return await on_leased_host(RunJob.run_job, request, grant, self.start.timing, policies.ONCE, cancellation)
 
 
 def _accepted(result: JobResult) -> JobResult:

@@ -49,6 +49,7 @@ def test_a_vllm_that_nobody_can_start_is_refused():
     for trainable, change, rule in (
         (lora, {"sampler_url": "http://localhost:8000"}, "drop it, or sampler_url"),
         (lora, {"weight_sync": {"backend": "shared_memory"}}, "auto or store"),
+        (lora, {"colocate": True}, "drop colocate"),
         ({"kind": "lora", "rank": 513}, {}, "lower trainable.rank"),
         ({"kind": "full"}, {}, "adapters alone"),
     ):
@@ -57,6 +58,25 @@ def test_a_vllm_that_nobody_can_start_is_refused():
             check_startable(asked, settings(None))
     with pytest.raises(ValidationError, match=r"own or vllm.*SGLang"):
         RLRun.model_validate(FULL | {"rollouts": vllm | {"sampler": "sglang"}})
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "run", "rule"),
+    [
+        ({"samplers": 2}, {}, "a device has one sampler"),
+        ({"sampler_url": "http://localhost:8000"}, {}, "a device has one sampler"),
+        ({"off_policy_steps": 1}, {}, "drop off_policy_steps"),
+        ({"weight_sync": {"backend": "delta"}}, {}, "backend is auto or store"),
+        ({}, {"between_steps": "keep"}, "between_steps is offload"),
+    ],
+)
+def test_what_needs_the_device_at_all_times_does_not_share_it(rollouts, run, rule):
+    colocated = {"kind": "rl", "model": "/model", "rollouts": ROLLOUTS | {"colocate": True}}
+    check_startable(RLRun.model_validate(colocated), settings(None))
+    with pytest.raises(InvalidInput, match="does not sleep"):
+        check_startable(RLRun.model_validate(colocated), settings("http://localhost:8000"))
+    with pytest.raises(ValidationError, match=rule):
+        RLRun.model_validate(colocated | {"rollouts": ROLLOUTS | {"colocate": True} | rollouts} | run)
 
 
 def test_full_training_does_not_go_on_from_an_adapter():
