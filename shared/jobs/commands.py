@@ -237,7 +237,9 @@ class CommandResult(Frozen):
     problem: CommandProblem | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     data: tuple[TokenScores, ...] | None = None
-    expired: bool = Field(default=False, description="the scores were deleted, so long after the session's end")
+    expired: bool = Field(
+        default=False, description="the scores were deleted: newer ones are too many, or the session ended long ago"
+    )
     step: int | None = Field(
         default=None, description="of save_state and load_state: the number of the last command in the state"
     )
