@@ -29,8 +29,9 @@ demo: setup
 demo-stop: setup
 	@.venv/bin/longshore dev --stop --root .demo
 
-# What starts no server, and one run through a whole stack.
+# Every test file can be imported; what starts no server; one run through a whole stack.
 check: lint
+	@found="$$(.venv/bin/python -m pytest --collect-only -qq tests 2>&1)" || { echo "$$found" | tail -40; exit 1; }
 	@.venv/bin/python -m pytest -q -n 2 --dist loadfile \
 		tests/test_structure.py tests/shared tests/activities/formats tests/activities/packing tests/activities/tokenizing \
 		tests/activities/trajectories tests/workflows/test_imports.py tests/workflows/test_replay.py \

@@ -12,7 +12,7 @@ from activities.host_context import HostContext
 from activities.hosts.worker_process import processes_of
 from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.sample import compare
-from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name, using
+from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
 from shared.chat.completions import SamplerReady, Sampling
 from shared.contract import Artifact
 from shared.errors import InvalidInput, SamplerMismatch, WorkerLost
@@ -99,19 +99,20 @@ def test_adapters(host: Host, settings: Settings, model: Artifact, adapters: lis
     with leased(host, settings, key, 1) as lease:
         assert lease.grant.weights_socket is None
         _closed_to_others(host, lease.grant)
+        for adapter, proof in zip((None, *adapters), proofs, strict=True):
+            policy = PolicyWeights(adapter=adapter)
+            with samplers.serving(place_of(lease.grant), "r1", policy, context) as (opened, served):
+                told = opened.client.score(served.name, PROMPT)
+                print(f"probe difference {compare(told, proof, PROMPT, BOUND):.2g}")
+                drawn = opened.client.sample(served.name, PROMPT, Sampling(max_tokens=6, ignore_eos=True), 3, 7)
+                (second,) = opened.client.sample(served.name, PROMPT, Sampling(max_tokens=6, ignore_eos=True), 1, 8)
+                assert drawn[1].token_ids == second.token_ids
+                # A wrong adapter, the stale one before it, or none: the proof fails.
+                for other in proofs:
+                    if other != proof:
+                        with pytest.raises(SamplerMismatch):
+                            compare(told, other, PROMPT, BOUND)
         with samplers.open(place_of(lease.grant)) as opened:
-            for adapter, proof in zip((None, *adapters), proofs, strict=True):
-                with using(opened, "r1", PolicyWeights(adapter=adapter), context) as served:
-                    told = opened.client.score(served.name, PROMPT)
-                    print(f"probe difference {compare(told, proof, PROMPT, BOUND):.2g}")
-                    drawn = opened.client.sample(served.name, PROMPT, Sampling(max_tokens=6, ignore_eos=True), 3, 7)
-                    (second,) = opened.client.sample(served.name, PROMPT, Sampling(max_tokens=6, ignore_eos=True), 1, 8)
-                    assert drawn[1].token_ids == second.token_ids
-                    # A wrong adapter, the stale one before it, or none: the proof fails.
-                    for other in proofs:
-                        if other != proof:
-                            with pytest.raises(SamplerMismatch):
-                                compare(told, other, PROMPT, BOUND)
             with pytest.raises(InvalidInput, match="404"):  # a missing one
                 opened.client.sample(adapter_name("r1", adapters[0]), PROMPT, Sampling(max_tokens=1), 1, 0)
         worker_id = lease.grant.worker_id
