@@ -112,9 +112,8 @@ def test_adapters(host: Host, settings: Settings, model: Artifact, adapters: lis
                     if other != proof:
                         with pytest.raises(SamplerMismatch):
                             compare(told, other, PROMPT, BOUND)
-        with samplers.open(place_of(lease.grant)) as opened:
-            with pytest.raises(InvalidInput, match="404"):  # a missing one
-                opened.client.sample(adapter_name("r1", adapters[0]), PROMPT, Sampling(max_tokens=1), 1, 0)
+        with samplers.open(place_of(lease.grant)) as opened, pytest.raises(InvalidInput, match="404"):  # a missing one
+            opened.client.sample(adapter_name("r1", adapters[0]), PROMPT, Sampling(max_tokens=1), 1, 0)
         worker_id = lease.grant.worker_id
     with leased(host, settings, key, 2) as lease:
         assert lease.grant.worker_id == worker_id, "warm"
